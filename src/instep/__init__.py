@@ -1,0 +1,1 @@
+"""instep: write for one process, run on many, get the same numbers."""

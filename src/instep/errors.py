@@ -1,0 +1,181 @@
+"""Every error that instep raises, as a tree. The sentence lives in the class.
+
+InstepError
+├── LaunchError                   how this job was started
+│   ├── LaunchVariablesError      variables half set, contradictory or not numbers
+│   ├── PortInUseError            the master's port belongs to somebody else
+│   ├── LeftoverRendezvousError   a rendezvous file of another job
+│   ├── RendezvousError           the ranks cannot meet as asked
+│   └── DeviceError               no accelerator for this rank, or one for two ranks
+├── CollectiveError               talking
+│   ├── UnknownOpError            (ValueError) a reduction that does not exist
+│   ├── WrongDeviceError          a tensor where this job's ranks cannot talk
+│   └── DisagreementError         the ranks mean different things
+└── TrainingError                 the script's use of replicate and shard
+    ├── ReplicatedTwiceError
+    ├── ShardedTwiceError
+    ├── CannotShardError          (TypeError) a loader or batch that has no blocks
+    └── MixedBatchesError         two batches of different weights in one backward
+
+What a caller may also catch as a built-in (ValueError, TypeError) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """"rank 2" or "ranks 0, 2"."""
+    named = sorted(ranks)
+    return f"rank{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
+
+
+class InstepError(Exception):
+    """The root: catch it to catch whatever instep raises by itself."""
+
+
+class LaunchError(InstepError):
+    """This job was started in a way that cannot work."""
+
+
+class LaunchVariablesError(LaunchError):
+    """The environment of this process says something impossible about its rank."""
+
+    @classmethod
+    def half_set(
+        cls, source: str, present: Mapping[str, str], missing: Iterable[str]
+    ) -> LaunchVariablesError:
+        """Some of the variables that belong together are missing."""
+        seen = ", ".join(f"{name}={value}" for name, value in present.items())
+        return cls(
+            f"half of what {source} sets is missing: found {seen} but not {', '.join(missing)}. "
+            "Set all of them, or none (then this process is a world of one)."
+        )
+
+    @classmethod
+    def not_a_number(cls, name: str, value: str) -> LaunchVariablesError:
+        """A variable that must be an integer is not."""
+        return cls(f"{name}={value!r} is not a whole number. Set it to one, or unset it.")
+
+    @classmethod
+    def impossible(cls, source: str, what: str) -> LaunchVariablesError:
+        """The numbers contradict each other."""
+        return cls(
+            f"{source} describes an impossible world: {what}. "
+            "Check who sets these variables; two launchers inside each other are the usual cause."
+        )
+
+
+class PortInUseError(LaunchError):
+    """The port at which the ranks should meet is taken."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(
+            f"port {port} on {host} is in use by another process, so the ranks cannot meet there. "
+            "Choose another port (MASTER_PORT, or tcp://host:port), or end the job that holds it."
+        )
+
+
+class LeftoverRendezvousError(LaunchError):
+    """A rendezvous file that another job left behind."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        super().__init__(
+            f"the rendezvous file {path} was already used: rank {rank} has met there before. "
+            "Delete it, and give each job a file of its own."
+        )
+
+
+class RendezvousError(LaunchError):
+    """The ranks cannot meet in the way that was asked for."""
+
+
+class DeviceError(LaunchError):
+    """There is no accelerator of its own for every rank."""
+
+    @classmethod
+    def too_few(cls, ranks: int, devices: int) -> DeviceError:
+        """More ranks on a host than accelerators."""
+        return cls(
+            f"{ranks} ranks on this host, but only {devices} GPU{'s' * (devices != 1)} visible. "
+            "Start fewer ranks, make more GPUs visible (CUDA_VISIBLE_DEVICES), "
+            "or set INSTEP_DEVICE=cpu."
+        )
+
+    @classmethod
+    def shared(cls, device: str, ranks: Iterable[int]) -> DeviceError:
+        """Two ranks were given the same accelerator."""
+        return cls(
+            f"{_ranks(ranks)} share one GPU ({device}); each rank needs its own. "
+            "Give every task one GPU, or start as many ranks as there are GPUs."
+        )
+
+
+class CollectiveError(InstepError):
+    """Ranks cannot exchange what was asked for."""
+
+
+class UnknownOpError(CollectiveError, ValueError):
+    """A reduction that does not exist."""
+
+    def __init__(self, op: object, known: Iterable[str]) -> None:
+        super().__init__(f"unknown reduction {op!r}; known are {', '.join(known)}.")
+
+
+class WrongDeviceError(CollectiveError):
+    """A tensor lies where this job's ranks cannot talk."""
+
+    def __init__(self, device: object, reachable: Iterable[str]) -> None:
+        super().__init__(
+            f"this job's ranks exchange tensors on {' and '.join(reachable)}, "
+            f"but this tensor is on {device}. Move it there first."
+        )
+
+
+class DisagreementError(CollectiveError):
+    """The ranks were asked for the same thing and hold different ones."""
+
+    def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
+        sides = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in seen.items())
+        super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
+
+
+class TrainingError(InstepError):
+    """A model or loader was used in a way that would change the numbers."""
+
+
+class ReplicatedTwiceError(TrainingError):
+    """A model, or a part of it, is already a replica."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is already replicated; its gradients would be summed twice. "
+            "Call instep.replicate once, on the outermost module."
+        )
+
+
+class ShardedTwiceError(TrainingError):
+    """A loader or a batch is already divided."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this loader or batch is already this rank's share; sharding it again would drop "
+            "samples. Call instep.shard once."
+        )
+
+
+class CannotShardError(TrainingError, TypeError):
+    """There is no way to cut a block out of this."""
+
+
+class MixedBatchesError(TrainingError):
+    """One backward through two batches of which this rank holds different fractions."""
+
+    def __init__(self, weights: Iterable[float]) -> None:
+        shares = " and ".join(f"{weight:.6g}" for weight in sorted(weights))
+        super().__init__(
+            f"one backward goes through two batches of which this rank holds different shares "
+            f"({shares}); one weight cannot be right for both. Call backward() once for each "
+            "batch's loss: the gradients add up to the same."
+        )

@@ -1,0 +1,34 @@
+"""Every INSTEP_* variable that a user may set: name, default, meaning.
+
+What `instep run` itself tells its ranks is not a knob; it stands in `launchers.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from instep.errors import LaunchVariablesError
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One variable; `str(knob)` and `int(knob)` read the environment as it is now."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+    def __int__(self) -> int:
+        try:
+            return int(str(self))
+        except ValueError:
+            raise LaunchVariablesError.not_a_number(self.name, str(self)) from None
+
+
+DEVICE = Knob("INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: never.")
+TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
+BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")

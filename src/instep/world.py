@@ -1,0 +1,51 @@
+"""World: who this process is among the ranks of its job, as one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from instep.errors import LaunchVariablesError
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of one process in its job.
+
+    Raises LaunchVariablesError when the numbers contradict each other.
+    """
+
+    rank: int = 0
+    """Which of the `size` processes this one is, counted from 0."""
+    size: int = 1
+    """How many processes the job has: the field's *world size*."""
+    local_rank: int = 0
+    """Which of the processes on this host."""
+    local_size: int = 1
+    """How many processes are on this host."""
+    node_rank: int = 0
+    """Which of the hosts this one is."""
+    nodes: int = 1
+    """How many hosts the job has."""
+    source: str = "nobody launched this process"
+    """Who said so."""
+
+    def __post_init__(self) -> None:
+        for index, count in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nodes")):
+            i, n = getattr(self, index), getattr(self, count)
+            if n < 1 or not 0 <= i < n:
+                raise LaunchVariablesError.impossible(
+                    self.source, f"{index} {i} of {count} {n} ({index}s count from 0)"
+                )
+        if self.local_size > self.size:
+            raise LaunchVariablesError.impossible(
+                self.source, f"{self.local_size} ranks on this host, but {self.size} in all"
+            )
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks run on one machine."""
+        return self.local_size == self.size
+
+    def __str__(self) -> str:
+        where = "" if self.one_host else f", local rank {self.local_rank} of {self.local_size}"
+        return f"rank {self.rank} of {self.size}{where} ({self.source})"
