@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """"rank 2" or "ranks 0, 2"."""
+    """ "rank 2" or "ranks 0, 2"."""
     named = sorted(ranks)
     return f"rank{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
 

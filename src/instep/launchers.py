@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from instep.errors import LaunchVariablesError
-from instep.world import World
+from instep.identity import World
 
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""

@@ -30,11 +30,14 @@ class World:
     """Who said so."""
 
     def __post_init__(self) -> None:
-        for index, count in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nodes")):
-            i, n = getattr(self, index), getattr(self, count)
-            if n < 1 or not 0 <= i < n:
+        for what, index, count in (
+            ("rank", self.rank, self.size),
+            ("local rank", self.local_rank, self.local_size),
+            ("node rank", self.node_rank, self.nodes),
+        ):
+            if not 0 <= index < count:
                 raise LaunchVariablesError.impossible(
-                    self.source, f"{index} {i} of {count} {n} ({index}s count from 0)"
+                    self.source, f"{what} {index} of {count} ({what}s count from 0)"
                 )
         if self.local_size > self.size:
             raise LaunchVariablesError.impossible(

@@ -1,0 +1,153 @@
+"""Batch statistics of the global batch, on any device.
+
+Every rank reduces its own rows once (count, mean, variance per channel), the ranks exchange these
+few numbers, and each normalises its rows with the merged ones:
+
+    n = sum n_r,   mean = sum n_r mean_r / n,
+    var = sum n_r (var_r + (mean_r - mean)^2) / n        (Chan, Golub, LeVeque 1979, eq. 2.1)
+
+The passes over the activations are PyTorch's own fused kernels with given statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.blocks import current_block
+from instep.collectives import Transport, applied, transport
+from instep.errors import TrainingError
+
+
+def batch_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.batch_norm, with the statistics of the batch on all ranks.
+
+    Args:
+        input: (rows, channels, ...), this rank's rows; the rest as in PyTorch.
+
+    Running statistics are updated in place with the merged mean and the unbiased variance.
+    Collective. Raises TrainingError when all ranks together hold one value per channel.
+    """
+    block = current_block()
+    ghost = block is not None and block.empty
+    output: Tensor
+    output, mean, var, count = applied(_GlobalBatchNorm, input, weight, bias, eps, ghost)
+    _refuse_single_value(count, input)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = var * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return output
+
+
+class _GlobalBatchNorm(torch.autograd.Function):
+    """Normalise with merged statistics; returns them (float64) beside the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ghost: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        way = transport()
+        mean, var, count = _merged(way, *_own(x, ghost))
+        kind = _statistics_dtype(x)
+        given = (mean.to(kind), var.to(kind))
+        output, _, _ = torch.native_batch_norm(x, weight, bias, *given, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, *given)
+        ctx.eps, ctx.ghost, ctx.count, ctx.transport = eps, ghost, count, way
+        ctx.mark_non_differentiable(mean, var, count)
+        return output, mean, var, count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        # Given statistics are constants to this kernel: its "gradients of weight and bias" are
+        # sum(grad * x_hat) and sum(grad), the two sums that every rank must hear of.
+        _, dot, total = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
+        sums = torch.stack((dot, total)).double()
+        if ctx.ghost:
+            sums.zero_()
+        ctx.transport.all_reduce(sums, "sum").wait()
+        dx = _input_gradient(grad, x, weight, mean, var, sums / ctx.count, ctx.eps)
+        wanted = ctx.needs_input_grad
+        return (
+            dx if wanted[0] else None,
+            dot.to(weight.dtype) if wanted[1] else None,
+            total.to(weight.dtype) if wanted[2] else None,
+            None,
+            None,
+        )
+
+
+def _refuse_single_value(count: Tensor, x: Tensor) -> None:
+    # Only where the count lies on the host: reading it from a GPU would stall the stream.
+    if count.is_cpu and count < 2:
+        raise TrainingError(
+            "batch normalisation in training needs more than one value per channel, but all "
+            f"ranks together hold {int(count)} (this rank's input is {tuple(x.shape)})."
+        )
+
+
+def _own(x: Tensor, ghost: bool) -> tuple[Tensor, Tensor, int]:
+    """Mean, biased variance (float64) and number of values of each channel of this rank's rows."""
+    channels = x.shape[1]
+    if ghost or x.numel() == 0:
+        nothing = x.new_zeros(channels, dtype=torch.float64)
+        return nothing, nothing, 0
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean.double(), var.double(), x.numel() // channels
+
+
+def _merged(way: Transport, mean: Tensor, var: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of all ranks' rows together, in float64."""
+    mine = torch.stack((mean, var, torch.full_like(mean, count)))
+    means, variances, counts = torch.stack(way.all_gather(mine)).unbind(1)
+    total = counts.sum(0)
+    merged = (counts * means).sum(0) / total
+    spread = (counts * (variances + (means - merged).square())).sum(0) / total
+    return merged, spread, total[0]
+
+
+def _input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    averages: Tensor,
+    eps: float,
+) -> Tensor:
+    """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
+
+    Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
+    scale * grad (another).
+    """
+    kind = mean.dtype
+    inv_std = (var.double() + eps).rsqrt()
+    scale = inv_std if weight is None else inv_std * weight.double()
+    dot, total = averages.unbind(0)
+    slope = (-scale * dot).to(kind)
+    offset = (-scale * total).to(kind)
+    affine, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    return affine.addcmul_(grad, scale.to(grad.dtype).view(shape))
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    """What torch keeps batch statistics in: float32 for half precision, else the input's."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

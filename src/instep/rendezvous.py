@@ -1,0 +1,242 @@
+"""From a World to a process group, and out of it again.
+
+The engine is torch.distributed: NCCL between GPUs, Gloo between CPUs. A world of one needs none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+
+from instep import knobs, launchers
+from instep.errors import (
+    DeviceError,
+    LaunchVariablesError,
+    LeftoverRendezvousError,
+    PortInUseError,
+    RendezvousError,
+)
+from instep.identity import World
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def current() -> World:
+    """Who this process is, right whenever it is asked: no side effects.
+
+    A process group that exists is believed before the launcher's variables.
+    Raises LaunchVariablesError when these are half set or contradictory.
+    """
+    if not dist.is_initialized():
+        return launchers.detect()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        told = launchers.detect()
+    except LaunchVariablesError:
+        told = World()
+    if (told.rank, told.size) == (rank, size):
+        return told
+    return World(rank=rank, size=size, local_rank=rank, local_size=size, source="torch.distributed")
+
+
+def init(
+    method: str | dist.Store | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta | None = None,
+) -> World:
+    """Meet the other ranks; does nothing when they have met, or in a world of one.
+
+    Everything in instep that needs the other ranks calls this by itself; call it for a
+    rendezvous of your own: `env://`, `tcp://host:port`, `file://path` or a Store.
+    `rank` and `world_size` are the launcher's unless given. On one host nothing listens beyond
+    the loopback interface (except where torchrun hosts the store). With GPUs, the rank's own
+    device becomes the current one.
+
+    Raises PortInUseError, LeftoverRendezvousError, RendezvousError, DeviceError or
+    LaunchVariablesError.
+    """
+    if dist.is_initialized():
+        return current()
+    world = _asked_for(rank, world_size)
+    if world.size == 1:
+        return world
+    timeout = timeout or timedelta(seconds=int(knobs.TIMEOUT))
+    device = _take_device(world)
+    store = _store(method, world, timeout)
+    with _loopback_only(world):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    atexit.register(_leave)
+    _no_device_twice(world, device)
+    return world
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _asked_for(rank: int | None, world_size: int | None) -> World:
+    if rank is None and world_size is None:
+        return launchers.detect()
+    if rank is None or world_size is None:
+        raise RendezvousError("give both rank and world_size, or neither.")
+    return World(
+        rank=rank,
+        size=world_size,
+        local_rank=rank,
+        local_size=world_size,
+        source="the arguments of instep.init",
+    )
+
+
+# ---------------------------------------------------------------------------------- the store
+
+
+def _store(method: str | dist.Store | None, world: World, timeout: timedelta) -> dist.Store:
+    if isinstance(method, dist.Store):
+        return method
+    url = urlparse(method or "env://")
+    if url.scheme == "env":
+        return _store_of_environment(os.environ, world, timeout)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        return _tcp_store(url.hostname, url.port, world, timeout)
+    if url.scheme == "file" and url.path:
+        return _file_store(url.path, world, timeout)
+    raise RendezvousError(
+        f"cannot meet at {method!r}; use env://, tcp://host:port, file:///path or a Store."
+    )
+
+
+def _store_of_environment(
+    environ: Mapping[str, str], world: World, timeout: timedelta
+) -> dist.Store:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
+    host = environ["MASTER_ADDR"]
+    try:
+        port = int(environ["MASTER_PORT"])
+    except ValueError:
+        raise LaunchVariablesError.not_a_number("MASTER_PORT", environ["MASTER_PORT"]) from None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    handed_down = environ.get(launchers.STORE_FD)
+    if world.rank == 0 and handed_down is not None:
+        listener = socket.socket(fileno=int(handed_down))
+        return _serve(listener, world, timeout)
+    return _tcp_store(host, port, world, timeout)
+
+
+def _tcp_store(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
+    if world.rank != 0:
+        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise RendezvousError(f"the master's name {host!r} does not resolve: {error}.") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(host, port) from None
+        raise RendezvousError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}); "
+            "the master must be an address of rank 0's own host."
+        ) from None
+    return _serve(listener, world, timeout)
+
+
+def _serve(listener: socket.socket, world: World, timeout: timedelta) -> dist.Store:
+    """Rank 0's store on a socket that is bound already: TCPStore alone binds every interface."""
+    listener.listen(socket.SOMAXCONN)
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        host,
+        port,
+        world.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _file_store(path: str, world: World, timeout: timedelta) -> dist.Store:
+    try:
+        store = dist.FileStore(path, world.size)
+        store.set_timeout(timeout)
+        met_before = store.add(f"instep/rank{world.rank}", 1) > 1
+    except RuntimeError as error:
+        raise RendezvousError(f"cannot meet in the file {path}: {error}") from error
+    if met_before:
+        raise LeftoverRendezvousError(path, world.rank)
+    return store
+
+
+@contextmanager
+def _loopback_only(world: World) -> Iterator[None]:
+    """Gloo takes its interface from the environment and from nowhere else."""
+    if not world.one_host or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+# --------------------------------------------------------------------------------- the device
+
+
+def _take_device(world: World) -> torch.device:
+    """This rank's own accelerator, made the current one before anything touches a device."""
+    if str(knobs.DEVICE) == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if 1 < visible < world.local_size:
+        raise DeviceError.too_few(world.local_size, visible)
+    device = torch.device("cuda", world.local_rank % visible)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _no_device_twice(world: World, device: torch.device) -> None:
+    """A launcher may show each rank one GPU, and the same to two of them."""
+    if device.type != "cuda":
+        return
+    mine = f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}"
+    claims: list[str] = [""] * world.size
+    dist.all_gather_object(claims, mine)
+    for claimed, ranks in ranks_by(claims).items():
+        if len(ranks) > 1:
+            raise DeviceError.shared(claimed, ranks)
+
+
+def ranks_by(values: list[str]) -> dict[str, list[int]]:
+    """Which ranks hold which value: the index of `values` is the rank."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    return holders

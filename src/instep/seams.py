@@ -1,0 +1,37 @@
+"""The seams in PyTorch where instep steps in: functions that torch looks up by name at each call.
+
+A replacement receives the original first and passes everything through to it, unless the call
+belongs to a replicated model. Modules, hooks, pickles and copies of the user's stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+Function = Callable[..., Any]
+
+_originals: dict[tuple[ModuleType, str], Function] = {}
+
+
+def step_in(owner: ModuleType, name: str, replacement: Function) -> None:
+    """Let `replacement(original, *args, **kwargs)` answer calls of `owner.name`; once."""
+    if (owner, name) in _originals:
+        return
+    original: Function = getattr(owner, name)
+    _originals[owner, name] = original
+
+    @functools.wraps(original)
+    def seam(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    setattr(owner, name, seam)
+
+
+def step_out() -> None:
+    """Put every original back."""
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
