@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from instep.errors import InstepError
     from instep.gradients import no_sync
     from instep.identity import World
+    from instep.metrics import Accuracy, Mean
     from instep.rendezvous import init
     from instep.replicas import replicate
     from instep.shards import shard
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Accuracy": "metrics",
     "InstepError": "errors",
+    "Mean": "metrics",
     "World": "identity",
     "all_gather": "collectives",
     "all_gather_object": "collectives",
@@ -60,7 +63,9 @@ _HOMES = {
 _OF_THE_WORLD = {"rank": "rank", "world_size": "size", "local_rank": "local_rank"}
 
 __all__ = [
+    "Accuracy",
     "InstepError",
+    "Mean",
     "World",
     "all_gather",
     "all_gather_object",

@@ -144,7 +144,8 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise CollectiveError(f"the mean of {tensor.dtype} is no {tensor.dtype}; use op='sum'.")
     check_reachable(tensor)
-    return applied(_AllReduce, tensor, op)
+    reduced: Tensor = applied(_AllReduce, tensor, op)
+    return reduced
 
 
 def broadcast(tensor: Tensor, root: int = 0) -> Tensor:
@@ -161,7 +162,8 @@ def broadcast(tensor: Tensor, root: int = 0) -> Tensor:
     """
     _existing(root)
     check_reachable(tensor)
-    return applied(_Broadcast, tensor, root)
+    given: Tensor = applied(_Broadcast, tensor, root)
+    return given
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
@@ -187,7 +189,7 @@ def barrier() -> None:
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`; torch leaves it untyped."""
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -224,7 +226,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
-        total = applied(_AllReduce, torch.stack(grads), "sum")
+        total: Tensor = applied(_AllReduce, torch.stack(grads), "sum")
         return total[transport().rank]
 
 

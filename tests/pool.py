@@ -1,0 +1,155 @@
+"""A kept pool of ranks: run a function on N processes that already know each other.
+
+A fresh start of N processes costs seconds, a call on a kept pool milliseconds. A rank that fails or
+hangs costs its pool, never the next test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+SECONDS = 50.0
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "numpy", "instep.replicas"])
+_pools: dict[int, Pool] = {}
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks, with their tracebacks."""
+
+
+def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run the test's body on every rank of a world, for each of the sizes given.
+
+    The body's arguments must pickle; what the ranks return is returned (for the last size).
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            for size in sizes:
+                run(size, body, *args, **kwargs)
+
+        return test
+
+    return decorate
+
+
+def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `body` on `size` ranks; returns what each returned, in the order of ranks.
+
+    `body` is a module-level function, or a test decorated by `ranks`. Raises RankError.
+    """
+    if size not in _pools:
+        _pools[size] = Pool(size)
+    try:
+        return _pools[size].call(body, args, kwargs)
+    except BaseException:
+        _pools.pop(size).kill()
+        raise
+
+
+class Pool:
+    """`size` processes in one process group, waiting for work."""
+
+    def __init__(self, size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="instep-pool-")
+        store = str(Path(self.folder.name) / "store")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(
+                target=_serve, args=(theirs, store, rank, size), name=f"rank{rank}"
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, body: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((body.__module__, body.__qualname__, args, kwargs))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = monotonic() + SECONDS
+        rank_of = {id(pipe): rank for rank, pipe in enumerate(self.pipes)}
+        while len(answers) < len(self.pipes):
+            open_pipes = [p for rank, p in enumerate(self.pipes) if rank not in answers]
+            ready = wait(open_pipes, timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = rank_of[id(pipe)]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+            if any(not fine for fine, _ in answers.values()):
+                deadline = min(deadline, monotonic() + 2.0)  # the others may be waiting for it
+        silent = [rank for rank in range(len(self.pipes)) if rank not in answers]
+        failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
+        if silent or failed:
+            parts = [
+                f"--- rank {rank} of {len(self.pipes)}\n{text}" for rank, text in failed.items()
+            ]
+            if silent:
+                parts.append(f"--- no answer from ranks {silent}")
+            raise RankError("\n".join(parts))
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def kill(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+@atexit.register
+def _kill_all() -> None:
+    while _pools:
+        _pools.popitem()[1].kill()
+
+
+def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
+    """The life of a rank: meet the others, then answer calls until the pipe closes."""
+    import torch
+
+    from instep import rendezvous
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    if size > 1:
+        rendezvous.init(f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            module, name, args, kwargs = pipe.recv()
+        except (EOFError, OSError):
+            return
+        pipe.send(_answer(module, name, args, kwargs))
+        gc.collect()
+
+
+def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    try:
+        body: Any = importlib.import_module(module)
+        for part in name.split("."):
+            body = getattr(body, part)
+        while hasattr(body, "__wrapped__"):
+            body = body.__wrapped__
+        return True, body(*args, **kwargs)
+    except BaseException:  # everything that goes wrong on a rank is the parent's to report
+        return False, traceback.format_exc()
