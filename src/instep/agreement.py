@@ -18,7 +18,7 @@ def agree(what: str, value: object, advice: str) -> None:
 
 def agree_on_each(values: Sequence[tuple[str, object]], advice: str) -> None:
     """Like `agree` for many named values; the error shows the first that differs. Collective."""
-    everybody = transport().all_gather_object([(name, repr(value)) for name, value in values])
+    everybody = transport().all_gather_object([(name, str(value)) for name, value in values])
     longest = max(map(len, everybody))
     for k in range(longest):
         entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]
