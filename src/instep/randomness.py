@@ -19,8 +19,8 @@ from instep.collectives import broadcast_object
 
 
 def agreed_seed() -> int:
-    """Rank 0's torch seed, on all ranks. Collective."""
-    return broadcast_object(torch.initial_seed())
+    """A seed that rank 0 draws from its torch generator, on all ranks (all draw). Collective."""
+    return broadcast_object(int(torch.randint(2**63 - 1, ())))
 
 
 def mixed(*numbers: int) -> int:

@@ -1,0 +1,133 @@
+"""Batch statistics of the global batch: values, gradients, running statistics."""
+
+import pytest
+import torch
+from pool import ranks, run
+from torch import nn
+
+import instep
+from instep.errors import TrainingError
+
+SHAPES = {
+    "1d rows": (nn.BatchNorm1d, (11, 4)),
+    "1d sequences": (nn.BatchNorm1d, (11, 4, 3)),
+    "2d": (nn.BatchNorm2d, (11, 4, 3, 2)),
+    "3d": (nn.BatchNorm3d, (11, 4, 2, 3, 2)),
+}
+
+
+def norm_step(kind, dtype, options, training=True, rows=None):
+    """Two forwards and backwards of one layer; everything that it leaves behind."""
+    cls, shape = SHAPES[kind]
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn((rows or shape[0], *shape[1:]), generator=generator, dtype=dtype) * 3 + 5
+    layer = cls(4, **options).to(dtype)
+    if layer.affine:
+        layer.weight.data.copy_(torch.randn(4, generator=generator))
+    pull = torch.randn(whole.shape, generator=generator, dtype=dtype)
+    layer.train(training)
+    instep.replicate(layer)
+    kept = {}
+    for k in range(2):
+        x, g = instep.shard((whole * (k + 1), pull))
+        x = x.requires_grad_()
+        y = layer(x)
+        # A mean over rows as a user's loss is one; its gradient is the sum over ranks.
+        (y * g).flatten(1).sum(1).mean().backward()
+        kept[f"y{k}"], kept[f"dx{k}"] = y.detach(), x.grad * len(x)
+    kept |= {f"grad {name}": p.grad for name, p in layer.named_parameters()}
+    return kept, dict(layer.state_dict())
+
+
+OPTIONS = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"momentum": 0.3, "eps": 1e-3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_layer_is_that_of_one_process(kind, options):
+    check(kind, torch.float64, options, sizes=(2, 3), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_precision_far_from_zero(dtype):
+    check("2d", dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
+
+
+def test_ranks_without_rows_take_part():
+    check("2d", torch.float64, {}, sizes=(4,), tolerance=1e-12, rows=2)
+
+
+def test_evaluation_uses_the_running_statistics():
+    check("2d", torch.float64, {}, sizes=(2,), tolerance=1e-12, training=False)
+
+
+def check(kind, dtype, options, sizes, tolerance, **more):
+    ((whole, state),) = run(1, norm_step, kind, dtype, options, **more)
+    for size in sizes:
+        parts = run(size, norm_step, kind, dtype, options, **more)
+        total = len(whole["y0"])
+        counts = [(r + 1) * total // size - r * total // size for r in range(size)]
+        for key in whole:
+            if key.startswith("grad"):
+                for part, _ in parts:
+                    torch.testing.assert_close(part[key], whole[key], rtol=tolerance, atol=1e-9)
+            else:
+                rows = [part[key][:count] for (part, _), count in zip(parts, counts, strict=True)]
+                if key.startswith("dx"):  # the gradient of the mean over the whole batch
+                    rows = [row / max(count, 1) for row, count in zip(rows, counts, strict=True)]
+                    expected = whole[key] / total
+                    rows = [row * count / total for row, count in zip(rows, counts, strict=True)]
+                else:
+                    expected = whole[key]
+                torch.testing.assert_close(
+                    torch.cat(rows), expected, rtol=tolerance, atol=tolerance * 100
+                )
+        for _, theirs in parts:
+            for name, value in state.items():
+                torch.testing.assert_close(theirs[name], value, rtol=tolerance, atol=tolerance)
+
+
+@ranks(2)
+def test_frozen_layers_do_not_talk():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())
+    instep.replicate(model)
+    before = model[1].running_mean.clone()
+    if instep.rank == 0:  # no collective in here
+        model(torch.randn(5, 3))
+    assert torch.equal(model[1].running_mean, before)
+
+
+@ranks(2)
+def test_statistics_of_the_rank_are_left_to_the_rank():
+    layer = instep.replicate(nn.BatchNorm1d(1), batch_statistics="rank")
+    x = torch.tensor([[0.0], [2.0]]) + 10 * instep.rank
+    assert layer(x).detach().flatten().tolist() == pytest.approx([-1, 1], rel=1e-4)
+
+
+@ranks(2)
+def test_a_part_of_the_model_called_by_itself_uses_global_statistics():
+    model = instep.replicate(nn.Sequential(nn.BatchNorm1d(1, eps=0), nn.Linear(1, 1)))
+    x = torch.tensor([[0.0], [2.0]]) + 10 * instep.rank  # 0 2 10 12: mean 6, var 26
+    expected = [(v - 6) / 26**0.5 for v in x.flatten().tolist()]
+    assert model[0](x).detach().flatten().tolist() == pytest.approx(expected)
+
+
+@ranks(2)
+def test_other_normalisations_are_untouched():
+    for layer in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)):
+        x = torch.randn(3 + instep.rank, 4, 4)
+        expected = layer(x)
+        assert torch.equal(instep.replicate(layer)(x), expected)
+
+
+@ranks(2)
+def test_one_value_per_channel_in_all_is_an_error():
+    layer = instep.replicate(nn.BatchNorm1d(4))
+    with pytest.raises(TrainingError, match="all ranks together hold 1"):
+        layer(instep.shard(torch.randn(1, 4)))

@@ -1,0 +1,54 @@
+"""Metrics count every sample once, whoever holds it."""
+
+import math
+
+import pytest
+import torch
+from pool import ranks, run
+from torch.utils.data import DataLoader, TensorDataset
+
+import instep
+
+
+def evaluate(n, batch_size):
+    generator = torch.Generator().manual_seed(3)
+    scores, target = torch.randn(n, 7, generator=generator), torch.arange(n) % 7
+    accuracy, mean = instep.Accuracy(topk=(1, 5)), instep.Mean()
+    for s, t in instep.shard(DataLoader(TensorDataset(scores, target), batch_size)):
+        accuracy.update(s, t)
+        mean.update(s.sum(1))
+    return (*accuracy.compute(), mean.compute())
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 23])
+def test_evaluation_is_that_of_one_process(n):
+    (whole,) = run(1, evaluate, n, 4)
+    for size in (2, 3, 4):
+        for theirs in run(size, evaluate, n, 4):
+            assert theirs == pytest.approx(whole, rel=1e-12)
+
+
+@ranks(1, 3)
+def test_a_mean_of_means_is_weighted_by_its_counts():
+    mean = instep.Mean()
+    mean.update(torch.tensor(float(instep.rank)), instep.rank + 1)
+    counts = range(1, instep.world_size + 1)
+    assert mean.compute() == pytest.approx(sum(k * (k - 1) for k in counts) / sum(counts))
+
+
+@ranks(1, 2)
+def test_metrics_merge_and_reset():
+    one, other = instep.Mean(), instep.Mean()
+    one.update(1.0, 1)
+    other.update(4.0, 2)
+    assert one.merge(other).compute() == pytest.approx(3.0)
+    one.reset()
+    assert math.isnan(one.compute())
+
+
+@ranks(1)
+def test_shapes_and_ranks_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(3,\)"):
+        instep.Accuracy().update(torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"topk holds ranks from 1 on"):
+        instep.Accuracy(topk=(0,))

@@ -1,0 +1,136 @@
+"""This rank's block of every batch of a loader."""
+
+import pytest
+import torch
+from pool import ranks, run
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import instep
+from instep.errors import CannotShardError, ShardedTwiceError
+
+
+def numbers(n):
+    return TensorDataset(torch.arange(n))
+
+
+def epochs_of(kind, n, batch_size, drop_last, workers):
+    """Two epochs of a sharded loader: every batch as a list, ghosts as []."""
+    torch.manual_seed(instep.rank)  # ranks need not agree on anything
+    data = numbers(n)
+    if kind == "batch sampler":
+        sampler = BatchSampler(SequentialSampler(data), batch_size, drop_last)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    else:
+        order = {
+            "sequential": {},
+            "shuffle": {"shuffle": True},
+            "subset": {"sampler": SubsetRandomSampler(range(0, n, 2))},
+            "weighted": {"sampler": WeightedRandomSampler([1.0] * n, n)},
+            "numpy": {"sampler": NumpySampler(n)},
+        }[kind]
+        loader = DataLoader(data, batch_size, drop_last=drop_last, num_workers=workers, **order)
+    sharded = instep.shard(loader)
+    assert len(sharded) == len(loader)
+    assert sharded.dataset is data
+    assert (sharded.batch_size, sharded.drop_last) == (loader.batch_size, loader.drop_last)
+    from instep.blocks import known_block
+
+    epochs = []
+    for _ in range(2):
+        batches = []
+        for (x,) in sharded:
+            torch.rand(instep.rank + 1)  # what a model draws does not move the order
+            batches.append([] if known_block(x).empty else x.tolist())
+        epochs.append(batches)
+    return epochs
+
+
+class NumpySampler:
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        import numpy as np
+
+        return iter(np.random.permutation(self.n).tolist())
+
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *((kind, 0) for kind in ("sequential", "subset", "weighted", "numpy", "batch sampler")),
+        *(("shuffle", workers) for workers in (0, 2)),
+    ],
+)
+def test_the_ranks_blocks_put_together_are_the_batches_of_one_process(kind, drop_last, workers):
+    args = (kind, 23, 5, drop_last, workers)
+    ((first, second),) = run(1, epochs_of, *args)
+    sharded = run(3, epochs_of, *args)
+    for epoch, whole in enumerate((first, second)):
+        together = [sum(parts, []) for parts in zip(*(r[epoch] for r in sharded), strict=True)]
+        assert together == whole
+    if kind not in ("sequential", "batch sampler"):
+        assert first != second, "each epoch has an order of its own"
+
+
+@ranks(2)
+def test_two_shuffled_loaders_have_orders_of_their_own():
+    one, other = (instep.shard(DataLoader(numbers(40), 40, shuffle=True)) for _ in range(2))
+    assert next(iter(one))[0].tolist() != next(iter(other))[0].tolist()
+
+
+@ranks(1, 2)
+def test_sharding_twice_is_an_error():
+    loader = instep.shard(DataLoader(numbers(8), 4))
+    with pytest.raises(ShardedTwiceError, match="Call instep.shard once"):
+        instep.shard(loader)
+    batch = instep.shard(torch.ones(4, 2))
+    with pytest.raises(ShardedTwiceError):
+        instep.shard(batch)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+@ranks(1, 2)
+def test_what_has_no_blocks_says_why():
+    with pytest.raises(CannotShardError, match="Unsized has no length"):
+        instep.shard(DataLoader(Unsized(), 4, sampler=range(4)))
+    with pytest.raises(CannotShardError, match="batch_size=None makes no batches"):
+        instep.shard(DataLoader(numbers(8), batch_size=None))
+    with pytest.raises(CannotShardError, match="in_order=False"):
+        instep.shard(DataLoader(numbers(8), 2, num_workers=1, in_order=False))
+    with pytest.raises(CannotShardError, match=r"same number of rows .* got \(3,\), \(4,\)"):
+        instep.shard((torch.ones(3), torch.ones(4)))
+    with pytest.raises(CannotShardError, match="got int"):
+        instep.shard(3)
+
+
+@ranks(2, 3)
+def test_a_batch_by_hand_is_cut_in_place():
+    x = torch.arange(7)
+    mine, nested = instep.shard((x, {"y": x * 2}))
+    r, n = instep.rank, instep.world_size
+    assert mine.tolist() == list(range(r * 7 // n, (r + 1) * 7 // n))
+    assert torch.equal(nested["y"], mine * 2)
+    assert mine.data_ptr() == x.data_ptr() + x.element_size() * (r * 7 // n)
