@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pool import run
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import instep
+from pool import run
 
 PINNED_STEPS = 5
 GRADIENT = {torch.float32: 5e-6, torch.float64: 1e-13}

@@ -1,12 +1,15 @@
 """Batch statistics of the global batch: values, gradients, running statistics."""
 
+import functools
+
 import pytest
 import torch
-from pool import ranks, run
 from torch import nn
 
 import instep
+from instep.blocks import Block
 from instep.errors import TrainingError
+from pool import ranks, run
 
 SHAPES = {
     "1d rows": (nn.BatchNorm1d, (11, 4)),
@@ -32,9 +35,9 @@ def norm_step(kind, dtype, options, training=True, rows=None):
         x, g = instep.shard((whole * (k + 1), pull))
         x = x.requires_grad_()
         y = layer(x)
-        # A mean over rows as a user's loss is one; its gradient is the sum over ranks.
+        # A mean over rows, as losses are; x.grad then holds rows of the whole mean's gradient.
         (y * g).flatten(1).sum(1).mean().backward()
-        kept[f"y{k}"], kept[f"dx{k}"] = y.detach(), x.grad * len(x)
+        kept[f"y{k}"], kept[f"dx{k}"] = y.detach(), x.grad
     kept |= {f"grad {name}": p.grad for name, p in layer.named_parameters()}
     return kept, dict(layer.state_dict())
 
@@ -69,28 +72,21 @@ def test_evaluation_uses_the_running_statistics():
 
 def check(kind, dtype, options, sizes, tolerance, **more):
     ((whole, state),) = run(1, norm_step, kind, dtype, options, **more)
+    close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance * 100)
     for size in sizes:
         parts = run(size, norm_step, kind, dtype, options, **more)
-        total = len(whole["y0"])
-        counts = [(r + 1) * total // size - r * total // size for r in range(size)]
-        for key in whole:
+        blocks = [Block(rank, size, len(whole["y0"])) for rank in range(size)]
+        for key, expected in whole.items():
+            theirs = [kept[key] for kept, _ in parts]
             if key.startswith("grad"):
-                for part, _ in parts:
-                    torch.testing.assert_close(part[key], whole[key], rtol=tolerance, atol=1e-9)
+                for gradient in theirs:
+                    close(gradient, expected)
             else:
-                rows = [part[key][:count] for (part, _), count in zip(parts, counts, strict=True)]
-                if key.startswith("dx"):  # the gradient of the mean over the whole batch
-                    rows = [row / max(count, 1) for row, count in zip(rows, counts, strict=True)]
-                    expected = whole[key] / total
-                    rows = [row * count / total for row, count in zip(rows, counts, strict=True)]
-                else:
-                    expected = whole[key]
-                torch.testing.assert_close(
-                    torch.cat(rows), expected, rtol=tolerance, atol=tolerance * 100
-                )
+                rows = [t[: block.count] for t, block in zip(theirs, blocks, strict=True)]
+                close(torch.cat(rows), expected)
         for _, theirs in parts:
             for name, value in state.items():
-                torch.testing.assert_close(theirs[name], value, rtol=tolerance, atol=tolerance)
+                close(theirs[name], value)
 
 
 @ranks(2)

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from pool import ranks, run
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from pool import ranks, run
 
 
 def evaluate(n, batch_size):

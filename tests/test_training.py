@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from oracle import compare, same_as_one_process
-from pool import RankError, ranks, run
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +17,8 @@ from instep.errors import (
     TrainingError,
     WrongDeviceError,
 )
+from oracle import compare, same_as_one_process
+from pool import RankError, ranks, run
 
 
 def images(n, classes=5, dtype=torch.float32):
