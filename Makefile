@@ -1,0 +1,27 @@
+# `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test quick lint clean
+
+demo: .venv/ready
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready lint
+	$(BIN)/python -m pytest
+
+quick: .venv/ready
+	$(BIN)/python -m pytest -m "not slow and not launch" -x -q
+
+lint: .venv/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+.venv/ready: pyproject.toml constraints.txt scripts/venv
+	scripts/venv "$(PYTHON)"
+	touch $@
+
+clean:
+	rm -rf .venv build dist demo

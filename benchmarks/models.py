@@ -1,0 +1,80 @@
+"""The two models that every step benchmark trains."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Workload(NamedTuple):
+    """A model and one rank's batch for it."""
+
+    model: nn.Module
+    inputs: Tensor
+    targets: Tensor
+
+
+def workload(name: str, rows: int | None = None) -> Workload:
+    """`mlp` (communication-bound) or `resnet18` (compute-bound), with one rank's batch."""
+    if name == "mlp":
+        rows = rows or 8
+        return Workload(mlp(), torch.randn(rows, 512), torch.randint(0, 1000, (rows,)))
+    if name == "resnet18":
+        rows = rows or 16
+        return Workload(resnet18(), torch.randn(rows, 3, 64, 64), torch.randint(0, 1000, (rows,)))
+    raise ValueError(f"unknown model {name!r}; known are mlp and resnet18.")
+
+
+def mlp() -> nn.Module:
+    """4,983,400 parameters."""
+    return nn.Sequential(
+        nn.Linear(512, 1600),
+        nn.ReLU(),
+        nn.Linear(1600, 1600),
+        nn.ReLU(),
+        nn.Linear(1600, 1000),
+    )
+
+
+def resnet18(classes: int = 1000) -> nn.Module:
+    """He et al. 2016; 11,689,512 parameters at 1000 classes."""
+    widths = [64, 64, 128, 256, 512]
+    stages = [
+        nn.Sequential(Block(before, after, 1 if i == 0 else 2), Block(after, after, 1))
+        for i, (before, after) in enumerate(pairwise(widths))
+    ]
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        *stages,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(512, classes),
+    )
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            if stride != 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))

@@ -1,0 +1,160 @@
+"""The time of one training step, with and without communication.
+
+    python benchmarks/step.py --json step.json
+
+Every strategy is timed inside the same processes, in shuffled blocks of steps, so that only ratios
+within a round are compared. `none` is the lower bound: the same step, each rank for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from models import workload
+
+Step = Callable[[], None]
+Wrap = Callable[[nn.Module], nn.Module]
+
+STRATEGIES: dict[str, Wrap] = {
+    "none": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "ddp_view": lambda model: DistributedDataParallel(
+        model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
+    ),
+    "instep": instep.replicate,
+    "instep_local_bn": lambda model: instep.replicate(model, batch_statistics="rank"),
+}
+
+
+def training_step(name: str, wrap: Wrap) -> Step:
+    """One step of SGD with momentum on one rank's batch."""
+    torch.manual_seed(0)
+    load = workload(name)
+    model = wrap(load.model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(load.inputs), load.targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def timed(step: Step, count: int) -> float:
+    """Seconds for each step, all ranks starting together and the slowest counting."""
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(count):
+        step()
+    seconds = torch.tensor((perf_counter() - start) / count)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def measure(
+    name: str, strategies: list[str], blocks: int, seconds_per_block: float
+) -> dict[str, list[float]]:
+    """Milliseconds for each step, by strategy, one figure for each block."""
+    steps = {strategy: training_step(name, STRATEGIES[strategy]) for strategy in strategies}
+    for step in steps.values():
+        timed(step, 2)
+    count = max(2, int(seconds_per_block / timed(steps[strategies[0]], 3)))
+    times: dict[str, list[float]] = {strategy: [] for strategy in strategies}
+    order = list(strategies)
+    shuffler = random.Random(0)  # the same order on all ranks
+    for block in range(blocks + 1):
+        shuffler.shuffle(order)
+        for strategy in order:
+            milliseconds = timed(steps[strategy], count) * 1e3
+            if block:  # the first is a warm-up
+                times[strategy].append(milliseconds)
+    return times
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and quartiles of the ratios within each block."""
+    result: dict[str, Any] = {}
+    for strategy, values in times.items():
+        result[strategy] = {"median_ms": statistics.median(values)}
+        for base in ("none", "ddp"):
+            if strategy != base and base in times:
+                ratios = [a / b for a, b in zip(values, times[base], strict=True)]
+                q1, median, q3 = statistics.quantiles(ratios, n=4)
+                result[strategy][f"over_{base}"] = {"median": median, "q1": q1, "q3": q3}
+    return result
+
+
+def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
+    """One rank's life."""
+    torch.set_num_threads(1)
+    instep.init(f"file://{store}", rank=rank, world_size=args.ranks)
+    result: dict[str, Any] = {}
+    for name in args.models:
+        times = measure(name, args.strategies, args.blocks, args.seconds)
+        result[name] = summary(times)
+        if rank == 0:
+            show(name, result[name])
+    if rank == 0 and args.json:
+        result["machine"] = machine(args)
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show(name: str, rows: dict[str, Any]) -> None:
+    """A table on the screen."""
+    print(f"\n{name:16} {'ms/step':>9} {'over none':>22} {'over ddp':>22}")
+    for strategy, row in rows.items():
+        ratios = (
+            "{median:.3f} ({q1:.3f} to {q3:.3f})".format(**row[key]) if key in row else ""
+            for key in ("over_none", "over_ddp")
+        )
+        print(f"{strategy:16} {row['median_ms']:9.2f} " + " ".join(f"{r:>22}" for r in ratios))
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ranks": args.ranks,
+        "threads_per_rank": 1,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--models", nargs="+", default=["mlp", "resnet18"])
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=15, help="timed blocks of each strategy")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each block, about")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (args, str(Path(folder) / "store")), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
