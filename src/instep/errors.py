@@ -2,6 +2,8 @@
 
 InstepError
 ├── LaunchError                   how this job was started
+│   ├── CommandLineError          what `instep` was asked to do
+│   ├── StartError                a rank that the system would not start
 │   ├── LaunchVariablesError      variables half set, contradictory or not numbers
 │   ├── PortInUseError            the master's port belongs to somebody else
 │   ├── LeftoverRendezvousError   a rendezvous file of another job
@@ -37,6 +39,39 @@ class InstepError(Exception):
 
 class LaunchError(InstepError):
     """This job was started in a way that cannot work."""
+
+
+class CommandLineError(LaunchError):
+    """`instep` was asked for something that it cannot do. One line each."""
+
+    @classmethod
+    def number_of_ranks(cls, value: str) -> CommandLineError:
+        """-n with something else than a positive whole number."""
+        return cls(f"-n takes the number of ranks, a whole number from 1 up, not {value!r}.")
+
+    @classmethod
+    def nothing_to_run(cls) -> CommandLineError:
+        """Neither a script nor a module."""
+        return cls("nothing to run: name a script.py, or -m and a module.")
+
+    @classmethod
+    def script(cls, path: str, why: str) -> CommandLineError:
+        """A script that cannot be run."""
+        return cls(f"cannot run {path}: {why}. Name a Python script.")
+
+    @classmethod
+    def output_folder(cls, path: str, why: str) -> CommandLineError:
+        """A folder for the output that cannot be written."""
+        return cls(f"cannot write the ranks' output to {path}: {why}. Choose another folder.")
+
+
+class StartError(LaunchError):
+    """The operating system would not start a rank."""
+
+    def __init__(self, rank: int, size: int, why: str) -> None:
+        super().__init__(
+            f"cannot start rank {rank} of {size}: {why}. Start fewer ranks, or raise the limit."
+        )
 
 
 class LaunchVariablesError(LaunchError):

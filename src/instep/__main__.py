@@ -1,0 +1,7 @@
+"""`python -m instep …` is `instep …`."""
+
+import sys
+
+from instep.cli import main
+
+sys.exit(main())

@@ -1,0 +1,98 @@
+"""The environment of each rank: what it is told, and what it must not hear."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from instep.launchers import FAILURE_FILE, JOB, STORE_FD
+
+OUTER_PREFIXES = ("HYDI_", "MPI_LOCAL", "OMPI_", "PMIX_", "PMI_", "SLURM_STEP", "TORCHELASTIC_")
+OUTER_NAMES = frozenset(
+    {
+        FAILURE_FILE,
+        STORE_FD,
+        *(f"HOROVOD_{a}{b}" for a in ("", "LOCAL_", "CROSS_") for b in ("RANK", "SIZE")),
+        *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *(f"SLURM_{name}" for name in ("GTIDS", "LOCALID", "NODEID", "NPROCS", "NTASKS")),
+        *(f"SLURM_{name}" for name in ("PROCID", "TASKS_PER_NODE", "TASK_PID")),
+    }
+)
+"""What a launcher around this one said about *its* ranks: it would contradict ours."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all ranks of one job share."""
+
+    job: str
+    """The job's name, which no other job has."""
+    size: int
+    """How many ranks."""
+    port: int
+    """Where on 127.0.0.1 rank 0's socket listens."""
+    threads: int
+    """How many threads each rank may compute with."""
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """A new name. A job started inside another one's rank carries that job's name in front."""
+    name = os.urandom(8).hex()
+    return f"{environ[JOB]}.{name}" if JOB in environ else name
+
+
+def rank_environment(
+    environ: Mapping[str, str],
+    meeting: Meeting,
+    *,
+    rank: int,
+    failure_file: Path,
+    store_fd: int | None,
+) -> dict[str, str]:
+    """The user's environment as rank `rank` shall see it."""
+    kept = {name: value for name, value in environ.items() if not _is_of_outer_launcher(name)}
+    threads = str(meeting.threads)
+    if "OMP_NUM_THREADS" not in kept:
+        kept.setdefault("MKL_NUM_THREADS", threads)
+    defaults = {
+        "OMP_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONHASHSEED": "0",
+    }
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": meeting.size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": meeting.size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": meeting.port,
+        JOB: meeting.job,
+        FAILURE_FILE: failure_file,
+    }
+    if store_fd is not None:
+        place[STORE_FD] = store_fd
+    return defaults | kept | {name: str(value) for name, value in place.items()}
+
+
+def _is_of_outer_launcher(name: str) -> bool:
+    return name in OUTER_NAMES or name.startswith(OUTER_PREFIXES)
+
+
+def threads_per_rank(size: int) -> int:
+    """The cores that this process may use, divided among `size` ranks; at least 1."""
+    return max(1, _cores() // size)
+
+
+def _cores() -> int:
+    """Cores by affinity, or fewer where a container's quota says so."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))

@@ -1,0 +1,141 @@
+"""Nothing of a job is left behind: find its processes, end them; and the guard that does so
+when the supervisor itself was killed.
+
+This file is also the guard's program. It runs isolated from the user's Python path, so that it
+imports only the standard library, and under a name of its own, so that `pkill -f "instep run"`
+does not end it together with the supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+PATIENCE = 0.5
+"""Seconds that what a rank left behind has to end after SIGTERM."""
+DEATH = 5.0
+"""Seconds within which SIGKILL takes effect, or the process is stuck in the kernel."""
+DONE = b"done"
+
+
+def end_ranks(leaders: Iterable[int], job: str) -> None:
+    """Kill the ranks, then end whatever else is of this job: SIGTERM first, soon SIGKILL.
+
+    A process is of the job if it is in the session of one of its `leaders`, or was started with
+    INSTEP_JOB of this job or of a job inside it. Returns when there is none.
+    """
+    sessions = frozenset(leaders)
+    _signal_all(_open(sessions), signal.SIGKILL, DEATH)
+    _signal_all(_members(sessions, job), signal.SIGTERM, PATIENCE)
+    while _signal_all(_members(sessions, job), signal.SIGKILL, DEATH):
+        pass
+
+
+def _open(pids: Iterable[int]) -> list[int]:
+    """A file descriptor for each process that still exists."""
+    opened = []
+    for pid in pids:
+        try:
+            opened.append(os.pidfd_open(pid))
+        except ProcessLookupError:
+            continue
+    return opened
+
+
+def _members(sessions: frozenset[int], job: str) -> list[int]:
+    """The processes of the job that are alive, each as a file descriptor."""
+    members = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        for pidfd in _open([int(name)]):
+            if _is_alive_in(name, sessions, job):
+                members.append(pidfd)
+            else:
+                os.close(pidfd)
+    return members
+
+
+def _is_alive_in(pid: str, sessions: frozenset[int], job: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+        if state in b"ZX":
+            return False
+        return int(session) in sessions or _carries(pid, job)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def _carries(pid: str, job: str) -> bool:
+    mark = f"\0INSTEP_JOB={job}".encode()
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environ = b"\0" + file.read() + b"\0"
+    return mark + b"\0" in environ or mark + b"." in environ
+
+
+def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
+    """Send, then wait until all have ended; False when there was none or one did not end."""
+    poll = select.poll()
+    for pidfd in pidfds:
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(pidfd, number)
+        poll.register(pidfd, select.POLLIN)
+    alive = set(pidfds)
+    deadline = time.monotonic() + patience
+    while alive and (left := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(left * 1000):
+            poll.unregister(pidfd)
+            alive.remove(pidfd)
+    for pidfd in pidfds:
+        os.close(pidfd)
+    return bool(pidfds) and not alive
+
+
+class Guard:
+    """A small process that outlives the supervisor's sudden death, and nothing else."""
+
+    def __init__(self, job: str, folder: Path) -> None:
+        """Start it. Should the supervisor die, it ends the job and removes `folder`."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, job, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def watch(self, leader: int) -> None:
+        """From now on it also answers for the session of this rank."""
+        self._tell(f"{leader}\n".encode())
+
+    def dismiss(self) -> None:
+        """The job is over and nothing of it is left. Returns when the guard has ended."""
+        self._tell(DONE)
+        self._process.communicate()
+
+    def _tell(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # somebody killed the guard: the job goes on without it
+            self._process.stdin.write(line)
+
+
+def main(job: str, folder: str) -> None:
+    """The guard's program: wait for the supervisor's end, and do what it could not do."""
+    Path("/proc/self/comm").write_text("instep-guard")
+    told = sys.stdin.buffer.read().split()
+    if DONE not in told:
+        end_ranks(map(int, told), job)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

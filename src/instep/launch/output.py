@@ -1,0 +1,189 @@
+"""Where the ranks' output goes: one way per value of `--output`.
+
+Rank 0 writes straight to the user's stdout and stderr, so that a terminal stays a terminal; only
+a folder takes its output too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from instep.errors import CommandLineError
+from instep.launch.failure import Failure
+
+STDOUT, STDERR = 1, 2
+UNTOUCHED = None
+"""For Popen: the child writes where this process writes."""
+Streams = tuple[int | None, int | None]
+"""stdout and stderr of a rank, as Popen takes them."""
+
+
+class Output(Protocol):
+    """One way to treat what the ranks print."""
+
+    def streams(self, rank: int) -> Streams:
+        """Where `rank` shall write."""
+
+    def begin(self) -> None:
+        """All ranks have started."""
+
+    def finish(self, failures: Sequence[Failure]) -> None:
+        """No rank writes any more: bring out what is still on its way."""
+
+
+def choose_output(name: str) -> Output:
+    """`prefix`, `rank0` or a folder. Raises CommandLineError if the folder cannot be written."""
+    known: dict[str, type[Output]] = {"prefix": Prefixed, "rank0": OnlyRank0}
+    return known[name]() if name in known else Folder(Path(name))
+
+
+class OnlyRank0:
+    """Rank 0 prints, the others are not heard."""
+
+    def streams(self, rank: int) -> Streams:
+        """Rank 0 untouched, nothing for the others."""
+        return (UNTOUCHED, UNTOUCHED) if rank == 0 else (subprocess.DEVNULL, subprocess.DEVNULL)
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def finish(self, failures: Sequence[Failure]) -> None:
+        """Nothing to do."""
+
+
+class Folder:
+    """Every rank writes to files of its own, rank1.out and rank1.err; earlier ones go."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: list[int] = []
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandLineError.output_folder(str(path), error.strerror or "") from None
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise CommandLineError.output_folder(str(path), "it is not writable")
+
+    def streams(self, rank: int) -> Streams:
+        """Two new files."""
+        return self._open(rank, "out"), self._open(rank, "err")
+
+    def _open(self, rank: int, suffix: str) -> int:
+        path = self._path / f"rank{rank}.{suffix}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise CommandLineError.output_folder(str(path), error.strerror or "") from None
+        self._opened.append(fd)
+        return fd
+
+    def begin(self) -> None:
+        """The ranks hold the files now."""
+        for fd in self._opened:
+            os.close(fd)
+
+    def finish(self, failures: Sequence[Failure]) -> None:
+        """Every rank's own traceback belongs to its file, whoever failed first."""
+        for failure in failures:
+            with (self._path / f"rank{failure.rank}.err").open("a", encoding="utf-8") as file:
+                file.write(failure.text)
+
+
+class Prefixed:
+    """Rank 0 untouched; each line of the others with `[1] ` before it, on the same stream.
+
+    A thread carries the lines, so that a reader who does not read (a pager) cannot keep the
+    supervisor from its work.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._given: list[int] = []
+        self._stop, self._stopper = os.pipe()
+        self._thread = threading.Thread(target=self._carry, name="instep output", daemon=True)
+
+    def streams(self, rank: int) -> Streams:
+        """Rank 0 untouched, two pipes for any other."""
+        if rank == 0:
+            return UNTOUCHED, UNTOUCHED
+        return self._pipe(rank, STDOUT), self._pipe(rank, STDERR)
+
+    def _pipe(self, rank: int, target: int) -> int:
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        self._selector.register(ours, selectors.EVENT_READ, _Lines(rank, target))
+        self._given.append(theirs)
+        return theirs
+
+    def begin(self) -> None:
+        """The ranks hold the writing ends now; carry what comes."""
+        for fd in self._given:
+            os.close(fd)
+        self._selector.register(self._stop, selectors.EVENT_READ)
+        self._thread.start()
+
+    def finish(self, failures: Sequence[Failure]) -> None:
+        """Bring out what is in the pipes, even if somebody still holds one open."""
+        os.close(self._stopper)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _carry(self) -> None:
+        while True:
+            ready = [key for key, _ in self._selector.select()]
+            for key in ready:
+                if key.data is not None and not key.data.take(key.fd):
+                    self._selector.unregister(key.fd)
+            if any(key.fd == self._stop for key in ready):
+                break
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                while key.data.take(key.fd):
+                    pass
+
+
+class _Lines:
+    """The lines of one stream of one rank."""
+
+    def __init__(self, rank: int, target: int) -> None:
+        self._prefix = f"[{rank}] ".encode()
+        self._target = target
+        self._begun: list[bytes] = []
+        """A line that has not ended yet, in pieces."""
+
+    def take(self, source: int) -> bool:
+        """Carry what there is to read; False when there is nothing any more."""
+        try:
+            data = os.read(source, 65536)
+        except BlockingIOError:
+            data = b""
+        if not data:
+            self._write(b"".join(self._begun), end=b"\n")
+            self._begun = []
+            return False
+        *lines, begun = data.split(b"\n")
+        for line in lines:
+            self._write(b"".join([*self._begun, line]) + b"\n")
+            self._begun = []
+        if begun:
+            self._begun.append(begun)
+        return True
+
+    def _write(self, line: bytes, end: bytes = b"") -> None:
+        if not line:
+            return
+        rest = memoryview(self._prefix + line + end)
+        while rest:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # a terminal that another program left non-blocking
+                select.select([], [self._target], [])
+            except OSError:  # nobody reads this stream any more
+                return

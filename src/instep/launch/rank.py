@@ -1,0 +1,95 @@
+"""Rank: the process of one rank, as its supervisor sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from instep.launch.failure import End
+from instep.launch.line import GO, READY
+from instep.launch.output import Streams
+
+
+class Rank:
+    """A started rank: a session of its own, a line to it, and how it ended."""
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.number = number
+        self.line = line
+        self.pid = process.pid
+        self.pidfd = os.pidfd_open(process.pid)
+        self.end: End | None = None
+        self._process = process
+        self._ready = False
+
+    def go(self) -> None:
+        """Let the program begin."""
+        with suppress(BrokenPipeError):
+            self.line.send(GO)
+
+    def listen(self) -> bytes:
+        """What the rank says: READY, FAILED, both, or nothing when it hung up."""
+        try:
+            said = self.line.recv(16)
+        except ConnectionResetError:
+            return b""
+        self._ready = self._ready or READY in said
+        return said
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number`. A rank that has not begun knows no SIGINT: it gets SIGTERM instead."""
+        if number is signal.SIGINT and not self._ready:
+            number = signal.SIGTERM
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def see_end(self, *, stopped: bool) -> End:
+        """Note how it ended, once `pidfd` is readable.
+
+        It is not reaped: until it is, its process id and thereby its session belong to nobody
+        else, and what is left of that session can be ended without hitting a stranger.
+        """
+        seen = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert seen is not None
+        code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+        self.end = End(self.number, time.time(), code, stopped)
+        return self.end
+
+    def reap(self) -> None:
+        """Let the process id go. Returns when the process has ended."""
+        self._process.wait()
+        os.close(self.pidfd)
+        self.line.close()
+
+
+def start_rank(
+    number: int,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    streams: Streams,
+    store: socket.socket | None,
+) -> Rank:
+    """Start one rank; it waits for `go`. `store` is the listening socket, for rank 0 only.
+
+    Raises OSError when the system refuses.
+    """
+    ours, theirs = socket.socketpair()
+    buffering = "untouched" if streams[0] is None else "lines"
+    worker = [sys.executable, "-P", "-m", "instep.launch.worker"]
+    with theirs:
+        process = subprocess.Popen(
+            [*worker, str(theirs.fileno()), buffering, *command],
+            env=environ,
+            stdin=None if number == 0 else subprocess.DEVNULL,
+            stdout=streams[0],
+            stderr=streams[1],
+            start_new_session=True,
+            pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
+        )
+    return Rank(number, process, ours)

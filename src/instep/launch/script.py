@@ -1,0 +1,71 @@
+"""Run a program in this process as `python script.py` or `python -m module` would."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+
+
+def run(command: Sequence[str]) -> None:
+    """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
+
+    Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's
+    names), sys.argv and the first entry of sys.path, and leaves them: the program's threads and
+    exit handlers still need them.
+    """
+    if command[0] == "-m":
+        _run_module(*command[1:])
+    else:
+        _run_file(*command)
+
+
+def _run_file(path: str, *arguments: str) -> None:
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    where = os.path.abspath(path)
+    main = _new_main(where)
+    main.__loader__ = SourceFileLoader("__main__", where)
+    with io.open_code(where) as file:
+        code = compile(file.read(), where, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str, *arguments: str) -> None:
+    sys.argv[:] = ["-m", *arguments]
+    sys.path.insert(0, os.getcwd())
+    main = _new_main(None)
+    spec, code = _find_module(name)
+    assert spec.origin is not None
+    sys.argv[0] = main.__file__ = spec.origin
+    main.__spec__, main.__loader__ = spec, spec.loader
+    main.__package__ = spec.parent
+    vars(main)["__cached__"] = spec.cached
+    exec(code, main.__dict__)
+
+
+def _new_main(path: str | None) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__file__ = path
+    vars(main).update(__cached__=None, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    return main
+
+
+def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Find a module's code; of a package, that of its `__main__`. Imports the packages above."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    if spec.submodule_search_locations is not None:
+        return _find_module(f"{name}.__main__")
+    code = spec.loader.get_code(name) if isinstance(spec.loader, InspectLoader) else None
+    if code is None:
+        raise ImportError(f"{name!r} has no Python code to run", name=name)
+    return spec, code

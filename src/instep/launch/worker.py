@@ -1,0 +1,90 @@
+"""The entry of each rank: run the user's program, and keep what escapes from it.
+
+`python -P -m instep.launch.worker LINE lines|untouched script.py args…`, where LINE is a socket
+to the supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from instep.launch import script
+from instep.launch.failure import Failure
+from instep.launch.line import FAILED, GO, READY
+from instep.launchers import FAILURE_FILE, STORE_FD
+
+LINES = "lines"
+"""The supervisor reads this rank's output: send each line as it is printed."""
+
+
+def main(line: str, buffering: str, *command: str) -> None:
+    """Run `command` and exit as it would, except that what it raises is written, not printed."""
+    try:
+        _wait_for_go(int(line))
+        if buffering == LINES:
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        script.run(command)
+    except SystemExit as leaving:
+        sys.exit(_leave_by_exit(leaving.code, int(line)))
+    except KeyboardInterrupt:
+        sys.excepthook = _say_nothing
+        raise
+    except BaseException as error:
+        _leave_failure(int(line), code=1, raised=True, text=_users_traceback(error))
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _wait_for_go(line: int) -> None:
+    os.set_inheritable(line, False)
+    if STORE_FD in os.environ:
+        os.set_inheritable(int(os.environ[STORE_FD]), False)
+    os.write(line, READY)
+    if os.read(line, 1) != GO:
+        os._exit(1)  # the supervisor was killed before the guard knew of this rank
+
+
+def _leave_by_exit(meant: object, line: int) -> int:
+    """What SystemExit means to the interpreter, with the message left to the supervisor."""
+    if meant is None:
+        return 0
+    if not isinstance(meant, int):
+        _leave_failure(line, code=1, text=f"{meant}\n")
+        return 1
+    if code := meant & 0xFF:
+        _leave_failure(line, code=code)
+    return code
+
+
+def _leave_failure(line: int, *, code: int, raised: bool = False, text: str = "") -> None:
+    now = time.time()
+    failure = Failure(int(os.environ["RANK"]), now, code, raised, text)
+    failure.write(Path(os.environ[FAILURE_FILE]))
+    with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
+        os.write(line, FAILED)
+
+
+def _users_traceback(error: BaseException) -> str:
+    """Without our own frames, as the interpreter would have printed it."""
+    here = os.path.dirname(__file__)
+    frames = error.__traceback__
+    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _say_nothing(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """The user pressed Ctrl-C: no traceback."""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
