@@ -17,13 +17,17 @@ Run a script on N processes of this host, as `python script.py` would on one.
 Each rank finds its place in the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 When a rank fails, the others are stopped and its traceback is printed, once and last; the exit
 code is that of the rank that failed first. Everything after the script's name belongs to the
-script.
+script. `-m module` runs a module, as `python -m module` would.
 """
 OUTPUT = """\
 what becomes of the other ranks' output; rank 0 has this terminal.
 prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
 rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
+
+
+WITH_VALUE = ("-n", "--output")
+"""Our options that take the next word as their value."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,17 +40,24 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 when it cannot be done as asked."""
     try:
-        asked = _parser().parse_args(argv)
-        return supervisor.run(_job(asked))
+        ours, program = _split(sys.argv[1:] if argv is None else argv)
+        asked = _parser().parse_args(ours)
+        return supervisor.run(Job(asked.n, tuple(program), asked.output))
     except LaunchError as error:
         print(f"instep: {error}", file=sys.stderr)
         return 2
 
 
-def _job(asked: argparse.Namespace) -> Job:
-    script = asked.script[1:] if asked.script[:1] == ["--"] else asked.script
-    command = ["-m", *asked.module] if asked.module is not None else script
-    return Job(asked.n, tuple(command), asked.output)
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our words, and the user's program: `script.py args…` or `-m module args…`.
+
+    Not argparse's work: its REMAINDER loses a `--` among the program's arguments.
+    """
+    at = 1
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
+        at += 2 if argv[at] in WITH_VALUE else 1
+    program = argv[at:]
+    return argv[:at], program[1:] if program[:1] == ["--"] else program
 
 
 def _number_of_ranks(value: str) -> int:
@@ -69,12 +80,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks")
     run.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
-    run.add_argument(
-        "-m",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        metavar="module",
-        help="run a module, as `python -m module` would",
-    )
-    run.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     return parser

@@ -1,0 +1,134 @@
+"""What tests of `instep run` share: real launches whose processes can be found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PRELUDE = """\
+import json, os, select, signal, subprocess, sys, threading, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def tell(*words):
+    with open(os.environ["EVENTS"], "w") as events:
+        events.write(json.dumps(words) + "\\n")
+class Meeting:
+    def __init__(self):
+        self.fd = os.open(os.environ["MEETING"], os.O_RDWR)
+    def come(self):
+        os.write(self.fd, b".")
+    def wait_for(self, others):
+        seen = 0
+        while seen < others:
+            seen += len(os.read(self.fd, others - seen))
+meeting = Meeting()
+def forever():
+    while True:
+        signal.pause()
+"""
+"""Before every test script: `tell` the test, `meeting` of the ranks, and waiting without end."""
+
+
+class Launch:
+    """Launches of one test, in a folder of its own; every process of theirs carries a mark."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self.mark = uuid.uuid4().hex
+        for name in ("events", "meeting"):
+            os.mkfifo(folder / name)
+        self._events = os.fdopen(os.open(folder / "events", os.O_RDWR), "rb", buffering=0)
+        self.environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("INSTEP", "OMP", "MKL", "GLOO", "PYTHONHASH", "COV_"))
+        } | {
+            "LAUNCH_TEST": self.mark,
+            "TMPDIR": str(self.temporary),
+            "EVENTS": str(folder / "events"),
+            "MEETING": str(folder / "meeting"),
+        }
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        """Write a script and return its path."""
+        path = self.folder / name
+        path.write_text(PRELUDE + textwrap.dedent(text))
+        return str(path)
+
+    def start(
+        self, *arguments: object, environ: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Begin `instep run arguments…`; its streams are pipes."""
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(
+            [sys.executable, "-m", "instep", "run", *map(str, arguments)],
+            env=self.environ | dict(environ or {}),
+            text=True,
+            cwd=self.folder,
+            **(pipes | options),
+        )
+
+    def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """`instep run arguments…` to its end, at which nothing of it may be left."""
+        text = options.pop("input", None)
+        with self.start(*arguments, **options) as process:
+            return self.end_of(process, text)
+
+    def end_of(
+        self, process: subprocess.Popen[str], text: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for the supervisor's end, at which nothing of the job may be left."""
+        out, err = process.communicate(text)
+        assert self.processes() == []
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def event(self) -> list[Any]:
+        """The next thing that a rank tells; waits for it."""
+        line = b""
+        while not line.endswith(b"\n"):
+            line += self._events.read(1)
+        return json.loads(line)
+
+    def events(self, count: int) -> list[list[Any]]:
+        """The next `count` things, sorted."""
+        return sorted(self.event() for _ in range(count))
+
+    def no_event(self) -> bool:
+        """Whether nobody has told anything more."""
+        return not select.select([self._events], [], [], 0)[0]
+
+    def processes(self) -> list[psutil.Process]:
+        """What lives of this test's launches."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("LAUNCH_TEST") == self.mark
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+
+    def wait_until_gone(self, processes: Sequence[psutil.Process]) -> None:
+        """Wait for these to end, and then for everything else; fails if something stays."""
+        _, alive = psutil.wait_procs([*processes, *self.processes()], timeout=20)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert self.processes() == []
+
+    def close(self) -> None:
+        """Check that nothing is left, neither a process nor a file; end what is."""
+        self._events.close()
+        left = self.processes()
+        for process in left:
+            process.kill()
+        assert left == []
+        assert list(self.temporary.iterdir()) == []

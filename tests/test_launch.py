@@ -1,0 +1,321 @@
+"""`instep run`: what a rank sees, and what the user sees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Launch
+
+from instep.launch.environment import threads_per_rank
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+
+
+def environments(launch: Launch, size: int, **environ: str) -> list[dict[str, str]]:
+    script = launch.script("tell(rank, dict(os.environ))")
+    assert launch.run("-n", size, script, environ=environ).returncode == 0
+    return [environ for _, environ in launch.events(size)]
+
+
+def test_the_supervisor_imports_neither_torch_nor_numpy() -> None:
+    code = "import instep.cli, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "set()\n"
+
+
+def test_every_rank_learns_its_place(launch: Launch) -> None:
+    seen = environments(launch, 3)
+    for rank, environ in enumerate(seen):
+        expected = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        assert {name: environ[name] for name in expected} == expected
+    assert len({environ["INSTEP_FAILURE_FILE"] for environ in seen}) == 3
+    for name in ("INSTEP_JOB", "MASTER_PORT", "PYTHONHASHSEED"):
+        assert len({environ[name] for environ in seen}) == 1
+
+
+def test_two_jobs_have_two_names_and_a_job_inside_one_carries_its_name(launch: Launch) -> None:
+    first, second = environments(launch, 1), environments(launch, 1)
+    assert first[0]["INSTEP_JOB"] != second[0]["INSTEP_JOB"]
+    inner = environments(launch, 1, INSTEP_JOB="outer", INSTEP_STORE_FD="99", RANK="7")
+    assert inner[0]["INSTEP_JOB"].startswith("outer.")
+    assert inner[0]["RANK"] == "0"
+
+
+def test_the_cores_are_shared_out_among_the_ranks(launch: Launch) -> None:
+    for size in (1, 2, 5):
+        threads = str(threads_per_rank(size))
+        assert int(threads) == max(1, threads_per_rank(1) // size)
+        for environ in environments(launch, size):
+            assert environ["OMP_NUM_THREADS"] == environ["MKL_NUM_THREADS"] == threads
+
+
+def test_what_the_user_has_set_stays(launch: Launch) -> None:
+    chosen = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "lo,eth9", "PYTHONHASHSEED": "5"}
+    (environ,) = environments(launch, 1, **chosen)
+    assert {name: environ[name] for name in chosen} == chosen
+    assert "MKL_NUM_THREADS" not in environ  # it follows the user's OMP_NUM_THREADS
+    (environ,) = environments(launch, 1, MKL_NUM_THREADS="3")
+    assert environ["MKL_NUM_THREADS"] == "3"
+
+
+def test_an_outer_launcher_is_not_heard(launch: Launch) -> None:
+    outer = [
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_RANK"),
+        *("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID", "HOROVOD_RANK"),
+        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_ID"),
+    ]
+    (environ,) = environments(launch, 1, **dict.fromkeys(outer, "4"), SLURM_JOB_ID="17")
+    assert set(outer) & set(environ) == set()
+    assert environ["SLURM_JOB_ID"] == "17"
+
+
+def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> None:
+    script = launch.script("""
+        import socket
+        port = int(os.environ["MASTER_PORT"])
+        if rank == 0:
+            store = socket.socket(fileno=int(os.environ["INSTEP_STORE_FD"]))
+            assert not store.get_inheritable()
+            assert store.getsockname() == ("127.0.0.1", port)
+            greetings = [store.accept()[0].makefile().read() for _ in range(size - 1)]
+            tell(sorted(greetings))
+        else:
+            assert "INSTEP_STORE_FD" not in os.environ
+            with socket.create_connection(("127.0.0.1", port)) as peer:
+                peer.sendall(f"rank {rank}".encode())
+    """)
+    assert launch.run("-n", 3, script).stderr == ""
+    assert launch.event() == [["rank 1", "rank 2"]]
+
+
+AS_PYTHON = """
+seen = sorted(globals())
+class Here: pass
+tell(__name__, __file__, __package__, __doc__, __cached__, getattr(__spec__, "name", None),
+     type(__loader__).__name__, seen, sys.argv, sys.path, sys.modules["__main__"].Here is Here,
+     Here.__module__, __builtins__ is sys.modules["builtins"])
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--lr", "1", "-n", "5", "--", "-m", "--output", "a b"]])
+def test_a_script_runs_as_under_python(launch: Launch, arguments: list[str]) -> None:
+    launch.script(AS_PYTHON)
+    (launch.folder / "scripts").mkdir()
+    link = launch.folder / "scripts" / "link.py"
+    link.symlink_to(launch.folder / "train.py")
+    for script in ("train.py", "scripts/link.py"):
+        as_python = _under_python(launch, script, *arguments)
+        assert launch.run("-n", 1, script, *arguments).stderr == ""
+        assert launch.event() == as_python
+
+
+@pytest.mark.parametrize("name", ["package.module", "package", "plain"])
+def test_a_module_runs_as_under_python(launch: Launch, name: str) -> None:
+    (launch.folder / "package").mkdir()
+    for path in ("package/__init__.py", "package/__main__.py", "package/module.py", "plain.py"):
+        launch.script(AS_PYTHON if "init" not in path else "", path)
+    arguments = ["-m", name, "--lr", "1", "-n", "2", "--", "x"]
+    as_python = _under_python(launch, *arguments)
+    assert launch.run("-n", 1, *arguments).stderr == ""
+    assert launch.event() == as_python
+
+
+def _under_python(launch: Launch, *command: str) -> object:
+    environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    with subprocess.Popen([sys.executable, *command], env=environ, cwd=launch.folder):
+        return launch.event()
+
+
+def test_a_module_that_does_not_exist_is_named(launch: Launch) -> None:
+    result = launch.run("-n", 2, "-m", "nowhere.module")
+    assert result.returncode == 1
+    assert result.stderr.endswith("ModuleNotFoundError: No module named 'nowhere'\n")
+
+
+def test_the_script_may_spawn_processes_that_find_its_functions(launch: Launch) -> None:
+    script = launch.script("""
+        import multiprocessing
+        def square(x): return x * x
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                tell(rank, pool.map(square, [1, 2, 3]))
+    """)
+    assert launch.run("-n", 2, script).returncode == 0
+    assert launch.events(2) == [[0, [1, 4, 9]], [1, [1, 4, 9]]]
+
+
+def test_exit_handlers_and_threads_still_find_the_script(launch: Launch) -> None:
+    script = launch.script("""
+        import atexit, pickle
+        class State: pass
+        def late(): tell(type(pickle.loads(pickle.dumps(State()))) is State)
+        atexit.register(late)
+    """)
+    assert launch.run("-n", 1, script).returncode == 0
+    assert launch.event() == [True]
+
+
+def test_rank_0_reads_the_users_input_and_the_others_nothing(launch: Launch) -> None:
+    script = launch.script("tell(rank, sys.stdin.read())")
+    launch.run("-n", 3, script, stdin=subprocess.PIPE, input="yes\n")
+    assert launch.events(3) == [[0, "yes\n"], [1, ""], [2, ""]]
+
+
+def test_a_terminal_stays_a_terminal_for_rank_0(launch: Launch) -> None:
+    script = launch.script("tell(rank, [stream.isatty() for stream in (sys.stdin, sys.stdout)])")
+    ours, terminal = os.openpty()
+    with launch.start("-n", 2, script, stdin=terminal, stdout=terminal) as process:
+        launch.end_of(process)
+    os.close(terminal)
+    os.close(ours)
+    assert launch.events(2) == [[0, [True, True]], [1, [False, False]]]
+
+
+def test_each_line_of_the_others_has_the_rank_before_it(launch: Launch) -> None:
+    script = launch.script("""
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        print(f"{rank}: é\\n\\nno end", end="" if rank else "\\n")
+    """)
+    result = launch.run("-n", 3, script)
+    assert sorted(result.stderr.splitlines()) == ["[1] err 1", "[2] err 2", "err 0"]
+    others = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    for rank in (1, 2):
+        mine = [line for line in others if line.startswith(f"[{rank}]")]
+        said = [f"out {rank}", f"{rank}: é", "", "no end"]
+        assert mine == [f"[{rank}] {line}" for line in said]
+    assert len(others) == 8
+    assert result.stdout.endswith("\n")
+
+
+def test_long_lines_stay_whole(launch: Launch) -> None:
+    script = launch.script("""
+        if rank > 0:
+            for _ in range(20):
+                print(str(rank) * 100_000)
+    """)
+    lines = launch.run("-n", 3, script).stdout.splitlines()
+    assert sorted(lines) == [f"[{r}] {str(r) * 100_000}" for r in (1, 2) for _ in range(20)]
+
+
+def test_a_line_is_shown_as_it_is_printed(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 1:
+            print("step 1")
+            forever()
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[1] step 1\n"
+        process.terminate()
+        launch.end_of(process)
+
+
+def test_the_others_can_be_silent(launch: Launch) -> None:
+    script = launch.script("""
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        if rank == 1: raise ValueError("boo")
+        forever()
+    """)
+    result = launch.run("-n", 2, "--output", "rank0", script)
+    assert "1" not in result.stdout
+    assert "err 1" not in result.stderr
+    assert result.stderr.endswith("ValueError: boo\n")
+
+
+def test_every_rank_can_write_to_files_of_its_own(launch: Launch) -> None:
+    script = launch.script("""
+        print("out", rank)
+        print("err", rank, file=sys.stderr)
+        if rank == 1: raise ValueError("boo")
+    """)
+    logs = launch.folder / "new" / "logs"
+    result = launch.run("-n", 2, "--output", logs, script)
+    assert result.stdout == ""
+    assert (logs / "rank0.out").read_text() == "out 0\n"
+    assert (logs / "rank0.err").read_text() == "err 0\n"
+    assert (logs / "rank1.out").read_text() == "out 1\n"
+    failure = (logs / "rank1.err").read_text()
+    assert failure.startswith("err 1\nTraceback")
+    assert result.stderr.endswith(failure.removeprefix("err 1\n"))
+    assert len(list(logs.iterdir())) == 4
+
+
+def test_a_reader_who_leaves_does_not_stop_the_job(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 1:
+            tell("there")
+            meeting.wait_for(1)
+            for _ in range(10_000): print("x" * 100)
+            tell("went on")
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.event()
+        assert process.stdout is not None
+        process.stdout.close()
+        (launch.folder / "meeting").write_text(".")
+        assert process.wait() == 0
+    assert launch.event() == ["went on"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0", "train.py"], "not '0'"),
+        (["-n", "-2", "train.py"], "not '-2'"),
+        (["-n", "x", "train.py"], "not 'x'"),
+        (["train.py"], "-n"),
+        (["-n", "2"], "nothing to run"),
+        (["-n", "2", "-m"], "nothing to run"),
+        (["-n", "2", "nowhere.py"], "nowhere.py: there is no such file"),
+        (["-n", "2", "."], ".: it is a directory"),
+        (["-n", "2", "--bogus", "train.py"], "--bogus"),
+        (["-n", "2", "--output", "train.py", "train.py"], "train.py: File exists"),
+        (["-n", "2", "--output", "/proc/nowhere", "train.py"], "/proc/nowhere"),
+        (["-n", "2", "--output", "/proc", "train.py"], "/proc"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    launch: Launch, arguments: list[str], said: str
+) -> None:
+    launch.script("tell('ran')")
+    result = launch.run(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("instep: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+    assert launch.no_event()
+
+
+def test_two_dashes_may_stand_before_the_script(launch: Launch) -> None:
+    launch.script("tell(sys.argv)")
+    assert launch.run("-n", 1, "--", "train.py", "--", "x").returncode == 0
+    assert launch.event() == [["train.py", "--", "x"]]
+
+
+def test_help_names_every_choice() -> None:
+    command = [sys.executable, "-m", "instep", "run", "--help"]
+    seen = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert all(word in seen.stdout for word in ("prefix", "rank0", "DIR", "rank1.out", "-m"))

@@ -1,0 +1,379 @@
+"""`instep run`: when a rank fails, when the job is asked to end, when the supervisor is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import Launch
+
+from instep.launch.failure import SIGHT, End, Failure, first_failure, report
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+
+
+def test_the_traceback_of_the_rank_that_failed_stands_last_and_once(launch: Launch) -> None:
+    script = launch.script("""
+        def step():
+            raise ValueError("boo")
+        if rank == 2:
+            meeting.wait_for(2)
+            print("before")
+            step()
+        meeting.come()
+        forever()
+    """)
+    result = launch.run("-n", 3, script)
+    assert result.returncode == 1
+    assert result.stdout == "[2] before\n"
+    head, traceback = result.stderr.split("\n", 1)
+    assert head == "instep: rank 2 of 3 failed (exit code 1); ranks 0, 1 were stopped"
+    as_python = subprocess.run(
+        [sys.executable, "-c", "import runpy"], capture_output=True, text=True, check=True
+    )
+    assert as_python.stderr == ""
+    assert traceback.startswith("Traceback (most recent call last):\n  File ")
+    assert traceback.count("  File ") == 2
+    assert traceback.count(script) == 2
+    assert traceback.endswith("ValueError: boo\n")
+
+
+@pytest.mark.parametrize("text", ["1 +", "import nowhere_to_be_found", "raise RuntimeError"])
+def test_a_traceback_reads_as_under_python(launch: Launch, text: str) -> None:
+    path = launch.folder / "bad.py"
+    path.write_text(text)
+    alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    result = launch.run("-n", 1, path)
+    assert result.stderr == f"instep: rank 0 of 1 failed (exit code 1)\n{alone.stderr}"
+
+
+def test_a_rank_that_fails_because_its_peer_did_is_not_named(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 1:
+            meeting.wait_for(1)
+            raise ValueError("the cause")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watched = os.pidfd_open(os.getppid())  # any child of it: the peer's death is seen below
+        peers = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal()]
+        meeting.come()
+        while not os.path.exists(os.environ["INSTEP_FAILURE_FILE"].replace("rank0", "rank1")):
+            pass
+        raise ConnectionError("connection closed by peer")
+    """)
+    result = launch.run("-n", 2, script)
+    assert result.stderr.startswith("instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped")
+    assert "the cause" in result.stderr
+    assert "by peer" not in result.stderr
+
+
+def test_a_killed_rank_is_named_though_its_peer_complains_first(launch: Launch) -> None:
+    script = launch.script("""
+        import socket
+        if rank == 0:
+            peer = socket.socket(fileno=int(os.environ["INSTEP_STORE_FD"])).accept()[0]
+            peer.recv(1)
+            raise ConnectionError("connection closed by peer")
+        connection = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    result = launch.run("-n", 2, script)
+    assert result.returncode == 128 + signal.SIGKILL
+    assert result.stderr == "instep: rank 1 of 2 was killed by SIGKILL; rank 0 was stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("os._exit(4)", 4, "exited with code 4"),
+        ("sys.exit('no data')", 1, "exited with code 1; rank 0 was stopped\nno data"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGINT); forever()", 130, "was killed by SIGINT"),
+        ("raise ValueError", 1, "failed (exit code 1)"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank(
+    launch: Launch, ending: str, code: int, said: str
+) -> None:
+    result = launch.run("-n", 2, launch.script(f"if rank == 0: forever()\n{ending}"))
+    assert result.returncode == code
+    assert f"rank 1 of 2 {said}" in result.stderr
+    assert result.stderr.count("no data") == said.count("no data")
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit()", "sys.exit(0)", "sys.exit(256)"])
+def test_a_rank_that_has_finished_is_no_failure(launch: Launch, ending: str) -> None:
+    script = launch.script(f"""
+        if rank == 1:
+            tell(os.getpid())
+            {ending}
+        else:
+            meeting.wait_for(1)
+            tell("went on")
+    """)
+    with launch.start("-n", 2, script) as process:
+        psutil.wait_procs([psutil.Process(launch.event()[0])], timeout=0)
+        (launch.folder / "meeting").write_text(".")
+        result = launch.end_of(process)
+    assert launch.event() == ["went on"]
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_who_had_finished_is_said(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 0: sys.exit()
+        meeting.wait_for(1)
+        raise ConnectionError
+    """)
+    with launch.start("-n", 2, script) as process:
+        (supervisor,) = [p for p in launch.processes() if p.pid == process.pid]
+        _wait_for_zombie(supervisor)
+        (launch.folder / "meeting").write_text(".")
+        result = launch.end_of(process)
+    assert "rank 1 of 2 failed (exit code 1); rank 0 had finished\n" in result.stderr
+
+
+def _wait_for_zombie(supervisor: psutil.Process) -> None:
+    while True:
+        for child in supervisor.children():
+            if child.status() == psutil.STATUS_ZOMBIE:
+                return
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen(["sleep", "1000"])
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            meeting.come()
+            forever()
+        meeting.wait_for(1)
+        raise ValueError
+    """)
+    assert launch.run("-n", 2, script).returncode == 1  # and run() finds nothing left
+
+
+def test_a_rank_that_fails_and_does_not_end_is_ended(launch: Launch) -> None:
+    script = launch.script("""
+        if rank == 1:
+            threading.Thread(target=threading.Event().wait).start()
+            raise ValueError("boo")
+        forever()
+    """)
+    result = launch.run("-n", 2, script)
+    assert result.returncode == 1
+    assert result.stderr.endswith("ValueError: boo\n")
+
+
+def test_what_a_finished_job_left_running_is_ended(launch: Launch) -> None:
+    script = launch.script("""subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)""")
+    assert launch.run("-n", 2, script).returncode == 0  # and run() finds nothing left
+
+
+def test_the_scripts_own_excepthook_is_called(launch: Launch) -> None:
+    script = launch.script("""
+        sys.excepthook = lambda kind, error, frames: tell(kind.__name__)
+        raise ValueError("boo")
+    """)
+    assert launch.run("-n", 1, script).stderr.endswith("ValueError: boo\n")
+    assert launch.event() == ["ValueError"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_job_without_a_traceback(
+    launch: Launch, number: signal.Signals, code: int
+) -> None:
+    script = launch.script("""
+        subprocess.Popen(["sleep", "1000"])
+        tell(rank)
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(number)
+        result = launch.end_of(process)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_ranks_get_the_signal_and_may_finish(launch: Launch, number: signal.Signals) -> None:
+    script = launch.script("""
+        def save(number, frame):
+            tell(rank, number)
+            sys.exit()
+        signal.signal(signal.SIGINT, save)
+        signal.signal(signal.SIGTERM, save)
+        tell(rank, 0)
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        process.send_signal(number)
+        assert launch.events(2) == [[0, number], [1, number]]
+        assert launch.end_of(process).returncode == 128 + number
+
+
+def test_the_second_signal_is_sigterm_and_the_third_sigkill(launch: Launch) -> None:
+    script = launch.script("""
+        def stay(number, frame):
+            tell(rank, number)
+        signal.signal(signal.SIGINT, stay)
+        signal.signal(signal.SIGTERM, stay)
+        tell(rank, 0)
+        forever()
+    """)
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(signal.SIGINT)
+            assert launch.events(2) == [[0, number], [1, number]]
+        process.send_signal(signal.SIGINT)
+        assert launch.end_of(process).returncode == 130
+
+
+def test_an_interrupt_while_the_ranks_start_is_quiet(launch: Launch) -> None:
+    script = launch.script("tell(rank)\nforever()")
+    with launch.start("-n", 8, script) as process:
+        launch.event()
+        process.send_signal(signal.SIGINT)
+        result = launch.end_of(process)
+    assert (result.returncode, result.stderr) == (130, "")
+    while not launch.no_event():
+        launch.event()
+
+
+def test_ctrl_c_at_the_terminal_ends_the_job(launch: Launch) -> None:
+    script = launch.script("tell(rank)\nforever()")
+    ours, terminal = os.openpty()
+    at_terminal = (
+        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+        "os.execv(sys.executable, [sys.executable, '-m', 'instep', 'run', *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", at_terminal, "-n", "2", script]
+    with subprocess.Popen(
+        command, stdin=terminal, stderr=subprocess.PIPE, text=True, env=launch.environ
+    ) as process:
+        os.close(terminal)
+        launch.events(2)
+        os.write(ours, b"\x03")
+        result = launch.end_of(process)
+    os.close(ours)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+GRANDCHILDREN = """
+for options in ({}, {"start_new_session": True}, {"env": {}}, {"process_group": 0}):
+    tell(subprocess.Popen(["/bin/sleep", "1000"], **options).pid)
+tell(os.getpid())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+forever()
+"""
+
+
+def test_nothing_outlives_a_supervisor_that_was_killed(launch: Launch) -> None:
+    with launch.start("-n", 2, launch.script(GRANDCHILDREN)) as process:
+        pids = [launch.event()[0] for _ in range(10)]
+        family = [psutil.Process(pid) for pid in pids]
+        process.kill()
+    launch.wait_until_gone(family)
+
+
+def test_nothing_outlives_a_supervisor_that_was_killed_while_it_started_ranks(
+    launch: Launch,
+) -> None:
+    with launch.start("-n", 12, launch.script("tell(rank)\nforever()")) as process:
+        launch.event()
+        process.kill()
+    launch.wait_until_gone([])
+    while not launch.no_event():
+        launch.event()
+
+
+def test_a_job_inside_a_rank_goes_with_it(launch: Launch) -> None:
+    inner = launch.script("tell(os.getpid())\nforever()", "inner.py")
+    outer = launch.script(f"""
+        os.execv(sys.executable, [sys.executable, "-m", "instep", "run", "-n", "2", {inner!r}])
+    """)
+    with launch.start("-n", 1, outer) as process:
+        family = [psutil.Process(launch.event()[0]) for _ in range(2)]
+        process.kill()
+    launch.wait_until_gone(family)
+    for left in launch.temporary.iterdir():  # the inner job's guard was killed with it
+        left.rmdir()
+
+
+def test_a_rank_that_nobody_watches_over_does_not_begin(launch: Launch) -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    worker = [sys.executable, "-m", "instep.launch.worker", str(theirs.fileno()), "lines"]
+    environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    with theirs:
+        script = launch.script("tell('ran')")
+        result = subprocess.run(
+            [*worker, script], pass_fds=[theirs.fileno()], env=environ, check=False
+        )
+    assert result.returncode == 1
+    assert launch.no_event()
+
+
+def test_a_job_goes_on_without_its_guard(launch: Launch) -> None:
+    script = launch.script("tell(rank)\nmeeting.wait_for(1)")
+    with launch.start("-n", 2, script) as process:
+        launch.events(2)
+        (guard,) = [p for p in launch.processes() if any("guard.py" in w for w in p.cmdline())]
+        guard.kill()
+        (launch.folder / "meeting").write_text("..")
+        assert launch.end_of(process).returncode == 0
+
+
+def test_the_earliest_failure_is_the_first() -> None:
+    late, early = Failure(0, 20.0, 1, raised=True), Failure(1, 10.0, 1, raised=True)
+    ends = [End(0, 21.0, 1, stopped=False), End(1, 21.5, 1, stopped=False)]
+    assert first_failure(ends, [late, early]) is early
+
+
+def test_a_silent_death_is_older_than_it_looks() -> None:
+    complaint = Failure(0, 10.0, 1, raised=True)
+    death = End(1, 10.0 + SIGHT / 2, -9, stopped=False)
+    first = first_failure([death], [complaint])
+    assert first is not None
+    assert (first.rank, first.exit_code) == (1, 137)
+
+
+def test_who_was_stopped_is_not_to_blame() -> None:
+    complaint = Failure(0, 10.0, 1, raised=True)
+    assert first_failure([End(1, 10.0, -15, stopped=True)], [complaint]) is complaint
+
+
+def test_nobody_failed_where_everybody_ended_with_0() -> None:
+    assert first_failure([End(0, 1.0, 0, stopped=False), End(1, 2.0, 0, stopped=True)], []) is None
+
+
+def test_a_signal_without_a_name_has_its_number() -> None:
+    ends = [End(0, 1.0, -40, stopped=False)]
+    first = first_failure(ends, [])
+    assert first is not None
+    assert report(first, ends) == "instep: rank 0 of 1 was killed by signal 40\n"
+
+
+def test_a_failure_survives_the_disk(tmp_path: Path) -> None:
+    failure = Failure(3, 1.5, 1, raised=True, text="Träce\udc80\n")
+    failure.write(tmp_path / "rank3")
+    assert Failure.read(tmp_path / "rank3") == failure
+    assert Failure.read(tmp_path / "rank4") is None
+    assert list(tmp_path.iterdir()) == [tmp_path / "rank3"]
