@@ -9,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Launch:
         for name in ("events", "meeting"):
             os.mkfifo(folder / name)
         self._events = os.fdopen(os.open(folder / "events", os.O_RDWR), "rb", buffering=0)
+        self._meeting = os.open(folder / "meeting", os.O_RDWR)
         self.environ = {
             name: value
             for name, value in os.environ.items()
@@ -66,18 +68,24 @@ class Launch:
         path.write_text(PRELUDE + textwrap.dedent(text))
         return str(path)
 
+    @contextmanager
     def start(
         self, *arguments: object, environ: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[str]:
-        """Begin `instep run arguments…`; its streams are pipes."""
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Begin `instep run arguments…`; its streams are pipes. Ends it if the test fails."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "instep", "run", *map(str, arguments)],
             env=self.environ | dict(environ or {}),
             text=True,
             cwd=self.folder,
             **(pipes | options),
-        )
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                self.end_all()
+                raise
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
         """`instep run arguments…` to its end, at which nothing of it may be left."""
@@ -124,11 +132,20 @@ class Launch:
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
         assert self.processes() == []
 
-    def close(self) -> None:
-        """Check that nothing is left, neither a process nor a file; end what is."""
-        self._events.close()
+    def call(self, ranks: int = 1) -> None:
+        """Come to the ranks' meeting, once for each of them."""
+        os.write(self._meeting, b"." * ranks)
+
+    def end_all(self) -> list[psutil.Process]:
+        """Kill what lives, and say what that was."""
         left = self.processes()
         for process in left:
             process.kill()
-        assert left == []
+        return left
+
+    def close(self) -> None:
+        """Check that nothing is left, neither a process nor a file; end what is."""
+        self._events.close()
+        os.close(self._meeting)
+        assert self.end_all() == []
         assert list(self.temporary.iterdir()) == []
