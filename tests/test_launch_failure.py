@@ -179,11 +179,22 @@ def test_what_a_finished_job_left_running_is_ended(launch: Launch) -> None:
 
 def test_the_scripts_own_excepthook_is_called(launch: Launch) -> None:
     script = launch.script("""
-        sys.excepthook = lambda kind, error, frames: tell(kind.__name__)
+        before = sys.excepthook
+        def hook(kind, error, frames):
+            tell(kind.__name__)
+            before(kind, error, frames)
+        sys.excepthook = hook
+        try:
+            raise KeyError("shown by the script itself")
+        except KeyError:
+            sys.excepthook(*sys.exc_info())
         raise ValueError("boo")
     """)
-    assert launch.run("-n", 1, script).stderr.endswith("ValueError: boo\n")
-    assert launch.event() == ["ValueError"]
+    stderr = launch.run("-n", 1, script).stderr
+    assert [launch.event(), launch.event()] == [["KeyError"], ["ValueError"]]
+    assert stderr.count("KeyError: 'shown by the script itself'") == 1
+    assert stderr.count("ValueError: boo") == 1
+    assert stderr.endswith("ValueError: boo\n")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ LINES = "lines"
 
 def main(line: str, buffering: str, *command: str) -> None:
     """Run `command` and exit as it would, except that what it raises is written, not printed."""
+    hook = sys.excepthook = Hook()
     try:
         _wait_for_go(int(line))
         if buffering == LINES:
@@ -36,10 +37,28 @@ def main(line: str, buffering: str, *command: str) -> None:
         sys.excepthook = _say_nothing
         raise
     except BaseException as error:
-        _leave_failure(int(line), code=1, raised=True, text=_users_traceback(error))
-        if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, error.__traceback__)
+        hook.written = error.with_traceback(_users_frames(error))
+        text = "".join(traceback.format_exception(error))
+        _leave_failure(int(line), code=1, raised=True, text=text)
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+class Hook:
+    """The innermost sys.excepthook: does not print again what is written already.
+
+    A library's hook is called as under plain Python. torch.distributed sets one that prints what
+    the hook before it prints, on every rank that a failed peer takes along.
+    """
+
+    written: BaseException | None = None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        """Print what a script shows it."""
+        if error is not self.written:
+            sys.__excepthook__(kind, error, frames)
 
 
 def _wait_for_go(line: int) -> None:
@@ -71,13 +90,13 @@ def _leave_failure(line: int, *, code: int, raised: bool = False, text: str = ""
         os.write(line, FAILED)
 
 
-def _users_traceback(error: BaseException) -> str:
-    """Without our own frames, as the interpreter would have printed it."""
+def _users_frames(error: BaseException) -> TracebackType | None:
+    """Its traceback without our own frames."""
     here = os.path.dirname(__file__)
     frames = error.__traceback__
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
+    return frames
 
 
 def _say_nothing(
