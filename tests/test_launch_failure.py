@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -322,17 +322,25 @@ def test_a_job_inside_a_rank_goes_with_it(launch: Launch) -> None:
         left.rmdir()
 
 
-def test_a_rank_that_nobody_watches_over_does_not_begin(launch: Launch) -> None:
+@pytest.mark.parametrize("hang_up", [socket.socket.close, lambda ours: ours.shutdown(1)])
+def test_a_rank_that_nobody_watches_over_does_not_begin(
+    launch: Launch, hang_up: Callable[[socket.socket], None]
+) -> None:
     ours, theirs = socket.socketpair()
-    ours.close()
+    hang_up(ours)
     worker = [sys.executable, "-m", "instep.launch.worker", str(theirs.fileno()), "lines"]
     environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     with theirs:
         script = launch.script("tell('ran')")
         result = subprocess.run(
-            [*worker, script], pass_fds=[theirs.fileno()], env=environ, check=False
+            [*worker, script],
+            pass_fds=[theirs.fileno()],
+            env=environ,
+            stderr=subprocess.PIPE,
+            check=False,
         )
-    assert result.returncode == 1
+    ours.close()
+    assert (result.returncode, result.stderr) == (1, b"")
     assert launch.no_event()
 
 

@@ -65,7 +65,8 @@ def _wait_for_go(line: int) -> None:
     os.set_inheritable(line, False)
     if STORE_FD in os.environ:
         os.set_inheritable(int(os.environ[STORE_FD]), False)
-    os.write(line, READY)
+    with suppress(BrokenPipeError):  # said below
+        os.write(line, READY)
     if os.read(line, 1) != GO:
         os._exit(1)  # the supervisor was killed before the guard knew of this rank
 
