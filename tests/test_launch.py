@@ -13,6 +13,8 @@ import pytest
 from instep.launch.environment import threads_per_rank
 from launching import Launch
 
+pytestmark = pytest.mark.launch
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
@@ -96,10 +98,14 @@ def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> 
             store = socket.socket(fileno=int(os.environ["INSTEP_STORE_FD"]))
             assert not store.get_inheritable()
             assert store.getsockname() == ("127.0.0.1", port)
+            store.listen()
+            meeting.come()
             greetings = [store.accept()[0].makefile().read() for _ in range(size - 1)]
             tell(sorted(greetings))
         else:
             assert "INSTEP_STORE_FD" not in os.environ
+            meeting.wait_for(1)
+            meeting.come()
             with socket.create_connection(("127.0.0.1", port)) as peer:
                 peer.sendall(f"rank {rank}".encode())
     """)

@@ -16,6 +16,8 @@ import pytest
 from instep.launch.failure import SIGHT, End, Failure, first_failure, report
 from launching import Launch
 
+pytestmark = pytest.mark.launch
+
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:

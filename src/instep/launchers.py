@@ -12,7 +12,7 @@ from instep.identity import World
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
 STORE_FD = "INSTEP_STORE_FD"
-"""Set by `instep run` for rank 0: a socket that already listens on MASTER_ADDR:MASTER_PORT."""
+"""Set by `instep run` for rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
 """Set by `instep run` for its ranks: where a rank that fails leaves its traceback."""
 

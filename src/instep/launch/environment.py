@@ -33,7 +33,7 @@ class Meeting:
     size: int
     """How many ranks."""
     port: int
-    """Where on 127.0.0.1 rank 0's socket listens."""
+    """Where on 127.0.0.1 rank 0 listens."""
     threads: int
     """How many threads each rank may compute with."""
 

@@ -74,7 +74,7 @@ def _run_ranks(job: Job, watch: Watch, output: Output, files: Sequence[Path]) ->
     guard = Guard(name, files[0].parent)
     ranks: list[Rank] = []
     try:
-        with _listen() as store:
+        with _reserve() as store:
             for rank in _start_ranks(job, name, store, output, files):
                 ranks.append(rank)
                 guard.watch(rank.pid)
@@ -110,11 +110,14 @@ def _start_ranks(
         yield rank
 
 
-def _listen() -> socket.socket:
-    """A socket for rank 0 to meet the others at: on loopback, on a port that is nobody else's."""
+def _reserve() -> socket.socket:
+    """A socket for rank 0 to meet the others at: on loopback, on a port that is nobody else's.
+
+    Bound, not listening: a script that calls init_process_group itself can still bind the port.
+    """
     store = socket.socket()
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     store.bind(("127.0.0.1", 0))
-    store.listen(2048)
     return store
 
 

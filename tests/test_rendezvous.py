@@ -1,0 +1,221 @@
+"""Ranks meet: by every method, on loopback only, or with an error that says what to do."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+import instep
+from instep import rendezvous
+from instep.errors import (
+    DeviceError,
+    LaunchVariablesError,
+    LeftoverRendezvousError,
+    PortInUseError,
+    RendezvousError,
+)
+from pool import run
+
+pytestmark = pytest.mark.launch
+
+REPORT = """
+import json, os, sys, torch, torch.distributed as dist, instep
+{before}
+total = instep.all_reduce(torch.tensor(instep.rank + 1.0)).item()
+names = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{{kind}}")]
+inodes = {{os.readlink(f"/proc/self/fd/{{fd}}") for fd in os.listdir("/proc/self/fd")
+          if os.path.exists(f"/proc/self/fd/{{fd}}")}}
+listening = [n[1] for n in names if n[3] == "0A" and f"socket:[{{n[9]}}]" in inodes]
+report = dict(rank=instep.rank, size=instep.world_size, source=instep.world.source,
+              total=total, listening=listening)
+with open(sys.argv[1] + str(instep.rank), "w") as file:
+    json.dump(report, file)
+"""
+LOOPBACK = ("0100007F:", "00000000000000000000000001000000:")
+
+
+def script(folder, before=""):
+    path = folder / "report.py"
+    path.write_text(REPORT.format(before=before))
+    return [str(path), str(folder / "rank")]
+
+
+def reports(folder, size):
+    found = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(size)]
+    assert [r["rank"] for r in found] == list(range(size))
+    assert {(r["size"], r["total"]) for r in found} == {(size, size * (size + 1) / 2)}
+    return found
+
+
+def only_loopback(found):
+    return all(address.startswith(LOOPBACK) for r in found for address in r["listening"])
+
+
+def clean_environ(**more):
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "INSTEP_", "GLOO")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return kept | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(size, command, environ):
+    """`size` bare processes that are told who they are."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command], env=environ(rank), stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    errors = [process.communicate(timeout=50)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_under_instep_run(tmp_path, size):
+    subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", str(size), *script(tmp_path)],
+        env=clean_environ(),
+        check=True,
+    )
+    found = reports(tmp_path, size)
+    assert {r["source"] for r in found} == {"instep run"}
+    assert only_loopback(found)
+
+
+def test_a_script_that_makes_the_process_group_itself(tmp_path):
+    before = "dist.init_process_group('gloo')"
+    subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", *script(tmp_path, before)],
+        env=clean_environ(),
+        check=True,
+    )
+    reports(tmp_path, 2)
+
+
+def test_under_torchrun(tmp_path):
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *("--local-addr", "127.0.0.1", *script(tmp_path)),
+        ],
+        env=clean_environ(),
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    assert {r["source"] for r in reports(tmp_path, 2)} == {"torchrun"}
+
+
+@pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
+def test_bare_processes_meet_by(method, tmp_path):
+    port = free_port()
+    before = {
+        "env": "",
+        "tcp": f"instep.init('tcp://127.0.0.1:{port}')",
+        "file": f"instep.init('file://{tmp_path}/meet')",
+        "store": f"instep.init(dist.FileStore('{tmp_path}/store', 2))",
+    }[method]
+    codes, errors = start(
+        2,
+        script(tmp_path, before),
+        lambda rank: clean_environ(
+            RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        ),
+    )
+    assert codes == [0, 0], errors
+    assert only_loopback(reports(tmp_path, 2))
+
+
+def test_a_process_that_nobody_launched_talks_to_nobody(tmp_path):
+    subprocess.run([sys.executable, *script(tmp_path)], env=clean_environ(), check=True)
+    (found,) = reports(tmp_path, 1)
+    assert found["source"] == "nobody launched this process"
+    assert found["listening"] == []
+
+
+# The pool's rank of a world of one has no process group: what fails early can be tried there.
+
+
+def refused(error, match, *args, environ=(), **kwargs):
+    before = dict(os.environ)
+    os.environ.update(environ)
+    try:
+        with pytest.raises(error, match=match):
+            instep.init(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert not dist.is_initialized()
+
+
+def port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        refused(
+            PortInUseError,
+            f"port {port} on 127.0.0.1 is in use by another process",
+            f"tcp://127.0.0.1:{port}",
+            rank=0,
+            world_size=2,
+        )
+
+
+def leftover_file(path):
+    store = dist.FileStore(path, 2)
+    store.add("instep/rank1", 1)
+    refused(LeftoverRendezvousError, "rank 1 has met there before", f"file://{path}",
+            rank=1, world_size=2)  # fmt: skip
+
+
+def bad_arguments():
+    refused(RendezvousError, "cannot meet at 'udp://x:1'", "udp://x:1", rank=0, world_size=2)
+    refused(RendezvousError, "give both rank and world_size", rank=0)
+    refused(RendezvousError, "'no-such-host.invalid' does not resolve",
+            "tcp://no-such-host.invalid:1", rank=0, world_size=2)  # fmt: skip
+    refused(LaunchVariablesError, "but not MASTER_ADDR, MASTER_PORT",
+            environ={"RANK": "0", "WORLD_SIZE": "2"})  # fmt: skip
+    refused(LaunchVariablesError, "rank 4 of 4", rank=4, world_size=4)
+
+
+def too_few_gpus():
+    import torch
+
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+    refused(DeviceError, "4 ranks on this host, but only 2 GPUs visible",
+            "file:///nowhere", rank=3, world_size=4)  # fmt: skip
+
+
+def test_a_port_in_use():
+    run(1, port_in_use)
+
+
+def test_a_rendezvous_file_of_another_job(tmp_path):
+    run(1, leftover_file, str(tmp_path / "meet"))
+
+
+def test_what_cannot_work_is_said_before_anybody_waits():
+    run(1, bad_arguments)
+
+
+def test_more_ranks_than_gpus():
+    with pytest.raises(AssertionError, match="left on purpose"):
+        run(1, gpus_then_leave)
+
+
+def gpus_then_leave():
+    too_few_gpus()  # replaces functions of torch: this process must not be kept
+    raise AssertionError("left on purpose")
+
+
+def test_gpus_given_twice_are_found():
+    claims = ["a, GPU-1", "b, GPU-1", "a, GPU-1"]
+    assert rendezvous.ranks_by(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
