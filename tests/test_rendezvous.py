@@ -219,3 +219,24 @@ def gpus_then_leave():
 def test_gpus_given_twice_are_found():
     claims = ["a, GPU-1", "b, GPU-1", "a, GPU-1"]
     assert rendezvous.ranks_by(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
+
+
+def test_no_thread_of_the_process_group_outlives_it(tmp_path):
+    script = tmp_path / "threads.py"
+    script.write_text("""
+import atexit, os, sys
+def report():  # registered first, so called last
+    tasks = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
+    with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+        file.write(" ".join(tasks))
+atexit.register(report)
+import torch, instep
+model = instep.replicate(torch.nn.Linear(2, 2))
+torch.optim.SGD(model.parameters(), 0.1)  # imports modules of torch.distributed
+""")
+    command = [sys.executable, "-m", "instep", "run", "-n", "2", str(script), str(tmp_path / "r")]
+    subprocess.run(command, env=clean_environ(), check=True)
+    for rank in range(2):
+        threads = (tmp_path / f"r{rank}").read_text()
+        assert "python" in threads
+        assert "gloo" not in threads

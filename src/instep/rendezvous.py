@@ -17,6 +17,10 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+# Imported later, its default arguments capture the process group, which then outlives its
+# destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
+import torch.distributed.nn.functional
+
 from instep import knobs, launchers
 from instep.errors import (
     DeviceError,
