@@ -118,8 +118,6 @@ class Unsized(Dataset):
 def test_what_has_no_blocks_says_why():
     with pytest.raises(CannotShardError, match="Unsized has no length"):
         instep.shard(DataLoader(Unsized(), 4, sampler=range(4)))
-    with pytest.raises(CannotShardError, match="batch_size=None makes no batches"):
-        instep.shard(DataLoader(numbers(8), batch_size=None))
     with pytest.raises(CannotShardError, match="in_order=False"):
         instep.shard(DataLoader(numbers(8), 2, num_workers=1, in_order=False))
     with pytest.raises(CannotShardError, match=r"same number of rows .* got \(3,\), \(4,\)"):

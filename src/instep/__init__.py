@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         gather_object,
     )
     from instep.errors import InstepError
-    from instep.gradients import no_sync
+    from instep.gradients import no_sync, weight
     from instep.identity import World
     from instep.metrics import Accuracy, Mean
     from instep.rendezvous import init
@@ -59,6 +59,7 @@ _HOMES = {
     "no_sync": "gradients",
     "replicate": "replicas",
     "shard": "shards",
+    "weight": "gradients",
 }
 _OF_THE_WORLD = {"rank": "rank", "world_size": "size", "local_rank": "local_rank"}
 
@@ -80,6 +81,7 @@ __all__ = [
     "rank",
     "replicate",
     "shard",
+    "weight",
     "world",
     "world_size",
 ]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.blocks import current_block
-from instep.collectives import Transport, applied, transport
+from instep.calls import current_block
+from instep.collectives import Transport, all_reduce, applied, transport
 from instep.errors import TrainingError
 
 
@@ -65,15 +65,16 @@ class _GlobalBatchNorm(torch.autograd.Function):
         kind = _statistics_dtype(x)
         given = (mean.to(kind), var.to(kind))
         output, _, _ = torch.native_batch_norm(x, weight, bias, *given, False, 0.0, eps)
-        ctx.save_for_backward(x, weight, *given)
+        ctx.save_for_backward(x, weight, bias, *given)
         ctx.eps, ctx.ghost, ctx.count, ctx.transport = eps, ghost, count, way
         ctx.mark_non_differentiable(mean, var, count)
         return output, mean, var, count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        x, weight, mean, var = ctx.saved_tensors
+        x, weight, bias, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
+            return _differentiable_backward(ctx, grad, x, weight, bias)
         # Given statistics are constants to this kernel: its "gradients of weight and bias" are
         # sum(grad * x_hat) and sum(grad), the two sums that every rank must hear of.
         _, dot, total = torch.ops.aten.native_batch_norm_backward(
@@ -92,6 +93,34 @@ class _GlobalBatchNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _differentiable_backward(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The same gradients as a graph: the layer once more, written in differentiable steps."""
+    candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
+    inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
+    output = _composite(x, weight, bias, ctx.eps, ctx.ghost)
+    found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
+    return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+
+
+def _composite(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ghost: bool
+) -> Tensor:
+    """Batch normalisation with the statistics of all ranks, step by step."""
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    dims = [0, *range(2, x.dim())]
+    mine = x.new_zeros(()) if ghost else x.new_ones(())
+    count = all_reduce(mine * (x.numel() // x.shape[1]))
+    mean = all_reduce(x.sum(dims) * mine) / count
+    centred = x - mean.view(shape)
+    var = all_reduce(centred.square().sum(dims) * mine) / count
+    output = centred * (var + eps).rsqrt().view(shape)
+    if weight is not None:
+        output = output * weight.view(shape)
+    return output if bias is None else output + bias.view(shape)
 
 
 def _refuse_single_value(count: Tensor, x: Tensor) -> None:

@@ -7,14 +7,14 @@ copy on the GPU, noise of the batch's size), the order in which batches were tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.errors import CannotShardError
 
 T = TypeVar("T")
 
@@ -94,7 +94,6 @@ class Deliveries:
 
 _of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _latest: Deliveries | None = None
-_forwards: list[Block | None] = []
 
 
 def deliver(batch: object, block: Block | None, deliveries: Deliveries) -> None:
@@ -126,71 +125,42 @@ def known_block(tensor: Tensor) -> Block | None:
     return None
 
 
-def enter_forward(values: object) -> None:
-    """A replicated module is being called with these inputs; nests."""
-    _forwards.append(block_of(values))
-
-
-def leave_forward() -> Block | None:
-    """The call has ended; returns its block."""
-    return _forwards.pop()
-
-
-def inside_forward() -> bool:
-    """Whether a replicated module is being called."""
-    return bool(_forwards)
-
-
-def current_block() -> Block | None:
-    """The block that this rank works on now."""
-    return _forwards[-1] if _forwards else block_of(())
-
-
-# ----------------------------------------------------------------------- marks on the graph
-
-_MARK = "instep.block"
-
-
-def mark(outputs: object, block: Block | None) -> None:
-    """Remember on the autograd graph itself that these outputs come from `block`."""
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            _metadata(leaf.grad_fn)[_MARK] = block
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
-    return notes
-
-
-def marks_below(
-    roots: Iterable[Tensor], parameters: WeakTensorKeyDictionary
-) -> tuple[set[Block | None], bool]:
-    """Which forwards these tensors were computed from, and whether `parameters` were used.
-
-    Walks the graph from the roots down to marked outputs: in a training step a handful of nodes.
-    """
-    found: set[Block | None] = set()
-    touched = False
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        notes = _metadata(node)
-        if _MARK in notes:
-            found.add(notes[_MARK])
-            touched = True
-            continue
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable in parameters:
-            touched = True
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return found, touched
-
-
 def tensors_of(batch: object) -> list[Tensor]:
     """The tensors of a nested batch."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def rows_of(batch: object) -> int:
+    """How many samples a batch has: the length of dimension 0 of its tensors.
+
+    Raises CannotShardError when they differ, or when there are none.
+    """
+    tensors = tensors_of(batch)
+    lengths = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    if len(lengths) == 1 and None not in lengths:
+        return tensors[0].shape[0]
+    if not tensors and isinstance(batch, list):
+        return len(batch)
+    seen = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or type(batch).__name__
+    raise CannotShardError(
+        f"a batch is tensors with the same number of rows (dimension 0); got {seen}."
+    )
+
+
+def cut(batch: T, block: Block) -> T:
+    """A block's rows of every tensor, and of every list that has an entry for each row.
+
+    Tensors become views.
+    """
+
+    def part(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return node[:1] if block.empty else node[block.start : block.stop]
+        return block.rows(node)
+
+    def whole(node: Any) -> bool:
+        entries = isinstance(node, list) and len(node) == block.total
+        return isinstance(node, Tensor) or (entries and not tensors_of(node))
+
+    mine: T = tree_map(lambda node: part(node) if whole(node) else node, batch, is_leaf=whole)
+    return mine

@@ -19,6 +19,8 @@ InstepError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
     └── MixedBatchesError         two batches of different weights in one backward
 
+InstepWarning (UserWarning)       what instep cannot keep the same
+
 What a caller may also catch as a built-in (ValueError, TypeError) says so.
 """
 
@@ -35,6 +37,10 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 class InstepError(Exception):
     """The root: catch it to catch whatever instep raises by itself."""
+
+
+class InstepWarning(UserWarning):
+    """What instep cannot keep the same, said once."""
 
 
 class LaunchError(InstepError):

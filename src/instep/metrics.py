@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from instep.blocks import current_block, known_block
+from instep.blocks import known_block
+from instep.calls import current_block
 from instep.collectives import transport
 
 M = TypeVar("M", bound="_Sums")

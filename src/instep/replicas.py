@@ -2,88 +2,144 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, get_args
-from weakref import WeakKeyDictionary, WeakSet
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import batchnorm as torch_batchnorm
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep import batchnorm, gradients
+from instep import batchnorm, calls, gradients
 from instep.agreement import agree_on_each
-from instep.blocks import enter_forward, leave_forward, mark
-from instep.collectives import broadcast_all, check_reachable, transport
-from instep.errors import ReplicatedTwiceError, TrainingError
+from instep.blocks import block_of
+from instep.calls import Call, Scope
+from instep.collectives import Transport, broadcast_all, check_reachable, transport
+from instep.dropout import seams as dropout_seams
+from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
+from instep.randomness import agreed_seed, mixed
+from instep.reducer import Reducer
 from instep.seams import Function, step_in
 
 M = TypeVar("M", bound=nn.Module)
-BatchStatistics = Literal["global", "rank"]
 
-_replicas: WeakSet[nn.Module] = WeakSet()
-"""Every module of every replicated model."""
+
+@dataclass(eq=False)
+class Replica:
+    """What is kept about a replicated model."""
+
+    transport: Transport
+    statistics: Scope
+    dropout: Scope
+    seed: int
+    steps: int = 0
+    """How many training calls it has had."""
+    grown: bool = False
+    """Whether a parameter or a module was added since the last call."""
+
+
+_replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+"""Replicated models; their parts are not in here."""
+_owner_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+"""Every module of a replicated model."""
 _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Where batch statistics come from, by the parameters and buffers of replicated models."""
-_mode_of: WeakKeyDictionary[nn.Module, BatchStatistics] = WeakKeyDictionary()
-"""The same by the replicated models themselves."""
-_calls: list[BatchStatistics] = []
-"""The same for their calls that are under way."""
 
 
-def replicate(model: M, *, batch_statistics: BatchStatistics = "global") -> M:
+def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = "global") -> M:
     """Keep `model` in step on all ranks.
 
     Parameters and buffers become rank 0's. From now on every backward through the model leaves in
-    `.grad` the gradient of the global batch (up to the rounding of sums in another order), and
-    batch normalisation in training uses the statistics of the global batch.
+    `.grad` the gradient of the global batch (up to the rounding of sums in another order), batch
+    normalisation in training uses the statistics of the global batch, and dropout masks depend on
+    a sample's position in the global batch.
 
     Args:
         model: any module; on the rank's own device. The optimizer may exist already.
         batch_statistics: "global", or "rank" to leave batch statistics to each rank's rows, which
             is faster and not the same as one process.
+        dropout: "global", or "rank" for masks that each rank draws by itself.
 
     Returns:
         `model` itself: no wrapper, no prefix in its state dict, its children untouched.
 
+    Draws a seed from torch's generator. Warns of randomness that it cannot reach (InstepWarning).
     Raises ReplicatedTwiceError, DisagreementError (a parameter differs in name, shape or dtype
     between ranks), WrongDeviceError, TrainingError. Collective.
     """
-    if batch_statistics not in get_args(BatchStatistics):
-        raise ValueError(f"batch_statistics is 'global' or 'rank', not {batch_statistics!r}.")
+    for name, scope in (("batch_statistics", batch_statistics), ("dropout", dropout)):
+        if scope not in get_args(Scope):
+            raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
+    for name, module in model.named_modules():
+        if module in _owner_of:
+            raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
     way = transport()
-    tensors = _sound_tensors(model)
-    agree_on_each(
-        [(name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()],
-        "Build the same model on every rank before instep.replicate.",
+    replica = Replica(
+        way,
+        # Alone, the rank's rows are the batch, and torch's own kernels the fastest way.
+        statistics=batch_statistics if way.size > 1 else "rank",
+        dropout=dropout,
+        seed=agreed_seed(),
     )
-    _replicas.update(model.modules())
-    if way.size == 1:
-        return model
-    broadcast_all(list(tensors.values()))
-    for tensor in tensors.values():
-        _statistics_of[tensor] = batch_statistics
-    gradients.Reducer(list(model.parameters()), way)
+    _adopt(model, replica)
+    _replica_of[model] = replica
+    if dropout == "global":
+        _warn_of_unreachable(model)
     model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
-    _mode_of[model] = batch_statistics
-    step_in(torch.autograd, "backward", gradients.backward)
-    step_in(nn.functional, "batch_norm", _batch_norm)
+    _step_in()
     return model
 
 
-def _sound_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers by name, if the model can be replicated."""
-    for name, module in model.named_modules():
-        if module in _replicas:
-            raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+def _adopt(model: nn.Module, replica: Replica) -> None:
+    """Bring what is new in `model` in step: all of it, or what was added later. Collective."""
+    tensors = {
+        name: tensor
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+        if tensor not in _statistics_of
+    }
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise TrainingError(
                 f"{name} has no shape yet; call the model once before instep.replicate."
             )
         check_reachable(tensor)
-    return tensors
+    agree_on_each(
+        [(name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()],
+        "Build the same model on every rank.",
+    )
+    for module in model.modules():
+        _owner_of[module] = replica
+    broadcast_all(list(tensors.values()))
+    for tensor in tensors.values():
+        _statistics_of[tensor] = replica.statistics
+    parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
+    if replica.transport.size > 1 and parameters:
+        Reducer(parameters, replica.transport)
+    replica.grown = False
+
+
+def _warn_of_unreachable(model: nn.Module) -> None:
+    names = [
+        f"{name or type(module).__name__} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    ]
+    if names:
+        warnings.warn(
+            f"dropout inside {', '.join(names)} is drawn by each rank: the numbers are not those "
+            "of one process. Dropout of its own (nn.Dropout) around it would be.",
+            InstepWarning,
+            stacklevel=3,
+        )
 
 
 # Hooks are module-level functions that look the module up: a deep copy or an unpickled model
@@ -91,15 +147,44 @@ def _sound_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if module in _mode_of:
-        enter_forward((args, kwargs))
-        _calls.append(_mode_of[module])
+    replica = _replica_of.get(module)
+    if replica is None:
+        return
+    if replica.grown:
+        _adopt(module, replica)
+    replica.steps += module.training
+    stream = mixed(replica.seed, replica.steps)
+    call = Call(block_of((args, kwargs)), replica.statistics, replica.dropout, stream)
+    if module.training:
+        call.outer_generator = torch.get_rng_state()
+        torch.default_generator.manual_seed(mixed(stream, replica.transport.rank))
+    calls.enter(call)
 
 
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    if module in _mode_of:
-        _calls.pop()
-        mark(output, leave_forward())
+    if module not in _replica_of:
+        return
+    call = calls.leave()
+    if call.outer_generator is not None:
+        torch.set_rng_state(call.outer_generator)
+    calls.mark(output, call)
+
+
+def _grow(module: nn.Module, name: str, added: object) -> None:
+    owner = _owner_of.get(module)
+    if owner is not None and added is not None:
+        owner.grown = True
+
+
+def _step_in() -> None:
+    """Answer for the functions of torch that replicas need; once."""
+    if step_in(torch.autograd, "backward", gradients.backward):
+        register_module_parameter_registration_hook(_grow)
+        register_module_module_registration_hook(_grow)
+    step_in(nn.functional, "batch_norm", _batch_norm)
+    step_in(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm)
+    for name, seam in dropout_seams():
+        step_in(nn.functional, name, seam)
 
 
 def _batch_norm(
@@ -120,9 +205,17 @@ def _batch_norm(
     return output
 
 
-def _statistics(*tensors: Tensor | None) -> BatchStatistics | None:
+def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
+    plain = torch_batchnorm._BatchNorm.forward if module in _owner_of else original
+    output: Tensor = plain(module, x)
+    return output
+
+
+def _statistics(*tensors: Tensor | None) -> Scope | None:
     for tensor in tensors:
         if tensor is not None and tensor in _statistics_of:
-            known: BatchStatistics = _statistics_of[tensor]
+            known: Scope = _statistics_of[tensor]
             return known
-    return _calls[-1] if _calls else None
+    call = calls.current()
+    return None if call is None else call.statistics

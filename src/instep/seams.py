@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
 
-_originals: dict[tuple[ModuleType, str], Function] = {}
+_originals: dict[tuple[object, str], Function] = {}
 
 
-def step_in(owner: ModuleType, name: str, replacement: Function) -> None:
-    """Let `replacement(original, *args, **kwargs)` answer calls of `owner.name`; once."""
+def step_in(owner: object, name: str, replacement: Function) -> bool:
+    """Let `replacement(original, *args, **kwargs)` answer calls of `owner.name`.
+
+    Returns False, and does nothing, where somebody has stepped in already.
+    """
     if (owner, name) in _originals:
-        return
+        return False
     original: Function = getattr(owner, name)
     _originals[owner, name] = original
 
@@ -28,6 +30,7 @@ def step_in(owner: ModuleType, name: str, replacement: Function) -> None:
         return replacement(original, *args, **kwargs)
 
     setattr(owner, name, seam)
+    return True
 
 
 def step_out() -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, TypeVar, overload
 
-from torch import Tensor
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from instep.blocks import Block, Deliveries, deliver, known_block, tensors_of
+from instep.blocks import Block, Deliveries, cut, deliver, known_block, rows_of, tensors_of
 from instep.collectives import broadcast_object, transport
 from instep.errors import CannotShardError, ShardedTwiceError
-from instep.randomness import SharedStream, agreed_seed, mixed
+from instep.randomness import (
+    Sample,
+    SeededDataset,
+    SharedStream,
+    agreed_seed,
+    draws_nothing,
+    mixed,
+)
 
 T = TypeVar("T")
 
 
 @overload
-def shard(what: DataLoader[T]) -> ShardedLoader[T]: ...
+def shard(what: DataLoader[T]) -> DataLoader[T]: ...
 @overload
 def shard(what: T) -> T: ...
 def shard(what: Any) -> Any:
-    """This rank's share: of every batch of a DataLoader, or of one batch made by hand.
+    """This rank's share: of every batch of a loader, or of one batch made by hand.
 
     The batch is that of the whole job: rank r of N gets the samples [r*n//N, (r+1)*n//N) of each
     batch of n, in the order in which one process would see them. No sample is padded, dropped or
@@ -31,17 +37,22 @@ def shard(what: Any) -> Any:
     or batch statistics, so that its loop runs as the others do.
 
     Args:
-        what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last
-            and workers; or tensors (a tensor, or tuples, lists and dicts of them) whose dimension
-            0 is the batch.
+        what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last,
+            collate_fn and workers: each rank loads its own samples, and what is random in a
+            sample depends on (seed, epoch, index) only. Or any other loader (an iterable dataset,
+            batch_size=None, a class of its own): each rank loads every batch and keeps its rows;
+            the batches must be the same on all ranks. Or one batch: tensors, or tuples, lists
+            and dicts of them, whose dimension 0 is the batch.
 
     Returns:
-        For a loader, a DataLoader that yields blocks; `len`, `dataset`, `batch_size`, `sampler`
-        and `drop_last` stay those of the whole job, and each epoch has an order of its own, the
-        same on all ranks. For tensors, views of this rank's rows.
+        For a loader, a loader that yields blocks; `len`, `dataset`, `batch_size`, `sampler` and
+        `drop_last` stay those of the whole job, `total_len` is the number of samples, and each
+        epoch has an order of its own, the same on all ranks. For a batch, views of its rows.
 
     Raises ShardedTwiceError, CannotShardError. Collective for a loader (the ranks agree on a seed).
     """
+    if isinstance(what, ShardedLoader | SlicedLoader):
+        raise ShardedTwiceError
     if isinstance(what, DataLoader):
         return _sharded_loader(what)
     return _sharded_batch(what)
@@ -53,58 +64,46 @@ _by_hand = Deliveries()
 
 
 def _sharded_batch(batch: T) -> T:
-    tensors = tensors_of(batch)
-    lengths = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
-    if len(lengths) != 1 or None in lengths:
-        seen = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or type(batch).__name__
-        raise CannotShardError(
-            f"a batch is tensors with the same number of rows (dimension 0); got {seen}."
-        )
-    if any(known_block(tensor) for tensor in tensors):
+    total = rows_of(batch)
+    if any(known_block(tensor) for tensor in tensors_of(batch)):
         raise ShardedTwiceError
     way = transport()
-    block = Block(way.rank, way.size, tensors[0].shape[0])
-    mine: T = tree_map(lambda leaf: _rows(leaf, block) if isinstance(leaf, Tensor) else leaf, batch)
+    block = Block(way.rank, way.size, total)
+    mine = cut(batch, block)
     deliver(mine, block, _by_hand)
     return mine
 
 
-def _rows(tensor: Tensor, block: Block) -> Tensor:
-    return tensor[:1] if block.empty else tensor[block.start : block.stop]
+# ------------------------------------------------------------------- a loader, by its indices
 
 
-# ------------------------------------------------------------------------------- a loader
-
-
-def _sharded_loader(loader: DataLoader[T]) -> ShardedLoader[T]:
-    if isinstance(loader, ShardedLoader):
-        raise ShardedTwiceError
-    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
-        raise CannotShardError(
-            f"{type(loader.dataset).__name__} has no length, so its batches have no agreed "
-            "order to cut blocks from. Give it __len__ and __getitem__."
-        )
-    if loader.batch_sampler is None:
-        raise CannotShardError(
-            "a DataLoader with batch_size=None makes no batches to divide; give it a batch_size, "
-            "or shard each batch: instep.shard(batch)."
-        )
+def _sharded_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
     if not loader.in_order:
         raise CannotShardError(
             "a DataLoader with in_order=False gives each rank the batches in another order; "
             "leave in_order=True."
         )
+    by_index = type(loader) is DataLoader and loader.batch_sampler is not None
+    if not by_index or isinstance(loader.dataset, IterableDataset):
+        return SlicedLoader(loader)
+    if not isinstance(loader.dataset, Sized):
+        raise CannotShardError(
+            f"{type(loader.dataset).__name__} has no length, so its batches have no agreed "
+            "order to cut blocks from. Give it __len__ and __getitem__."
+        )
     return ShardedLoader(loader)
 
 
 class ShardedLoader(DataLoader[T]):
-    """A DataLoader that yields this rank's block of every batch of another one."""
+    """A DataLoader that loads this rank's block of every batch of another one."""
 
     def __init__(self, whole: DataLoader[T]) -> None:
         if whole.generator is not None:
             whole.generator.set_state(broadcast_object(whole.generator.get_state()))
         assert whole.batch_sampler is not None
-        self._blocks = BlockSampler(whole.batch_sampler, agreed_seed())
+        self._seed = agreed_seed()
+        self._seeded = not draws_nothing(whole.dataset)
+        self._blocks = BlockSampler(whole.batch_sampler, self._seed, named=self._seeded)
         super().__init__(
             whole.dataset,
             batch_sampler=self._blocks,
@@ -123,24 +122,41 @@ class ShardedLoader(DataLoader[T]):
             batch_size=whole.batch_size, sampler=whole.sampler, drop_last=whole.drop_last
         )
 
+    @property
+    def total_len(self) -> int:
+        """How many samples the dataset has."""
+        assert isinstance(self.dataset, Sized)
+        return len(self.dataset)
+
+    def _get_iterator(self) -> Any:
+        """torch's iterator, over a dataset that draws each sample from its own stream."""
+        loading = copy.copy(self)
+        if self._seeded:
+            vars(loading)["dataset"] = SeededDataset(self.dataset, self._seed)
+        return super(ShardedLoader, loading)._get_iterator()
+
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
         batches = super().__iter__()
         assert self._blocks.latest is not None
-        return Delivering(batches, self._blocks.latest.planned)
+        # Samples that are loaded in this process seed its generators.
+        aside = SharedStream(0) if self._seeded and self.num_workers == 0 else None
+        return Delivering(batches, self._blocks.latest.planned, aside)
 
 
 class BlockSampler:
     """The indices of this rank's block of every batch that another batch sampler makes.
 
-    Every iteration is an epoch, whose order is drawn from a shared stream of its own.
+    Every iteration is an epoch, whose order is drawn from a shared stream of its own. `named`: ask
+    for a `Sample` instead of an index.
     """
 
-    def __init__(self, batches: Iterable[list[int]], seed: int) -> None:
+    def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
         way = transport()
         self.rank, self.size = way.rank, way.size
         self.latest: Epoch | None = None
         self._batches = batches
         self._seed = seed
+        self._named = named
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -148,51 +164,138 @@ class BlockSampler:
         return len(self._batches)
 
     def __iter__(self) -> Epoch:
-        stream = SharedStream(mixed(self._seed, self._epoch))
+        stream = SharedStream(mixed(self._seed, self._epoch), only_torch=_of_torch(self._batches))
+        epoch = self._epoch if self._named else None
         self._epoch += 1
-        self.latest = Epoch(self._batches, stream, self.rank, self.size)
+        self.latest = Epoch(self._batches, stream, Block(self.rank, self.size, 0), epoch)
         return self.latest
+
+
+def _of_torch(sampler: object) -> bool:
+    """Whether a sampler is torch's own, which draws from torch's generator only."""
+    if type(sampler).__module__ != Sampler.__module__:
+        return False
+    inner = getattr(sampler, "sampler", None)
+    return inner is None or _of_torch(inner)
 
 
 class Epoch:
     """One pass: iterate for index lists; `planned` holds their blocks until delivered."""
 
     def __init__(
-        self, batches: Iterable[list[int]], stream: SharedStream, rank: int, size: int
+        self, batches: Iterable[list[Any]], stream: SharedStream, place: Block, epoch: int | None
     ) -> None:
         self.planned: deque[Block] = deque()
         self._stream = stream
-        self._rank, self._size = rank, size
+        self._place = place
+        self._epoch = epoch
         with stream.drawing():
             self._batches = iter(batches)
 
     def __iter__(self) -> Epoch:
         return self
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> list[Any]:
         with self._stream.drawing():
             batch = list(next(self._batches))
-        block = Block(self._rank, self._size, len(batch))
+        block = Block(self._place.rank, self._place.size, len(batch))
         self.planned.append(block)
-        return block.rows(batch)
+        mine = block.rows(batch)
+        if self._epoch is None:
+            return mine
+        return [Sample(index, self._epoch) for index in mine]
 
 
 class Delivering(Generic[T]):
     """Hands out batches and notes whose block each one is."""
 
-    def __init__(self, batches: Iterator[T], planned: deque[Block]) -> None:
+    def __init__(
+        self, batches: Iterator[T], planned: deque[Block], aside: SharedStream | None
+    ) -> None:
         self._batches = batches
         self._planned = planned
+        self._aside = aside
         self._deliveries = Deliveries()
+        self._last: T | None = None
 
     def __iter__(self) -> Delivering[T]:
         return self
 
     def __next__(self) -> T:
         try:
-            batch = next(self._batches)
+            batch = self._load()
         except StopIteration:
             deliver(None, None, self._deliveries)
             raise
+        self._last = batch
         deliver(batch, self._planned.popleft(), self._deliveries)
         return batch
+
+    def _load(self) -> T:
+        try:
+            if self._aside is None:
+                return next(self._batches)
+            with self._aside.drawing():
+                return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:
+            # A ghost's own error is nobody's: any batch keeps this rank's loop running.
+            if self._last is None or not (self._planned and self._planned[0].empty):
+                raise
+            return self._last
+
+
+# ------------------------------------------------------------------- a loader, by its batches
+
+
+class SlicedLoader(Generic[T]):
+    """Any other loader: every rank loads the whole batch and keeps its rows.
+
+    Attributes are the loader's own.
+    """
+
+    def __init__(self, whole: Iterable[T]) -> None:
+        way = transport()
+        self._whole = whole
+        self._place = Block(way.rank, way.size, 0)
+        self._seed = agreed_seed()
+        self._epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def __len__(self) -> int:
+        return len(self._whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        stream = SharedStream(mixed(self._seed, self._epoch))
+        self._epoch += 1
+        with stream.drawing():
+            batches = iter(self._whole)
+        return Slicing(batches, stream, self._place)
+
+
+class Slicing(Generic[T]):
+    """Cuts this rank's block out of each batch."""
+
+    def __init__(self, batches: Iterator[T], stream: SharedStream, place: Block) -> None:
+        self._batches = batches
+        self._stream = stream
+        self._place = place
+        self._deliveries = Deliveries()
+
+    def __iter__(self) -> Slicing[T]:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            with self._stream.drawing():
+                batch = next(self._batches)
+        except StopIteration:
+            deliver(None, None, self._deliveries)
+            raise
+        block = Block(self._place.rank, self._place.size, rows_of(batch))
+        mine = cut(batch, block)
+        deliver(mine, block, self._deliveries)
+        return mine

@@ -1,0 +1,274 @@
+"""Sums gradients over the ranks, bucket by bucket, while backward still runs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep import knobs
+from instep.buckets import Bucket, Slot, plan_buckets
+from instep.collectives import Pending, Transport, all_gather_object
+from instep.errors import TrainingError
+from instep.seams import Function
+
+reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Who sums the gradient of a parameter."""
+
+
+class Backward:
+    """What one backward on this rank has to know."""
+
+    def __init__(self, *, ghost: bool, communicating: bool) -> None:
+        self.ghost = ghost
+        """Whether this rank has no rows: its gradients are zeros, whatever was computed."""
+        self.communicating = communicating
+        """Whether the sums over ranks are made now."""
+        self.reached: dict[Reducer, None] = {}
+        """Whose parameters it came by."""
+
+
+_under_way: Backward | None = None
+
+
+@contextmanager
+def collecting(backward: Backward) -> Iterator[None]:
+    """While autograd runs inside, gradients are collected; at the end `.grad` holds the sums."""
+    global _under_way
+    _under_way = backward
+    try:
+        yield
+        for reducer in backward.reached:
+            reducer.finish()
+    finally:
+        for reducer in backward.reached:
+            reducer.reset()
+        _under_way = None
+
+
+class _Cargo:
+    """One bucket of one reducer: the flat tensor that travels.
+
+    Behind the gradients lies one number per slot, "this rank has it": what no rank has keeps
+    `.grad` as it was, as in one process.
+    """
+
+    def __init__(self, plan: Bucket, like: Tensor) -> None:
+        self.plan = plan
+        self.flat = torch.zeros(plan.numel + len(plan.slots), dtype=like.dtype, device=like.device)
+        self.has = self.flat[plan.numel :]
+        self.filled: set[int] = set()
+        self.pending: Pending | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self.filled) == len(self.plan.slots)
+
+    def launch(self, way: Transport) -> None:
+        self.has.fill_(1)
+        for k, slot in enumerate(self.plan.slots):
+            if slot.index not in self.filled:
+                self.flat[slot.start : slot.stop].zero_()
+                self.has[k] = 0
+        self.pending = way.all_reduce(_real(self.flat), "sum")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _sparse_sum(grad: Tensor) -> Tensor:
+    """The sum over ranks of a sparse gradient. Collective."""
+    mine = grad.coalesce()
+    parts = all_gather_object((mine.indices(), mine.values()))
+    indices, values = zip(*parts, strict=True)
+    return torch.sparse_coo_tensor(
+        torch.cat(indices, dim=1), torch.cat(values), grad.shape, check_invariants=False
+    ).coalesce()
+
+
+def _load(parameters: Sequence[tuple[int, nn.Parameter]]) -> list[_Cargo]:
+    """Buckets for parameters given with their indices."""
+    widest = max(p.element_size() for _, p in parameters)
+    plans = plan_buckets(
+        [(index, p.numel()) for index, p in parameters],
+        [(p.dtype, p.device) for _, p in parameters],
+        capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
+    )
+    like = dict(parameters)
+    return [_Cargo(plan, like[plan.slots[0].index]) for plan in plans]
+
+
+class Reducer:
+    """Sums the gradients of some parameters over the ranks, bucket by bucket, during backward."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], way: Transport) -> None:
+        self.transport = way
+        # Backward reaches the last parameters first.
+        self._parameters = list(reversed(parameters))
+        self._plans: dict[tuple[object, ...], list[_Cargo]] = {}
+        self._cargoes: list[_Cargo] = []
+        self._where: dict[int, tuple[_Cargo, Slot]] = {}
+        self._launched = 0
+        self._before: dict[int, Tensor] = {}
+        self._partial: set[int] = set()
+        self._summed: set[int] = set()
+        self._hooks: list[_Hook] = []
+        for index, parameter in enumerate(self._parameters):
+            reducer_of[parameter] = self
+            self._hooks.append(_Hook(self, index, parameter))
+
+    def begin(self) -> None:
+        """A backward has reached the first parameter: plan for what is trained now."""
+        live = [(i, p) for i, p in enumerate(self._parameters) if p.requires_grad]
+        kinds = tuple((i, p.dtype, p.device) for i, p in live)
+        if kinds not in self._plans:
+            self._plans[kinds] = _load(live)
+        self._cargoes = self._plans[kinds]
+        self._where = {
+            slot.index: (cargo, slot) for cargo in self._cargoes for slot in cargo.plan.slots
+        }
+
+    def collect(self, index: int, grad: Tensor) -> Tensor | None:
+        """A parameter's gradient of this backward has been computed (autograd calls this)."""
+        assert _under_way is not None
+        if self not in _under_way.reached:
+            _under_way.reached[self] = None
+            self.begin()
+        if _under_way.ghost:
+            grad = torch.zeros_like(grad)
+        if not _under_way.communicating:
+            self._keep(index)
+            return grad
+        parameter = self._parameters[index]
+        if grad.is_sparse or self._hooks[index].observed(parameter):
+            return self._sum_now(index, grad)
+        cargo, slot = self._where[index]
+        if index in cargo.filled:
+            raise TrainingError(
+                f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward "
+                "(reentrant checkpointing of a shared parameter); use use_reentrant=False."
+            )
+        flat = cargo.flat[slot.start : slot.stop].view(parameter.shape)
+        flat.copy_(grad)
+        if parameter.grad is not None:
+            if index in self._partial:
+                flat.add_(parameter.grad)
+            else:
+                self._before[index] = parameter.grad
+            parameter.grad = None
+        cargo.filled.add(index)
+        self._launch_full()
+        return grad
+
+    def _sum_now(self, index: int, grad: Tensor) -> Tensor:
+        """The sum over ranks on the spot: for hooks of the user's, which must see it, and for
+        sparse gradients, which have no place in a bucket."""
+        parameter = self._parameters[index]
+        if index in self._partial and parameter.grad is not None:
+            grad = grad + parameter.grad
+            parameter.grad = None
+        self._partial.discard(index)
+        self._summed.add(index)
+        if grad.is_sparse:
+            return _sparse_sum(grad)
+        total = grad.clone(memory_format=torch.contiguous_format)
+        self.transport.all_reduce(_real(total), "sum").wait()
+        return total
+
+    def _keep(self, index: int) -> None:
+        """Without communication: `.grad` becomes this rank's part of the sum.
+
+        What was there is the same on all ranks, so an N-th of it is this rank's part.
+        """
+        if index not in self._partial:
+            self._partial.add(index)
+            grad = self._parameters[index].grad
+            if grad is not None:
+                grad.div_(self.transport.size)
+
+    def _launch_full(self) -> None:
+        """Start the buckets that are full, in their order: the same on all ranks."""
+        while self._launched < len(self._cargoes) and self._cargoes[self._launched].full:
+            self._cargoes[self._launched].launch(self.transport)
+            self._launched += 1
+
+    def finish(self) -> None:
+        """Backward has ended: send the rest, wait, and put the sums into `.grad`."""
+        if _under_way is None or not _under_way.communicating:
+            return
+        self._add_kept()
+        for cargo in self._cargoes[self._launched :]:
+            cargo.launch(self.transport)
+        self._launched = len(self._cargoes)
+        for cargo in self._cargoes:
+            assert cargo.pending is not None
+            cargo.pending.wait()
+            for k, slot in enumerate(cargo.plan.slots):
+                if slot.index in self._summed:
+                    continue
+                if slot.index in cargo.filled or cargo.has[k].real > 0:
+                    self._deliver(slot.index, cargo.flat[slot.start : slot.stop])
+        self._partial.clear()
+
+    def _add_kept(self) -> None:
+        """Parameters that only earlier backwards, without communication, have reached."""
+        for index in sorted(self._partial):
+            cargo, slot = self._where[index]
+            grad = self._parameters[index].grad
+            if index not in cargo.filled and grad is not None:
+                cargo.flat[slot.start : slot.stop].view(grad.shape).copy_(grad)
+                cargo.filled.add(index)
+
+    def _deliver(self, index: int, total: Tensor) -> None:
+        parameter = self._parameters[index]
+        total = total.view(parameter.shape)
+        before = self._before.get(index)
+        if before is not None:
+            parameter.grad = before.add_(total)
+        elif parameter.grad is None:
+            parameter.grad = total.clone()
+        elif index not in self._where[index][0].filled:
+            parameter.grad.add_(total)
+        else:
+            parameter.grad.copy_(total)
+
+    def reset(self) -> None:
+        """Forget this backward."""
+        self._launched = 0
+        self._before.clear()
+        self._summed.clear()
+        for cargo in self._cargoes:
+            cargo.filled.clear()
+            cargo.pending = None
+
+
+class _Hook:
+    """What autograd calls with a parameter's gradient; silent outside of a backward of ours."""
+
+    def __init__(self, reducer: Reducer, index: int, parameter: nn.Parameter) -> None:
+        self._reducer, self._index = reducer, index
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_()  # a hook needs it; a frozen parameter may thaw later
+        handle = parameter.register_hook(self)
+        parameter.requires_grad_(not frozen)
+        # Before the user's: these shall see the sum.
+        _hooks_of(parameter).move_to_end(handle.id, last=False)
+
+    def observed(self, parameter: nn.Parameter) -> bool:
+        """Whether the user has hooks on this gradient too."""
+        return len(_hooks_of(parameter)) > 1 or bool(parameter._post_accumulate_grad_hooks)
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if _under_way is None:  # torch.autograd.grad: the value goes to the user
+            return None
+        return self._reducer.collect(self._index, grad)
+
+
+def _hooks_of(parameter: nn.Parameter) -> OrderedDict[int, Function]:
+    hooks: OrderedDict[int, Function] = parameter._backward_hooks  # type: ignore[assignment]
+    return hooks

@@ -1,0 +1,677 @@
+"""The laws in every corner: each failure that was found in a peer, or in a naive version of ours."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import instep
+from instep.errors import InstepWarning, TrainingError
+from oracle import compare, same_as_one_process
+from pool import ranks, run
+
+float64 = torch.float64
+
+
+def rows(n, width=6, classes=4, dtype=float64):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, width, generator=generator, dtype=dtype)
+    return TensorDataset(x, torch.randint(0, classes, (n,), generator=generator))
+
+
+def net(width=6, classes=4, norm=True, drop=0.0):
+    layers = [nn.Linear(width, 12, bias=not norm)]
+    layers += [nn.BatchNorm1d(12)] if norm else []
+    layers += [nn.Tanh()] + ([nn.Dropout(drop)] if drop else [])
+    return nn.Sequential(*layers, nn.Linear(12, classes)).to(float64)
+
+
+def train(log, model, data, batch_loss, batch_size=7, epochs=2, optimizer=None, **loader):
+    """The loop of most tests: one optimizer, one loss of a model and a batch."""
+    model = instep.replicate(model)
+    log.begin(model)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    batches = instep.shard(DataLoader(data, batch_size, **loader))
+    for _ in range(epochs):
+        for batch in log.batches(batches):
+            optimizer.zero_grad()
+            batch_loss(model, *batch).backward()
+            log.step(optimizer, model)
+
+
+def exactly(training, *args, sizes=(3,), **kwargs):
+    same_as_one_process(training, *args, sizes=sizes, dtype=float64, **kwargs)
+
+
+# ------------------------------------------------------------------------------- weights
+
+
+def class_weighted(log):
+    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64)
+
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y, weight=weights)
+        instep.weight(weights[y].sum())
+        return result
+
+    train(log, net(), rows(40), loss)
+
+
+def ignoring(log):
+    data = rows(40)
+    data.tensors[1][5:25] = -1
+
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y, ignore_index=-1)
+        instep.weight((y != -1).sum())
+        # Where a rank has nothing to count its mean is 0/0: a gradient of NaN times no weight.
+        return torch.where(result.isnan(), model[0].weight.sum() * 0, result)
+
+    train(log, net(), data, loss)
+
+
+def tokens(log):
+    lengths = torch.arange(30) % 5 + 1
+
+    def loss(model, x, y):
+        length = lengths[: len(y)] + y % 2
+        kept = torch.arange(6)[None] < length[:, None]
+        total = model(x.unsqueeze(1).expand(-1, 6, -1).reshape(-1, 6)).sum(1) * kept.flatten()
+        instep.weight(kept.sum())
+        return total.square().sum() / kept.sum()
+
+    train(log, net(norm=False), rows(30), loss)
+
+
+def summed(log):
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y, reduction="sum") / 50
+        instep.weight(None)
+        return result
+
+    train(log, net(), rows(40), loss)
+
+
+@pytest.mark.parametrize("training", [class_weighted, ignoring, summed], ids=lambda t: t.__name__)
+def test_a_stated_weight_makes_other_denominators_exact(training):
+    exactly(training)
+
+
+def test_a_token_mean():
+    assert compare(tokens, size=1).gradient == 0  # the loss sees rows by their place in the batch
+
+
+def unstated(log):
+    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64)
+    train(log, net(), rows(40), lambda m, x, y: cross_entropy(m(x), y, weight=weights))
+
+
+def test_class_weights_taken_for_a_plain_mean_are_far_off():
+    assert compare(unstated, size=3).gradient > 0.05
+
+
+@ranks(1)
+def test_a_weight_before_any_forward_is_an_error():
+    from instep import calls
+
+    calls._latest = None
+    with pytest.raises(TrainingError, match="call the model first"):
+        instep.weight(3)
+
+
+# -------------------------------------------------------------------------------- shapes
+
+
+def cat_real_fake(log):
+    def loss(model, x, y):
+        both = model(torch.cat([x, x.flip(1) * 2]))
+        return cross_entropy(both, torch.cat([y, y]))
+
+    train(log, net(), rows(23), loss)
+
+
+def rows_of_sequences(log):
+    def loss(model, x, y):
+        out = model(torch.stack([x, x * 2, x + 1], 1).reshape(-1, 6))
+        return cross_entropy(out, y.repeat_interleave(3))
+
+    train(log, net(drop=0.3), rows(23), loss)
+
+
+@pytest.mark.parametrize("training", [cat_real_fake, rows_of_sequences], ids=lambda t: t.__name__)
+def test_inputs_with_several_rows_for_each_sample(training):
+    exactly(training, nudge=training is rows_of_sequences)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(6, 8)
+        self.drop = nn.Dropout(0.4)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        out, _ = self.cell(x)
+        return self.head(self.drop(out)[-1])
+
+
+def time_first(log):
+    def loss(model, x, y):
+        return cross_entropy(model(torch.stack([x, x * 2, x + 1, x - 1, -x])), y)
+
+    train(log, Recurrent().to(float64), rows(23), loss)
+
+
+def test_a_batch_on_the_second_dimension():
+    exactly(time_first, nudge=True)
+
+
+# ------------------------------------------------------------------------- empty blocks
+
+
+def tiny(log, drop):
+    def loss(model, x, y):
+        return cross_entropy(model(x), y)
+
+    train(log, net(drop=drop), rows(9), loss, batch_size=3)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_batches_smaller_than_the_world(drop):
+    exactly(tiny, drop, sizes=(4,), nudge=drop > 0)
+
+
+def exploding(log):
+    """On a rank with a ghost everything is NaN, and looked for."""
+
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y)
+        ghost = log_ghost(x)
+        return result * float("nan") if ghost else result
+
+    with torch.autograd.set_detect_anomaly(True):
+        train(log, net(), rows(9), loss, batch_size=3)
+
+
+def log_ghost(x):
+    from instep.blocks import known_block
+
+    block = known_block(x)
+    return block is not None and block.empty
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_a_ghost_computes_leaves_no_trace():
+    exactly(exploding, sizes=(4,))
+
+
+def picky(samples):
+    assert len(samples) > 1 or len(rows(9)) < 4, "I want more than one sample"
+    return torch.utils.data.default_collate(samples)
+
+
+class RefusesGhosts(Dataset):
+    """Fails when a rank asks for a sample that it has seen at the head of a batch: a ghost."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        if index % 3 == 0 and instep.rank == 1:
+            raise ValueError("only rank 0 may have this")
+        return torch.full((6,), float(index), dtype=float64), index % 4
+
+
+def refusing(log):
+    train(log, net(norm=False), RefusesGhosts(), lambda m, x, y: cross_entropy(m(x), y),
+          batch_size=3)  # fmt: skip
+
+
+@ranks(2)
+def test_a_ghosts_own_error_is_swallowed():
+    class Log:
+        def begin(self, model): ...
+        def batches(self, loader):
+            return loader
+
+        def step(self, optimizer, model):
+            optimizer.step()
+
+    # Blocks of 3 on 2 ranks: rank 0 has 1 sample, rank 1 has 2; of 1: rank 0 has none.
+    refusing(Log())
+    seen = [x for x, _ in instep.shard(DataLoader(RefusesGhosts(), 1))]
+    assert len(seen) == 9
+
+
+# --------------------------------------------------------------------------- randomness
+
+
+class Augmented(Dataset):
+    """Random in three ways."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        import random
+
+        import numpy as np
+
+        x, y = rows(22)[index]
+        noise = torch.randn(6, dtype=float64) + np.random.normal() + random.gauss(0, 1)
+        return x + 0.1 * noise, y
+
+
+def augmented(log, workers):
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    train(log, net(), Augmented(), lambda m, x, y: cross_entropy(m(x), y), shuffle=True, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_random_in_a_sample_depends_on_the_sample(workers):
+    exactly(augmented, workers)
+
+
+def augmented_epochs(workers):
+    torch.manual_seed(5)
+    loader = instep.shard(DataLoader(Augmented(), 22, num_workers=workers))
+    before = torch.rand(1).item()
+    epochs = [next(iter(loader))[0] for _ in range(2)]
+    return before, torch.rand(1).item(), epochs
+
+
+def test_augmentation_is_new_in_each_epoch_and_the_same_with_any_workers():
+    ((_, _, (first, second)),) = run(1, augmented_epochs, 0)
+    ((_, _, with_workers),) = run(1, augmented_epochs, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, with_workers[0])
+    assert torch.equal(second, with_workers[1])
+
+
+def dropping(log, kind):
+    layer = {
+        "units": nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Dropout(0.3)),
+        "1d": nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Dropout1d(0.3)),
+        "2d": nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Dropout2d(0.3)),
+        "3d": nn.Sequential(nn.Unflatten(1, (3, 2, 1, 1)), nn.Dropout3d(0.3)),
+        "alpha": nn.AlphaDropout(0.3),
+        "feature alpha": nn.Sequential(nn.Unflatten(1, (3, 2)), nn.FeatureAlphaDropout(0.3)),
+        "in place": nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3, inplace=True)),
+    }[kind]
+    model = nn.Sequential(layer, nn.Flatten(), *net(drop=0.5)).to(float64)
+    train(log, model, rows(23), lambda m, x, y: cross_entropy(m(x), y))
+
+
+@pytest.mark.parametrize("kind", ["units", "1d", "2d", "3d", "alpha", "feature alpha", "in place"])
+def test_dropout_is_that_of_the_whole_batch(kind):
+    exactly(dropping, kind, sizes=(2,), nudge=True)
+
+
+@ranks(1, 2)
+def test_dropout_drops_what_it_should_and_keeps_the_mean():
+    model = instep.replicate(nn.Dropout(0.25))
+    x = instep.shard(torch.ones(400, 500))
+    y = model(x)
+    assert set(y.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert (y == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert not torch.equal(model(x), y), "a new mask in each step"
+    again = instep.all_gather_object(y[0].tolist())
+    assert len({tuple(row) for row in again}) == instep.world_size, "no mask twice"
+
+
+@ranks(1)
+def test_alpha_dropout_keeps_mean_and_variance():
+    model = instep.replicate(nn.AlphaDropout(0.2))
+    y = model(torch.randn(2000, 500, generator=torch.Generator().manual_seed(0)))
+    assert y.mean().item() == pytest.approx(0, abs=0.01)
+    assert y.var().item() == pytest.approx(1, abs=0.01)
+
+
+@ranks(2)
+def test_dropout_may_be_left_to_the_rank_and_is_left_to_models_that_are_no_replicas():
+    model = instep.replicate(nn.Dropout(0.5), dropout="rank")
+    y = model(instep.shard(torch.ones(4, 500)))
+    assert 0.3 < (y == 0).double().mean().item() < 0.7
+    torch.manual_seed(7)
+    ours = nn.functional.dropout(torch.ones(50), 0.5)
+    torch.manual_seed(7)
+    assert torch.equal(ours, torch.empty(50).bernoulli_(0.5) * 2)
+
+
+@ranks(1, 2)
+def test_what_a_model_draws_moves_no_other_stream():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    model = instep.replicate(Noisy())
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    noise = model(instep.shard(torch.zeros(4, 3)))
+    assert torch.equal(torch.rand(1), expected)
+    everybodys = instep.all_gather_object(noise.tolist())
+    assert instep.world_size == 1 or everybodys[0] != everybodys[1], "each rank its own noise"
+
+
+def checkpointed(log, reentrant):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = net(classes=6, drop=0.4), net(drop=0.4, norm=False)
+
+        def forward(self, x):
+            return self.second(checkpoint(self.first, x, use_reentrant=reentrant))
+
+    def loss(model, x, y):
+        return cross_entropy(model(x.requires_grad_()), y)
+
+    train(log, Deep().to(float64), rows(23), loss)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_finds_the_same_masks(reentrant):
+    exactly(checkpointed, reentrant, sizes=(2,), nudge=True)
+
+
+@ranks(1, 2)
+def test_randomness_out_of_reach_is_named():
+    with pytest.warns(InstepWarning, match=r"0 \(LSTM\), 1 \(MultiheadAttention\) is drawn by"):
+        instep.replicate(
+            nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(2, 1, 0.1))
+        )
+
+
+# ----------------------------------------------------------------------------- gradients
+
+
+def two_players(log):
+    g, d = (instep.replicate(net(4, 6)), instep.replicate(net(6, 1)))
+    log.begin(g, d)
+    opt_g, opt_d = (torch.optim.Adam(m.parameters(), 0.01) for m in (g, d))
+    for x, y in log.batches(instep.shard(DataLoader(rows(23), 7))):
+        z = x[:, :4] * 2 + y[:, None]
+        d_loss = (d(x) - 1).square().mean() + d(g(z).detach()).square().mean()
+        opt_d.zero_grad()
+        d_loss.backward()
+        log.step(opt_d, g, d)
+        opt_g.zero_grad()
+        (d(g(z)) - 1).square().mean().backward()
+        log.step(opt_g, g, d)
+
+
+def growing(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for k, (x, y) in enumerate(log.batches(instep.shard(DataLoader(rows(60), 7)))):
+        if k == 4:
+            torch.manual_seed(instep.rank)  # what is added becomes rank 0's too
+            model.append(nn.Linear(4, 4).to(float64))
+            optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.05})
+            log.course.start = log.course.gradients.clear() or log.course.states.clear()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        log.step(optimizer, model)
+
+
+def clipping(log):
+    def loss(model, x, y):
+        for p in model.parameters():
+            p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+        return cross_entropy(model(x), y)
+
+    train(log, net(norm=False), rows(9), loss, batch_size=9, epochs=1)
+
+
+def clipped_norm(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for k, (x, y) in enumerate(log.batches(instep.shard(DataLoader(rows(23), 7)))):
+        optimizer.zero_grad(set_to_none=k % 2 == 0)
+        loss = cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        log.step(optimizer, model)
+
+
+def scaled(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for x, y in log.batches(instep.shard(DataLoader(rows(23), 7))):
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        log.step(optimizer, model)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head((x.to(torch.complex128) @ self.spectrum).abs().float()).double()
+
+
+def complex_and_mixed(log):
+    train(log, Complex(), rows(23), lambda m, x, y: cross_entropy(m(x), y))
+
+
+def sparse(log):
+    model = instep.replicate(
+        nn.Sequential(nn.Embedding(10, 5, sparse=True), nn.Flatten(), nn.Linear(5, 4)).to(float64)
+    )
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _, y in log.batches(instep.shard(DataLoader(rows(23), 7))):
+        optimizer.zero_grad()
+        cross_entropy(model(y), y).backward()
+        assert model[0].weight.grad.is_sparse
+        log.step(optimizer, model)
+
+
+TRAININGS = [two_players, growing, clipping, clipped_norm, scaled, sparse]
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=lambda t: t.__name__)
+def test_gradients(training):
+    exactly(training)
+
+
+def test_complex_and_mixed_dtypes():
+    same_as_one_process(complex_and_mixed, sizes=(3,))
+
+
+def lbfgs(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+    ((x, y),) = log.batches(instep.shard(DataLoader(rows(23), 23)))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        # The line search decides by this number: it must be everybody's.
+        mean = instep.Mean()
+        mean.update(loss, len(x))
+        return loss.detach().new_tensor(mean.compute())
+
+    log.step(optimizer, model, closure=closure)
+
+
+def test_lbfgs():
+    sameness = compare(lbfgs, size=3)
+    assert sameness.parameters < max(10 * sameness.noise, 1e-9)
+
+
+def penalised_gradient(log):
+    model = instep.replicate(net(classes=1))
+    log.begin(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for x, _ in log.batches(instep.shard(DataLoader(rows(23), 7))):
+        x = x.clone().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        ((slope.norm(dim=1) - 1).square().mean() + out.mean()).backward()
+        log.step(optimizer, model)
+
+
+def test_a_gradient_penalty_through_batch_normalisation():
+    exactly(penalised_gradient)
+
+
+def synchronised(log):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(net())
+    train(log, model, rows(23), lambda m, x, y: cross_entropy(m(x), y))
+
+
+def test_models_with_sync_batch_norm_are_accepted_on_the_cpu():
+    sameness = compare(synchronised_on_many, size=2)
+    assert sameness.gradient < 1e-13
+
+
+def synchronised_on_many(log):
+    if instep.world_size > 1:
+        synchronised(log)
+    else:  # torch's own refuses the CPU
+        train(log, net(), rows(23), lambda m, x, y: cross_entropy(m(x), y))
+
+
+# ---------------------------------------------------------------------------------- data
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows(23))
+
+
+class Batches(IterableDataset):
+    def __iter__(self):
+        x, y = rows(23).tensors
+        return iter(zip(x.split(7), y.split(7), strict=True))
+
+
+def other_loaders(log, kind):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = {
+        "iterable": lambda: DataLoader(Stream(), 7),
+        "iterable with a worker": lambda: DataLoader(Stream(), 7, num_workers=1),
+        "batch_size=None": lambda: DataLoader(Batches(), batch_size=None),
+        "a class of its own": lambda: type("Own", (DataLoader,), {})(rows(23), 7),
+    }[kind]()
+    for x, y in log.batches(instep.shard(loader)):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        log.step(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    "kind", ["iterable", "iterable with a worker", "batch_size=None", "a class of its own"]
+)
+def test_loaders_whose_batches_are_cut(kind):
+    exactly(other_loaders, kind)
+
+
+def zipped(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    one = instep.shard(DataLoader(rows(23), 7, shuffle=True))
+    other = instep.shard(DataLoader(rows(31), 10, shuffle=True))
+    for (x, y), (u, _) in zip(log.batches(one), log.batches(other), strict=True):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        (0.1 * model(u).square().mean()).backward()
+        log.step(optimizer, model)
+
+
+def test_two_loaders_in_one_loop():
+    exactly(zipped)
+
+
+def nested(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    outer = instep.shard(DataLoader(rows(20), 9))
+    inner = instep.shard(DataLoader(rows(12), 5))
+    for x, y in log.batches(outer):
+        for u, v in log.batches(inner):
+            with torch.no_grad():
+                model(u)
+            if v[0] == 1:
+                break
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        log.step(optimizer, model)
+
+
+def test_a_loader_inside_a_loader():
+    assert compare(nested_whole, size=3).gradient < 1e-13
+
+
+def nested_whole(log):
+    model = instep.replicate(net(norm=False))
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    outer = instep.shard(DataLoader(rows(20), 9))
+    inner = instep.shard(DataLoader(rows(12), 5))
+    for x, y in log.batches(outer):
+        for k, (u, v) in enumerate(inner):
+            (0.01 * cross_entropy(model(u), v)).backward()
+            if k == 1:
+                break
+        cross_entropy(model(x), y).backward()
+        log.step(optimizer, model)
+        optimizer.zero_grad()
+
+
+def odd_collate(samples):
+    return {"x": torch.stack([x for x, _ in samples]), "more": (torch.tensor([int(y) for _, y in samples]),
+            [f"name {int(y)}" for _, y in samples]), "n": "constant"}  # fmt: skip
+
+
+def collated(log):
+    model = instep.replicate(net())
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = instep.shard(DataLoader(rows(23), 7, collate_fn=odd_collate))
+    for batch in loader:
+        y, names = batch["more"]
+        assert names == [f"name {int(v)}" for v in y]
+        optimizer.zero_grad()
+        cross_entropy(model(batch["x"]), y).backward()
+        log.step(optimizer, model)
+
+
+def test_nested_batches_with_other_things_than_tensors():
+    assert compare(collated, size=3, nudge=True).gradient < 1e-13
+
+
+@ranks(1, 3)
+def test_total_len_is_the_number_of_samples():
+    assert instep.shard(DataLoader(rows(23), 7)).total_len == 23
+
+
+@ranks(2)
+def test_batches_taken_by_hand_and_left_early():
+    loader = instep.shard(DataLoader(rows(23), 7, shuffle=True))
+    first = next(iter(loader))
+    second = next(iter(loader))
+    assert not torch.equal(first[0], second[0]), "each iter() is an epoch"
+    iterator = iter(loader)
+    assert sum(1 for _ in iterator) == len(loader) == math.ceil(23 / 7)
