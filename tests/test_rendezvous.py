@@ -226,7 +226,8 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path):
     script.write_text("""
 import atexit, os, sys
 def report():  # registered first, so called last
-    tasks = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
+    tasks = os.listdir("/proc/self/task")
+    tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks]
     with open(sys.argv[1] + os.environ["RANK"], "w") as file:
         file.write(" ".join(tasks))
 atexit.register(report)

@@ -112,15 +112,37 @@ def _composite(
     """Batch normalisation with the statistics of all ranks, step by step."""
     shape = (1, -1) + (1,) * (x.dim() - 2)
     dims = [0, *range(2, x.dim())]
-    mine = x.new_zeros(()) if ghost else x.new_ones(())
-    count = all_reduce(mine * (x.numel() // x.shape[1]))
-    mean = all_reduce(x.sum(dims) * mine) / count
+    count = all_reduce(x.new_full((), 0 if ghost else x.numel() // x.shape[1]))
+    mean = all_reduce(_heard(x.sum(dims), ghost)) / count
+    mean = applied(_Mute, mean, True) if ghost else mean
     centred = x - mean.view(shape)
-    var = all_reduce(centred.square().sum(dims) * mine) / count
+    var = all_reduce(_heard(centred.square().sum(dims), ghost)) / count
+    var = applied(_Mute, var, True) if ghost else var
     output = centred * (var + eps).rsqrt().view(shape)
     if weight is not None:
         output = output * weight.view(shape)
     return output if bias is None else output + bias.view(shape)
+
+
+def _heard(sums: Tensor, ghost: bool) -> Tensor:
+    """What the other ranks hear: a ghost says nothing."""
+    silence: Tensor = applied(_Mute, sums, False) if ghost else sums
+    return silence
+
+
+class _Mute(torch.autograd.Function):
+    """A value (or zeros) whose gradient is zeros, filled in, at any order of differentiation.
+
+    It stays in the graph: a ghost must take part in every collective of the other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: bool) -> Tensor:
+        return x.view_as(x) if keep else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return applied(_Mute, grads[0], False), None
 
 
 def _refuse_single_value(count: Tensor, x: Tensor) -> None:

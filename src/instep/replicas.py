@@ -26,7 +26,7 @@ from instep.dropout import seams as dropout_seams
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
 from instep.randomness import agreed_seed, mixed
 from instep.reducer import Reducer
-from instep.seams import Function, step_in
+from instep.seams import Function, step_in, uncompiled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -146,6 +146,7 @@ def _warn_of_unreachable(model: nn.Module) -> None:
 # carries them and is not a replica.
 
 
+@uncompiled
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     replica = _replica_of.get(module)
     if replica is None:
@@ -161,6 +162,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     calls.enter(call)
 
 
+@uncompiled
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if module not in _replica_of:
         return

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 Function = Callable[..., Any]
 
 _originals: dict[tuple[object, str], Function] = {}
@@ -29,8 +31,14 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
     def seam(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    setattr(owner, name, seam)
+    setattr(owner, name, uncompiled(seam))
     return True
+
+
+def uncompiled(function: Function) -> Function:
+    """`function`, at which torch.compile breaks its graph: it talks, or keeps state."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
 
 
 def step_out() -> None:

@@ -136,6 +136,7 @@ class ShardedLoader(DataLoader[T]):
         return super(ShardedLoader, loading)._get_iterator()
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
+        self._blocks.epoch += 1
         batches = super().__iter__()
         assert self._blocks.latest is not None
         # Samples that are loaded in this process seed its generators.
@@ -146,8 +147,8 @@ class ShardedLoader(DataLoader[T]):
 class BlockSampler:
     """The indices of this rank's block of every batch that another batch sampler makes.
 
-    Every iteration is an epoch, whose order is drawn from a shared stream of its own. `named`: ask
-    for a `Sample` instead of an index.
+    The order of each epoch is drawn from a shared stream of its own. `named`: ask for a `Sample`
+    instead of an index.
     """
 
     def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
@@ -157,16 +158,15 @@ class BlockSampler:
         self._batches = batches
         self._seed = seed
         self._named = named
-        self._epoch = 0
+        self.epoch = -1  # counted by the loader: torch may iterate twice for one epoch
 
     def __len__(self) -> int:
         assert isinstance(self._batches, Sized)
         return len(self._batches)
 
     def __iter__(self) -> Epoch:
-        stream = SharedStream(mixed(self._seed, self._epoch), only_torch=_of_torch(self._batches))
-        epoch = self._epoch if self._named else None
-        self._epoch += 1
+        stream = SharedStream(mixed(self._seed, self.epoch), only_torch=_of_torch(self._batches))
+        epoch = self.epoch if self._named else None
         self.latest = Epoch(self._batches, stream, Block(self.rank, self.size, 0), epoch)
         return self.latest
 
