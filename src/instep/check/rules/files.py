@@ -1,0 +1,489 @@
+"""INS6xx: what is written, by whom, and whether it can be read again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.check.facts import Facts
+from instep.check.finding import Hit, Severity, rule
+from instep.check.ranks import Guard
+from instep.check.script import Function, constant, keyword
+
+WRITERS = {
+    "torch.save": 1,
+    "pickle.dump": 1,
+    "json.dump": 1,
+    "numpy.save": 0,
+    "numpy.savez": 0,
+    "numpy.savetxt": 0,
+    "shutil.copyfile": 1,
+    "shutil.copy": 1,
+    "open": 0,
+    "torch.utils.tensorboard.SummaryWriter": 0,
+    "tensorboardX.SummaryWriter": 0,
+    "wandb.init": 0,
+}
+"""Calls that write, and the position of the path."""
+WRITING_METHODS = {"to_csv": 0, "save_pretrained": 0, "savefig": 0}
+
+
+def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
+    """Calls that write a file, with their path."""
+    for call in facts.script.all(ast.Call):
+        word = facts.script.called(call)
+        full = facts.script.full_name(call) or (
+            word if isinstance(call.func, ast.Name) else ""
+        )
+        place = WRITERS.get(full)
+        if place is None and isinstance(call.func, ast.Attribute):
+            place = WRITING_METHODS.get(word)
+        if place is None or facts.is_collective(call):
+            continue
+        if word == "open":
+            mode = constant(keyword(call, "mode", 1))
+            if not isinstance(mode, str) or not set(mode) & set("wa"):
+                continue
+        yield call, call.args[place] if len(call.args) > place else None
+
+
+@rule(
+    "INS601",
+    "write-on-every-rank",
+    Severity.ERROR,
+    "Every process writes the same file.",
+)
+def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
+    """N processes open the same path and write at the same time. From N = 2 on a checkpoint
+    may be a mixture that cannot be read, and a CSV has each line N times. Let one rank
+    write, or give every rank a file of its own.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    for epoch in range(9):
+        torch.save(net.state_dict(), "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    for epoch in range(9):
+        if dist.get_rank() == 0:
+            torch.save(net.state_dict(), "checkpoint.pt")
+    ```
+    """
+    if _main_process_hidden(facts):
+        return
+    seen: set[tuple[Function | None, str]] = set()
+    for call, path in _writes(facts):
+        function = facts.script.function_of(call)
+        if not facts.ranks.runs_on_every_rank(call) or facts.ranks.guard_of_call(call):
+            continue
+        if facts.ranks.mentions_rank(path) or not _called_here(facts, call):
+            continue
+        text = facts.script.source(call)
+        if (function, text) in seen or _wraps_another(facts, call):
+            continue
+        seen.add((function, text))
+        where = facts.script.source(path) if path is not None else "its file"
+        yield Hit(
+            call,
+            f"every process runs {facts.script.source(call.func)} on {where}",
+            "from N = 2 on, the processes write over each other",
+            f"if torch.distributed.get_rank() == 0:\n    {text}",
+        )
+
+
+def _main_process_hidden(facts: Facts) -> bool:
+    """With accelerate or DeepSpeed the main process is chosen behind their calls."""
+    roots = {name.split(".")[0] for name in facts.script.imported_modules}
+    return bool(roots & {"pytorch_lightning", "lightning", "ignite"})
+
+
+def _called_here(facts: Facts, call: ast.Call, depth: int = 4) -> bool:
+    """Whether this script itself comes to the call, from its own top or a spawned function."""
+    function = facts.script.function_of(call)
+    if function is None:
+        return True
+    if depth == 0:
+        return False
+    if facts.ranks.spawn is not None and facts.ranks.spawned(facts.ranks.spawn) is function:
+        return True
+    if any(isinstance(above, ast.ClassDef) for above in facts.script.ancestors(function)):
+        return False
+    calls = [c for c in facts.origins.calls_of(function) if isinstance(c.func, ast.Name)]
+    return any(
+        _called_here(facts, c, depth - 1) and not facts.ranks.guard_of_call(c) for c in calls
+    )
+
+
+def _wraps_another(facts: Facts, call: ast.Call) -> bool:
+    """`pickle.dump(x, open(path, "wb"))`: one finding, that of `open`."""
+    return facts.script.called(call) == "dump" or (
+        facts.script.called(call) == "copyfile" and any(facts.script.calls_of("torch.save"))
+    )
+
+
+@rule(
+    "INS602",
+    "write-on-every-node",
+    Severity.WARNING,
+    "The local rank decides who writes: every node writes the same file.",
+)
+def write_on_every_node(facts: Facts) -> Iterator[Hit]:
+    """`local_rank == 0` holds once on every node. On a shared file system, two nodes (N = 16
+    with 8 devices each) write the same checkpoint at the same time.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    if args.local_rank == 0:
+        torch.save(net.state_dict(), "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        torch.save(net.state_dict(), "checkpoint.pt")
+    ```
+    """
+    if facts.ranks.spawn is not None:
+        return
+    seen: set[ast.AST] = set()
+    for call, path in _writes(facts):
+        guard = facts.ranks.guard_of_call(call)
+        if guard is None or guard.kind != "local rank" or not guard.zero:
+            continue
+        if any(g.kind == "rank" for g in facts.ranks.guards(call)) or _about_nodes(facts, guard):
+            continue
+        if not facts.ranks.mentions_rank(path) and guard.test not in seen:
+            seen.add(guard.test)
+            yield Hit(
+                call,
+                f"{facts.script.source(guard.test)} holds on one process of every node",
+                "from the second node on, the nodes write over each other",
+                "if torch.distributed.get_rank() == 0:",
+            )
+
+
+def _about_nodes(facts: Facts, guard: Guard) -> bool:
+    """The same test asks for the node as well, as in `node_rank == 0 and local_rank == 0`."""
+    whole = facts.script.parent(guard.test)
+    return isinstance(whole, ast.BoolOp) and "node" in facts.script.source(whole)
+
+
+@rule(
+    "INS603",
+    "load-without-map-location",
+    Severity.WARNING,
+    "Every process loads a checkpoint onto the device it was saved from.",
+)
+def load_without_map_location(facts: Facts) -> Iterator[Hit]:
+    """`torch.load` puts tensors back where they were saved: on device 0, which rank 0 saved
+    from. From N = 2 on all processes of a node fill the memory of device 0, and on a
+    machine with fewer devices the load fails.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = torch.load("checkpoint.pt")
+    net.load_state_dict(state)
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = torch.load("checkpoint.pt", map_location="cpu")
+    net.load_state_dict(state)
+    ```
+    """
+    for call in facts.script.calls_of("torch.load"):
+        if keyword(call, "map_location", 1) is not None or any(k.arg is None for k in call.keywords):
+            continue
+        if not _loaded_as_state(facts, call) or not facts.ranks.runs_on_every_rank(call):
+            continue
+        if facts.ranks.guard_of_call(call) or _other_branch_maps(facts, call):
+            continue
+        text = facts.script.source(call)
+        yield Hit(
+            call,
+            "the tensors go back to the device that they were saved from",
+            "from N = 2 on, every process of a node fills device 0",
+            f'{text[:-1]}, map_location="cpu")',
+        )
+
+
+def _loaded_as_state(facts: Facts, call: ast.Call) -> bool:
+    for load in facts.script.calls_named("load_state_dict"):
+        for argument in load.args:
+            inner = argument
+            while isinstance(inner, ast.Subscript | ast.Attribute):
+                inner = inner.value
+            if any(origin is call for origin in facts.origins.of(inner)) or any(
+                facts.script.inside(call, origin) for origin in facts.origins.of(argument)
+            ):
+                return True
+    return False
+
+
+def _other_branch_maps(facts: Facts, call: ast.Call) -> bool:
+    return any(
+        keyword(other, "map_location", 1) is not None and facts.script.exclusive(other, call)
+        for other in facts.script.calls_of("torch.load")
+    )
+
+
+@rule(
+    "INS604",
+    "wrapped-state-dict",
+    Severity.WARNING,
+    "The state dict of the wrapper is saved: every key begins with `module.`.",
+)
+def wrapped_state_dict(facts: Facts) -> Iterator[Hit]:
+    """DistributedDataParallel holds the model as `module`, so each key of its state dict has
+    that prefix. The file does not load into the plain model: "Unexpected key(s)
+    module.conv1.weight". It concerns every N, and bites with N = 1.
+
+    ## Bad
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    if rank == 0:
+        torch.save(model.state_dict(), "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    if rank == 0:
+        torch.save(model.module.state_dict(), "checkpoint.pt")
+    ```
+    """
+    if any("module." in text for text in facts.script.strings):
+        return  # the script knows the prefix
+    for call in facts.script.calls_named("state_dict"):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        wrap = facts.wrapper(owner)
+        if wrap is None or owner is None or not _saved(facts, call):
+            continue
+        name = facts.script.source(owner)
+        if wrap.lineno > call.lineno and facts.script.function_of(
+            wrap
+        ) is facts.script.function_of(call):
+            continue
+        yield Hit(
+            call,
+            f"{name} is the wrapper: its keys begin with `module.`",
+            "at any N, the file does not load into the model itself",
+            f"{name}.module.state_dict()",
+        )
+
+
+def _saved(facts: Facts, node: ast.AST) -> bool:
+    """Whether a value goes into a call that saves, directly or by a name."""
+    for above in facts.script.ancestors(node):
+        if isinstance(above, ast.Call) and "save" in facts.script.called(above):
+            return True
+        if isinstance(above, ast.Assign):
+            names = {facts.script.dotted(target) for target in above.targets}
+            function = facts.script.function_of(above)
+            return any(
+                "save" in facts.script.called(call)
+                and facts.script.function_of(call) is function
+                and names & {facts.script.dotted(a) for a in call.args}
+                for call in facts.script.all(ast.Call)
+            )
+        if isinstance(above, ast.stmt):
+            return False
+    return False
+
+
+@rule(
+    "INS605",
+    "print-on-every-rank",
+    Severity.WARNING,
+    "Every process prints in the training loop.",
+)
+def print_on_every_rank(facts: Facts) -> Iterator[Hit]:
+    """Each line appears N times, with N different losses, in any order.
+
+    ## Bad
+    ```python
+    import torch.distributed as dist
+
+    for x in loader:
+        loss = model(x)
+        loss.backward()
+        print(loss)
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+
+    for x in loader:
+        loss = model(x)
+        loss.backward()
+        if dist.get_rank() == 0:
+            print(loss)
+    ```
+    """
+    if "print" in facts.script.functions or any(
+        facts.script.dotted(t).endswith("print") for a in facts.script.all(ast.Assign)
+        for t in a.targets
+    ):
+        return
+    names = {name.split(".")[-1] for name in facts.script.imported_modules}
+    if names & {"setup_for_distributed", "init_distributed_mode", "print"} or any(
+        word in name for name in names for word in ("misc", "util", "dist_")
+    ):
+        return  # print may be silenced in a file that is not read here
+    for call in facts.script.all(ast.Call):
+        loops = [loop for loop in facts.script.loops_around(call) if loop in facts.training_loops]
+        if not loops or facts.ranks.guard_of_call(call) or not _prints(facts, call):
+            continue
+        if any(facts.ranks.mentions_rank(argument) for argument in call.args):
+            continue
+        if facts.ranks.runs_on_every_rank(call):
+            text = facts.script.source(call)
+            yield Hit(
+                call,
+                f"every process runs {facts.script.source(call.func)} in the training loop",
+                "with N processes each line appears N times, with different numbers",
+                f"if torch.distributed.get_rank() == 0:\n    {text}",
+            )
+            return
+
+
+def _prints(facts: Facts, call: ast.Call) -> bool:
+    """print itself, or a function or method of this script that prints without a guard."""
+    word = facts.script.called(call)
+    if isinstance(call.func, ast.Name) and word == "print":
+        return True
+    return any(
+        isinstance(inner, ast.Call)
+        and isinstance(inner.func, ast.Name)
+        and inner.func.id == "print"
+        and not facts.ranks.guards(inner)
+        for function in facts.script.functions.get(word, [])
+        for inner in ast.walk(function)
+    )
+
+
+@rule(
+    "INS606",
+    "checkpoint-without-optimizer",
+    Severity.WARNING,
+    "A checkpoint that knows its epoch does not hold the optimizer.",
+)
+def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
+    """A checkpoint with an epoch number is made for going on. Without the optimizer (its
+    momentum, its step count, the learning rate) a resumed training is another one than an
+    uninterrupted one, at any N.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        torch.save({"epoch": epoch, "model": net.state_dict()}, "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = {"epoch": epoch, "model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+    """
+    for saved in _checkpoints(facts):
+        keys = [constant(key) for key in saved.keys]
+        text = facts.script.source(saved)
+        if "epoch" in keys and ".state_dict" in text and "optim" not in text.lower():
+            yield Hit(
+                saved,
+                "this checkpoint has an epoch and a model, but no optimizer",
+                "at any N, a resumed training goes on without momentum and schedule",
+                '"optimizer": optimizer.state_dict(),',
+            )
+
+
+def _checkpoints(facts: Facts) -> Iterator[ast.Dict]:
+    """Dictionaries literally given to a call that saves."""
+    for node in facts.script.all(ast.Dict):
+        if node.keys and None not in node.keys and _saved(facts, node):
+            yield node
+
+
+@rule(
+    "INS607",
+    "checkpoint-without-scaler",
+    Severity.WARNING,
+    "A checkpoint of mixed-precision training does not hold the loss scale.",
+)
+def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
+    """The loss scale of `apex.amp` or of a GradScaler is part of the training's state.
+    Without it a resumed training begins again at 65536 and skips its first steps, at any N.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    scaler = torch.cuda.amp.GradScaler()
+    state = {"epoch": 1, "model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    scaler = torch.cuda.amp.GradScaler()
+    state = {"epoch": 1, "model": net.state_dict(), "optimizer": optimizer.state_dict(),
+             "scaler": scaler.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+    """
+    scalers = list(facts.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
+                                         "torch.amp.GradScaler"))  # fmt: skip
+    for saved in _checkpoints(facts) if scalers else []:
+        text = facts.script.source(saved)
+        keys = [constant(key) for key in saved.keys]
+        if "epoch" in keys and ".state_dict" in text and not (
+            "scaler" in text.lower() or "amp" in text
+        ):
+            apex = facts.script.full_name(scalers[0]).startswith("apex")
+            owner = "amp" if apex else facts.names_of(scalers[0]) or "scaler"
+            yield Hit(
+                saved,
+                "this checkpoint does not hold the state of the loss scaling",
+                "at any N, a resumed training starts with the first scale and skips steps",
+                f'"{owner}": {owner}.state_dict(),',
+            )
