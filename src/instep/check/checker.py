@@ -12,8 +12,6 @@ from instep.check.finding import Finding, Hit, Rule, Severity
 from instep.check.rules import RULES
 from instep.check.script import Script
 
-ALONE = {"INS208", "INS503", "INS504", "INS505"}
-"""Rules that also hold in a script for one process."""
 _IGNORE = re.compile(r"#\s*instep:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
@@ -62,7 +60,7 @@ def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:
     """The findings in one script, in the order of its lines. Raises SyntaxError."""
     script = Script(path, text)
     facts = Facts(script)
-    asked = [r for r in rules if r.code in ALONE or facts.multi_process]
+    asked = [r for r in rules if r.scope in facts.scopes]
     found = [_finding(script, asking, hit) for asking in asked for hit in asking.check(facts)]
     return sorted({f for f in found if not _ignored(script, f)})
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
+from instep.check.finding import Scope
 from instep.check.origins import Origins
 from instep.check.ranks import (
     LOCAL_RANK_VARIABLES,
@@ -18,8 +19,11 @@ from instep.check.ranks import (
 from instep.check.script import Function, Script, keyword
 
 DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
-SAMPLERS = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
-LIBRARIES = ("horovod", "apex.parallel", "instep", "accelerate", "deepspeed")
+_IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
+             "torch.utils.data.distributed.")  # fmt: skip
+_LIBRARIES = ("horovod", "apex.parallel", "instep", "accelerate", "deepspeed",
+              "torch.distributed.", *DDP)  # fmt: skip
+"""A call of one of these (of torch's, the mere import is no sign) makes a script a job of many."""
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
 _TORCH = {
@@ -74,18 +78,27 @@ class Facts:
         self.ranks = Ranks(script, self.origins)
 
     @cached_property
+    def scopes(self) -> frozenset[Scope]:
+        """Which rules have something to say about this script."""
+        if self.multi_process:
+            return frozenset(Scope)
+        if any(self.script.calls_of("torch.nn.DataParallel")):
+            return frozenset({Scope.PARALLEL, Scope.ANY})
+        return frozenset({Scope.ANY})
+
+    @cached_property
     def multi_process(self) -> bool:
         """Whether the script is visibly written for several processes."""
         script = self.script
-        if any(name.split(".")[0] in LIBRARIES or name.startswith("torch.distributed.") or
-               name in {"torch.distributed", *DDP, *SAMPLERS} or name.startswith("apex.parallel")
-               for name in script.imported_modules):
+        if any(name.startswith(_LIBRARIES) for name in script.imported_modules):
             return True
-        if any(script.full_name(call).startswith(("torch.distributed.", *DDP, *SAMPLERS))
-               for call in script.all(ast.Call)):
+        if any(script.full_name(call).startswith(_LIBRARIES) for call in script.all(ast.Call)):
             return True
         reads = [*script.all(ast.Subscript), *script.all(ast.Call)]
-        return any(read_variable(script, node) in LAUNCH_VARIABLES for node in reads)
+        if any(read_variable(script, node) in LAUNCH_VARIABLES for node in reads):
+            return True
+        imported = any(name.startswith(_IMPORTED) for name in script.imported_modules)
+        return imported and not any(script.calls_of("torch.nn.DataParallel"))
 
     # --- models
 
@@ -96,7 +109,10 @@ class Facts:
 
     def wrapper(self, node: ast.expr | None) -> ast.Call | None:
         """The DistributedDataParallel(...) call that a value may come from."""
-        return next((c for c in self.origins.calls(node) if c in self.wraps), None)
+        origins = self.origins.of(node)
+        if any(isinstance(o, ast.Attribute) and o.attr == "module" for o in origins):
+            return None  # `model.module if distributed else model`
+        return next((o for o in origins if isinstance(o, ast.Call) and o in self.wraps), None)
 
     @cached_property
     def has_batch_norm(self) -> bool:

@@ -22,6 +22,16 @@ class Severity(StrEnum):
     """Slower, fragile, or different from run to run."""
 
 
+class Scope(StrEnum):
+    """Which scripts a rule is about."""
+
+    PROCESSES = "processes"
+    """Visibly written for several processes."""
+    PARALLEL = "parallel"
+    """Those, and scripts with nn.DataParallel."""
+    ANY = "any"
+
+
 @dataclass(frozen=True)
 class Hit:
     """What a rule found: where, and the three sentences about it."""
@@ -53,14 +63,17 @@ class Rule:
     page: str
     """Its documentation in Markdown: what happens, a bad and a good example."""
     check: Check
+    scope: Scope
 
 
-def rule(code: str, name: str, severity: Severity, sentence: str) -> Callable[[Check], Rule]:
+def rule(
+    code: str, name: str, severity: Severity, sentence: str, scope: Scope = Scope.PROCESSES
+) -> Callable[[Check], Rule]:
     """Make a Rule of a function that finds hits; the function's docstring is the page."""
 
     def make(check: Check) -> Rule:
         page = inspect.cleandoc(check.__doc__ or "")
-        return Rule(code, name, severity, sentence, page, check)
+        return Rule(code, name, severity, sentence, page, check, scope)
 
     return make
 

@@ -54,12 +54,26 @@ class Origins:
         function = self.script.function_of(node)
         own = self._bound.get((function, name), [])
         if own:
-            return own
+            return self._reaching(node, own)
         if "." in name:
             return [b for (_, bound), found in self._bound.items() if bound == name for b in found]
         if function is not None and name in _parameters(function):
             return []
         return self._bound.get((None, name), [])
+
+    def _reaching(self, node: ast.AST, found: list[Binding]) -> list[Binding]:
+        """Those assignments that the use of the name can still see: made before it, and not
+        made again, for sure, in between."""
+        line = getattr(node, "lineno", 0)
+        before = [
+            b for b in found
+            if getattr(b.statement, "lineno", 0) <= line and not self.script.inside(node, b.statement)
+        ]  # fmt: skip
+        above = set(self.script.ancestors(node))
+        for place in range(len(before) - 1, 0, -1):
+            if self.script.parent(before[place].statement) in above:
+                return before[place:]
+        return before or found
 
     def of(self, node: ast.expr | None) -> list[ast.expr]:
         """The expressions that a value may come from; the expression itself if it is no name."""
@@ -96,13 +110,24 @@ class Origins:
         names = _parameters(function)
         if node.id not in names or (function, node.id) in self._bound:
             return
-        for call in self.calls_of(function):
-            position: int | None = names.index(node.id)
-            if names[0] == "self" and position is not None:
-                position -= 1
+        position = names.index(node.id) - (names[0] == "self")
+        for call in self.calls_of(function) if position >= 0 else []:
             value = keyword(call, node.id, position)
             if value is not None and not any(isinstance(a, ast.Starred) for a in call.args):
                 yield value
+        for given, first in self._spawned_with(function):
+            if 0 <= position - first < len(given.elts):
+                yield given.elts[position - first]
+
+    def _spawned_with(self, function: Function) -> Iterator[tuple[ast.Tuple, int]]:
+        """The `args` of mp.spawn(function, args) and Process(target=function, args), and the
+        position of their first one: spawn passes the index of the process before them."""
+        for word, name, place, first in (("spawn", "fn", 0, 1), ("Process", "target", 1, 0)):
+            for call in self._calls.get(word, []):
+                given = keyword(call, "args", place + 1)
+                started = self.script.dotted(keyword(call, name, place))
+                if started == function.name and isinstance(given, ast.Tuple):
+                    yield given, first
 
     def calls_of(self, function: Function) -> list[ast.Call]:
         """Calls in this script of the function, by its name."""

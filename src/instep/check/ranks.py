@@ -176,17 +176,17 @@ class Ranks:
         """`writer is not None`, where the writer is made on one rank only."""
         if not (isinstance(right, ast.Constant) and right.value is None) or depth == 0:
             return None
-        guard = self._made_under_guard(left)
+        guard = self._made_under_guard(left, depth - 1)
         return Guard(guard.kind, guard.zero == is_not, left) if guard else None
 
-    def _made_under_guard(self, node: ast.AST) -> Guard | None:
+    def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
         sources = [node, *self.origins.arguments_of(node)]
         for binding in (b for source in sources for b in self.origins.bindings(source)):
             if constant(binding.value) is None and not isinstance(binding.value, ast.Constant):
                 for guard in self.guards(binding.statement):
                     return guard
                 if isinstance(binding.value, ast.IfExp):
-                    return self.test(binding.value.test)
+                    return self.test(binding.value.test, depth) if depth else None
         return None
 
     def _flag(self, node: ast.AST | None, depth: int) -> Guard | None:
@@ -202,7 +202,7 @@ class Ranks:
                 found = self.test(binding.value, depth - 1)
                 if found:
                     return found
-        return self._made_under_guard(node)
+        return self._made_under_guard(node, depth - 1)
 
     # --- guards
 

@@ -63,7 +63,11 @@ class Script:
         for source in self.all(ast.ImportFrom):
             origin = "." * source.level + (source.module or "")
             for alias in source.names:
-                found[alias.asname or alias.name] = f"{origin}.{alias.name}"
+                name = alias.asname or alias.name
+                full = f"{origin}.{alias.name}"
+                if found.get(name, full).split(".")[-1] != alias.name:
+                    full = ""  # two different things under one name: nobody knows which
+                found[name] = full
         return found
 
     @cached_property
@@ -89,7 +93,7 @@ class Script:
         if isinstance(node, ast.Call):
             node = node.func
         first, _, rest = self.dotted(node).partition(".")
-        if first not in self.imports:
+        if not self.imports.get(first):
             return ""
         full = f"{self.imports[first]}.{rest}" if rest else self.imports[first]
         return _SAME.get(full, full)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from instep.check.facts import Facts
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.script import constant, keyword
 
 SEEDING = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all",
@@ -327,6 +327,7 @@ def normalised_twice(facts: Facts) -> Iterator[Hit]:
     "workers-flag-ignored",
     Severity.WARNING,
     "The option for the number of data workers is parsed and not used.",
+    Scope.PARALLEL,
 )
 def workers_flag_ignored(facts: Facts) -> Iterator[Hit]:
     """The command line offers a number of workers, and the DataLoader has a constant. The
@@ -374,6 +375,7 @@ def workers_flag_ignored(facts: Facts) -> Iterator[Hit]:
     "deterministic-undone",
     Severity.WARNING,
     "cudnn is asked to be deterministic and to benchmark.",
+    Scope.PARALLEL,
 )
 def deterministic_undone(facts: Facts) -> Iterator[Hit]:
     """`cudnn.benchmark = True` measures and chooses algorithms anew in each process: two
@@ -404,6 +406,12 @@ def deterministic_undone(facts: Facts) -> Iterator[Hit]:
         prefix, _, last = target.rpartition(".")
         if prefix == "torch.backends.cudnn" and last in switched and constant(plain.value) is True:
             switched[last].append(plain)
+    if any(
+        facts.script.full_name(plain.targets[0]) == "torch.backends.cudnn.benchmark"
+        and constant(plain.value) is False
+        for plain in facts.script.all(ast.Assign)
+    ):
+        return  # it is switched off where it matters
     for benchmark in switched["benchmark"]:
         if any(not facts.script.exclusive(d, benchmark) for d in switched["deterministic"]):
             yield Hit(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from instep.check.facts import Facts
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.script import constant, keyword
 
 SIZE_NAMES = re.compile(
@@ -151,6 +151,7 @@ def _from_whole_job(facts: Facts, node: ast.expr) -> bool:
     "devices-hidden-too-late",
     Severity.ERROR,
     "CUDA_VISIBLE_DEVICES is set after CUDA was used.",
+    Scope.ANY,
 )
 def devices_hidden_too_late(facts: Facts) -> Iterator[Hit]:
     """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used. Set later it changes
@@ -217,6 +218,7 @@ def _uses_cuda(facts: Facts, call: ast.Call) -> bool:
     "compared-not-assigned",
     Severity.ERROR,
     "An environment variable is compared where it was meant to be set.",
+    Scope.ANY,
 )
 def compared_not_assigned(facts: Facts) -> Iterator[Hit]:
     """`os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"` as a statement compares and throws the
@@ -258,6 +260,7 @@ def compared_not_assigned(facts: Facts) -> Iterator[Hit]:
     "fixed-devices",
     Severity.WARNING,
     "The list of devices is written into the script.",
+    Scope.ANY,
 )
 def fixed_devices(facts: Facts) -> Iterator[Hit]:
     """`device_ids=[0, 1, 2, 3]` needs exactly these four devices: with fewer it raises, with

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
-from instep.check.finding import Hit, Severity, rule
+from instep.check.facts import Facts, words
+from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.ranks import Guard
 from instep.check.script import Function, constant, keyword
 
@@ -25,6 +25,8 @@ WRITERS = {
     "wandb.init": 0,
 }
 """Calls that write, and the position of the path."""
+CURVES = {"SummaryWriter", "init"}
+"""Writers that give each process a file of its own."""
 WRITING_METHODS = {"to_csv": 0, "save_pretrained": 0, "savefig": 0}
 
 
@@ -38,13 +40,15 @@ def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
         place = WRITERS.get(full)
         if place is None and isinstance(call.func, ast.Attribute):
             place = WRITING_METHODS.get(word)
-        if place is None or facts.is_collective(call):
+        if place is None or keyword(call, "is_main_process") is not None:
             continue
         if word == "open":
             mode = constant(keyword(call, "mode", 1))
             if not isinstance(mode, str) or not set(mode) & set("wa"):
                 continue
-        yield call, call.args[place] if len(call.args) > place else None
+        path = call.args[place] if len(call.args) > place else None
+        if not any(facts.script.called(o) in {"BytesIO", "StringIO"} for o in facts.origins.of(path)):
+            yield call, path
 
 
 @rule(
@@ -84,6 +88,8 @@ def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
         function = facts.script.function_of(call)
         if not facts.ranks.runs_on_every_rank(call) or facts.ranks.guard_of_call(call):
             continue
+        if _excluded(facts, call):
+            continue
         if facts.ranks.mentions_rank(path) or not _called_here(facts, call):
             continue
         text = facts.script.source(call)
@@ -94,7 +100,9 @@ def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
         yield Hit(
             call,
             f"every process runs {facts.script.source(call.func)} on {where}",
-            "from N = 2 on, the processes write over each other",
+            "from N = 2 on, every curve appears N times"
+            if facts.script.called(call) in CURVES
+            else "from N = 2 on, the processes write over each other",
             f"if torch.distributed.get_rank() == 0:\n    {text}",
         )
 
@@ -103,6 +111,20 @@ def _main_process_hidden(facts: Facts) -> bool:
     """With accelerate or DeepSpeed the main process is chosen behind their calls."""
     roots = {name.split(".")[0] for name in facts.script.imported_modules}
     return bool(roots & {"pytorch_lightning", "lightning", "ignite"})
+
+
+def _excluded(facts: Facts, call: ast.Call) -> bool:
+    """Under `if option:` where the script asserts `not option` for several processes."""
+    denied = {
+        facts.script.source(claim.test.operand)
+        for claim in facts.script.all(ast.Assert)
+        if isinstance(claim.test, ast.UnaryOp) and isinstance(claim.test.op, ast.Not)
+    }
+    return any(
+        isinstance(above, ast.If)
+        and facts.script.source(above.test).removeprefix("not ") in denied
+        for above in facts.script.ancestors(call)
+    )
 
 
 def _called_here(facts: Facts, call: ast.Call, depth: int = 4) -> bool:
@@ -166,7 +188,9 @@ def write_on_every_node(facts: Facts) -> Iterator[Hit]:
             continue
         if any(g.kind == "rank" for g in facts.ranks.guards(call)) or _about_nodes(facts, guard):
             continue
-        if not facts.ranks.mentions_rank(path) and guard.test not in seen:
+        if facts.script.called(call) in CURVES or facts.ranks.mentions_rank(path):
+            continue
+        if guard.test not in seen:
             seen.add(guard.test)
             yield Hit(
                 call,
@@ -229,6 +253,8 @@ def load_without_map_location(facts: Facts) -> Iterator[Hit]:
 
 def _loaded_as_state(facts: Facts, call: ast.Call) -> bool:
     for load in facts.script.calls_named("load_state_dict"):
+        if "scaler" in facts.script.source(load.func):
+            continue  # a loss scale is a number, on no device
         for argument in load.args:
             inner = argument
             while isinstance(inner, ast.Subscript | ast.Attribute):
@@ -354,12 +380,14 @@ def print_on_every_rank(facts: Facts) -> Iterator[Hit]:
         return
     names = {name.split(".")[-1] for name in facts.script.imported_modules}
     if names & {"setup_for_distributed", "init_distributed_mode", "print"} or any(
-        word in name for name in names for word in ("misc", "util", "dist_")
+        words(name) & {"misc", "util", "utils"} for name in names
     ):
         return  # print may be silenced in a file that is not read here
     for call in facts.script.all(ast.Call):
         loops = [loop for loop in facts.script.loops_around(call) if loop in facts.training_loops]
-        if not loops or facts.ranks.guard_of_call(call) or not _prints(facts, call):
+        if not loops or "torch.distributed.rpc" in facts.script.imported_modules:
+            continue
+        if facts.ranks.guard_of_call(call) or not _prints(facts, call):
             continue
         if any(facts.ranks.mentions_rank(argument) for argument in call.args):
             continue
@@ -394,6 +422,7 @@ def _prints(facts: Facts, call: ast.Call) -> bool:
     "checkpoint-without-optimizer",
     Severity.WARNING,
     "A checkpoint that knows its epoch does not hold the optimizer.",
+    Scope.PARALLEL,
 )
 def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
     """A checkpoint with an epoch number is made for going on. Without the optimizer (its
@@ -419,6 +448,10 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
         torch.save(state, "checkpoint.pt")
     ```
     """
+    if _state_is_saved(facts, "optim") or any(facts.script.calls_named("save_state")) or any(
+        name.startswith("deepspeed") for name in facts.script.imported_modules
+    ):
+        return
     for saved in _checkpoints(facts):
         keys = [constant(key) for key in saved.keys]
         text = facts.script.source(saved)
@@ -429,6 +462,15 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
                 "at any N, a resumed training goes on without momentum and schedule",
                 '"optimizer": optimizer.state_dict(),',
             )
+
+
+def _state_is_saved(facts: Facts, *words: str) -> bool:
+    """Whether `x.state_dict()` is called anywhere, for an x with one of these words."""
+    return any(
+        word in facts.script.source(call.func).lower()
+        for call in facts.script.calls_named("state_dict")
+        for word in words
+    )
 
 
 def _checkpoints(facts: Facts) -> Iterator[ast.Dict]:
@@ -443,6 +485,7 @@ def _checkpoints(facts: Facts) -> Iterator[ast.Dict]:
     "checkpoint-without-scaler",
     Severity.WARNING,
     "A checkpoint of mixed-precision training does not hold the loss scale.",
+    Scope.PARALLEL,
 )
 def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
     """The loss scale of `apex.amp` or of a GradScaler is part of the training's state.
@@ -471,6 +514,8 @@ def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
         torch.save(state, "checkpoint.pt")
     ```
     """
+    if _state_is_saved(facts, "scaler", "amp"):
+        return
     scalers = list(facts.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
                                          "torch.amp.GradScaler"))  # fmt: skip
     for saved in _checkpoints(facts) if scalers else []:

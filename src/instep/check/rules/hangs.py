@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from instep.check.facts import Facts
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.ranks import Guard
 from instep.check.script import constant, keyword
 
@@ -89,8 +90,8 @@ def _paired(facts: Facts, call: ast.Call, guard: Guard) -> bool:
 )
 def model_call_on_some_ranks(facts: Facts) -> Iterator[Hit]:
     """A model in DistributedDataParallel talks: its forward broadcasts the buffers of
-    BatchNorm (in `eval()` too), its backward reduces gradients. Called on rank 0 only, it
-    waits for the others from N = 2 on. The module inside, `model.module`, does not talk.
+    BatchNorm, its backward reduces gradients. Called on rank 0 only, it waits for the others
+    from N = 2 on. The module inside, `model.module`, does not talk.
 
     ## Bad
     ```python
@@ -138,12 +139,11 @@ def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> boo
     function = facts.script.function_of(call)
     scope = function or facts.script.tree
     calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
-    training = not any(facts.script.called(c) in {"eval", "no_grad", "inference_mode"} for c in calls)
-    if isinstance(function, ast.FunctionDef) and any(
-        "no_grad" in facts.script.source(d) for d in function.decorator_list
-    ):
-        training = False
-    if training:
+    called = {facts.script.called(c) for c in calls}
+    decorators = [facts.script.source(d) for d in getattr(function, "decorator_list", [])]
+    if called & {"no_grad", "inference_mode"} or any("no_grad" in d for d in decorators):
+        return True  # its one broadcast is answered by the others' next forward
+    if "eval" not in called:
         return False
     silent = constant(keyword(wrap, "broadcast_buffers")) is False
     return silent or not facts.has_batch_norm
@@ -247,9 +247,7 @@ def one_name_in_flight(facts: Facts) -> Iterator[Hit]:
         name = constant(keyword(call, "name"))
         if not isinstance(name, str):
             continue
-        function = facts.script.function_of(call)
-        tensors = {ast.dump(c.args[0]) for c in facts.origins.calls_of(function) if c.args} if (
-            function) else set()
+        tensors = _tensors_handed_in(facts, call)
         looped = "async" in full and any(facts.script.loops_around(call))
         if name in seen or len(tensors) > 1 or looped:
             yield Hit(
@@ -261,11 +259,24 @@ def one_name_in_flight(facts: Facts) -> Iterator[Hit]:
         seen[name] = call
 
 
+def _tensors_handed_in(facts: Facts, call: ast.Call) -> set[str]:
+    """What the callers of this function pass for the tensor that is sent."""
+    function = facts.script.function_of(call)
+    if function is None or not call.args:
+        return set()
+    parameters = [a.arg for a in function.args.args if a.arg != "self"]
+    sent = re.findall(r"\w+", facts.origins.text(call.args[0]))
+    if not parameters or parameters[0] not in sent:
+        return set()
+    return {facts.script.source(c.args[0]) for c in facts.origins.calls_of(function) if c.args}
+
+
 @rule(
     "INS105",
     "wait-before-backward",
     Severity.WARNING,
     "Each step waits between forward and backward.",
+    Scope.PARALLEL,
 )
 def wait_before_backward(facts: Facts) -> Iterator[Hit]:
     """`.item()` and `barrier()` stop the program until the device (or the slowest rank) has

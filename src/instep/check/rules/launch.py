@@ -96,6 +96,8 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
+    args = parser.parse_args()
+    device = f"cuda:{args.local_rank}"
     ```
 
     ## Good
@@ -107,6 +109,8 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
     parser = argparse.ArgumentParser()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     parser.add_argument("--local_rank", "--local-rank", type=int, default=local_rank)
+    args = parser.parse_args()
+    device = f"cuda:{args.local_rank}"
     ```
     """
     imported = {name.split(".")[0] for name in facts.script.imported_modules}
@@ -115,7 +119,7 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
         return
     if any("LOCAL" in read_variable(facts.script, node) for node in reads):
         return
-    if facts.ranks.spawn is not None or not _starts_a_group(facts):
+    if facts.ranks.spawn is not None or _set_elsewhere(facts):
         return
     for call in facts.script.calls_named("add_argument"):
         names = {constant(argument) for argument in call.args}
@@ -130,8 +134,20 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _starts_a_group(facts: Facts) -> bool:
-    return facts.multi_process
+def _set_elsewhere(facts: Facts) -> bool:
+    """The option is never read, or a function of another file gets all options and sets it."""
+    read = any(
+        name.attr == "local_rank" and isinstance(name.ctx, ast.Load)
+        and facts.origins.option(name) is not None
+        for name in facts.script.all(ast.Attribute)
+    )
+    handed = any(
+        "dist" in facts.script.called(call) and facts.script.full_name(call)
+        and not facts.script.full_name(call).startswith(("torch.", "horovod.", "apex."))
+        for call in facts.script.all(ast.Call)
+        if any(isinstance(argument, ast.Name) for argument in call.args)
+    )
+    return not read or handed
 
 
 @rule(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from instep.check.facts import Facts, about_evaluation, words
-from instep.check.finding import Hit, Severity, rule
+from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.script import constant, keyword
 
 OUT_OF_PLACE = {
@@ -418,12 +419,20 @@ def _handed_on(facts: Facts, loader: ast.Call) -> bool:
 
 def _iterated_by_all(facts: Facts, loader: ast.Call) -> bool:
     """Some loop over it is not under a test of the rank."""
-    loops = [loop for loop in facts.script.all(ast.For)
-             if facts.loader(facts.iterates(loop)) is loader]
+    loops: list[ast.AST] = [
+        loop for loop in facts.script.all(ast.For) if facts.loader(facts.iterates(loop)) is loader
+    ]
+    classes = {made.name for made in facts.script.all(ast.ClassDef)}
+    loops += [  # a prefetcher of the script's own
+        call
+        for call in facts.script.all(ast.Call)
+        if facts.script.called(call) in classes and call.args
+        and facts.loader(call.args[0]) is loader
+    ]
     return bool(loops) and not any(_guarded_use(facts, loop, loader) for loop in loops)
 
 
-def _guarded_use(facts: Facts, loop: ast.For, loader: ast.Call) -> bool:
+def _guarded_use(facts: Facts, loop: ast.AST, loader: ast.Call) -> bool:
     if facts.ranks.guard_of_call(loop):
         return True
     function = facts.script.function_of(loop)
@@ -467,7 +476,7 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
     imported = {name.split(".")[-1] for name in facts.script.imported_modules}
     if facts.reductions or imported & {"MetricLogger", "torchmetrics", "instep", "accelerate"}:
         return
-    if any(name.startswith(".") or "util" in name or "metric" in name
+    if any(name.startswith(".") or re.match(r"(?!torch\b).*(util|metric)", name)
            for name in facts.script.imported_modules):
         return  # the reduction may stand in a file that is not read here
     for loop in facts.script.all(ast.For):
@@ -489,6 +498,7 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
     "view-of-transposed",
     Severity.ERROR,
     "`correct[:k].view(-1)` of a transposed comparison raises.",
+    Scope.ANY,
 )
 def view_of_transposed(facts: Facts) -> Iterator[Hit]:
     """The top-k accuracy of many scripts compares a transposed prediction and flattens some

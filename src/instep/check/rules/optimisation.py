@@ -297,8 +297,12 @@ def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
     """
     if facts.ranks.spawn is not None and not facts.several_nodes:
         return
+    sizes = {facts.script.source(size) for call in facts.script.calls_named("init_process_group")
+             if (size := keyword(call, "world_size", 3)) is not None}  # fmt: skip
     for divided in facts.script.all(ast.BinOp):
         if not isinstance(divided.op, ast.Div | ast.FloorDiv):
+            continue
+        if facts.script.source(divided.right) in sizes:
             continue
         if not _is_batch(facts, divided.left) or not facts.counts_devices(divided.right):
             continue
