@@ -20,10 +20,10 @@ from instep.check.script import Function, Script, keyword
 
 DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
 _IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
-             "torch.utils.data.distributed.")  # fmt: skip
-_LIBRARIES = ("horovod", "apex.parallel", "instep", "accelerate", "deepspeed",
-              "torch.distributed.", *DDP)  # fmt: skip
-"""A call of one of these (of torch's, the mere import is no sign) makes a script a job of many."""
+             "torch.utils.data.distributed.", "apex.parallel.Distributed")  # fmt: skip
+_LIBRARIES = ("horovod", "instep", "accelerate", "deepspeed")
+_CALLED = (*_LIBRARIES, "torch.distributed.", *DDP)
+"""Their import (of torch's: a call) makes a script one of many processes."""
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
 _TORCH = {
@@ -92,7 +92,7 @@ class Facts:
         script = self.script
         if any(name.startswith(_LIBRARIES) for name in script.imported_modules):
             return True
-        if any(script.full_name(call).startswith(_LIBRARIES) for call in script.all(ast.Call)):
+        if any(script.full_name(call).startswith(_CALLED) for call in script.all(ast.Call)):
             return True
         reads = [*script.all(ast.Subscript), *script.all(ast.Call)]
         if any(read_variable(script, node) in LAUNCH_VARIABLES for node in reads):

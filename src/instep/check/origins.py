@@ -163,7 +163,11 @@ class Origins:
         texts = [self.script.source(node)]
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name | ast.Attribute):
-                texts += [self.script.source(origin) for origin in self.of(inner)]
+                texts += [
+                    self.script.source(origin)
+                    for origin in self.of(inner)
+                    if self.script.called(origin) != "add_argument"  # its help says anything
+                ]
         return " ".join(texts)
 
 

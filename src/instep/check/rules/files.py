@@ -40,7 +40,7 @@ def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
         place = WRITERS.get(full)
         if place is None and isinstance(call.func, ast.Attribute):
             place = WRITING_METHODS.get(word)
-        if place is None or keyword(call, "is_main_process") is not None:
+        if place is None or _saves_by_itself(facts, call):
             continue
         if word == "open":
             mode = constant(keyword(call, "mode", 1))
@@ -49,6 +49,15 @@ def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
         path = call.args[place] if len(call.args) > place else None
         if not any(facts.script.called(o) in {"BytesIO", "StringIO"} for o in facts.origins.of(path)):
             yield call, path
+
+
+def _saves_by_itself(facts: Facts, call: ast.Call) -> bool:
+    """`save_pretrained` that is told who is the main process, or has a model in shards."""
+    if keyword(call, "is_main_process") is not None:
+        return True
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    made = {facts.script.called(origin) for origin in facts.origins.of(owner)}
+    return bool(made & {"prepare", "initialize", "fully_shard", "FullyShardedDataParallel"})
 
 
 @rule(
