@@ -21,6 +21,7 @@ from instep.check.script import Function, Script, keyword
 DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
 _IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
              "torch.utils.data.distributed.", "apex.parallel.Distributed")  # fmt: skip
+_ALWAYS = ("instep", "accelerate", "deepspeed", "apex")
 _LIBRARIES = ("horovod", "instep", "accelerate", "deepspeed")
 _CALLED = (*_LIBRARIES, "torch.distributed.", *DDP)
 """Their import (of torch's: a call) makes a script one of many processes."""
@@ -90,6 +91,9 @@ class Facts:
     def multi_process(self) -> bool:
         """Whether the script is visibly written for several processes."""
         script = self.script
+        if not any(n.startswith(("torch", "horovod.torch", *_ALWAYS)) for n in
+                   script.imported_modules):  # fmt: skip
+            return False
         if any(name.startswith(_LIBRARIES) for name in script.imported_modules):
             return True
         if any(script.full_name(call).startswith(_CALLED) for call in script.all(ast.Call)):

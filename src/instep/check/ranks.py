@@ -69,7 +69,7 @@ class Ranks:
         if isinstance(node, ast.Subscript):
             return _kind_of_variable(read_variable(self.script, node))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            return "device" if self.kind(node.left) else None
+            return "device" if depth and self.kind(node.left, depth - 1) else None
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
         word = self.script.dotted(node).split(".")[-1].lower()
@@ -164,6 +164,8 @@ class Ranks:
         value = constant(right)
         if value == -1:
             return None  # the old sign for "not distributed": the same on every rank
+        if value == 0 and isinstance(op, ast.GtE | ast.Lt):
+            return None  # "distributed" and "not distributed" again
         if isinstance(op, ast.Eq):
             return Guard(kind, value in (0, None), node)
         if isinstance(op, ast.NotEq | ast.Gt | ast.GtE):
@@ -182,6 +184,10 @@ class Ranks:
     def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
         sources = [node, *self.origins.arguments_of(node)]
         for binding in (b for source in sources for b in self.origins.bindings(source)):
+            if getattr(binding.statement, "lineno", 0) >= getattr(node, "lineno", 0) and (
+                self.script.function_of(binding.statement) is self.script.function_of(node)
+            ):
+                continue  # made later
             if constant(binding.value) is None and not isinstance(binding.value, ast.Constant):
                 for guard in self.guards(binding.statement):
                     return guard

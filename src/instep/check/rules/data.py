@@ -55,6 +55,8 @@ def set_epoch_forgotten(facts: Facts) -> Iterator[Hit]:
         shuffle = keyword(sampler, "shuffle", 3)
         if constant(shuffle) is False or facts.for_evaluation(sampler):
             continue
+        if _handed_to_another_file(facts, sampler):
+            continue
         loop = _epochs(facts, sampler)
         if loop is not None:
             name = facts.names_of(sampler) or "loader.sampler"
@@ -68,6 +70,19 @@ def set_epoch_forgotten(facts: Facts) -> Iterator[Hit]:
 
 def _about_evaluation(facts: Facts, call: ast.Call) -> bool:
     return bool(re.match(r"(val|test|eval)", facts.script.dotted(call.func)))
+
+
+def _handed_to_another_file(facts: Facts, sampler: ast.Call) -> bool:
+    """`train(model, loader, sampler)`, where train is imported and may set the epoch."""
+    names = set(facts.names_of(sampler).split())
+    return any(
+        names & {facts.script.source(v) for v in (*call.args, *(k.value for k in call.keywords))}
+        for call in facts.script.all(ast.Call)
+        if not facts.local_functions(call)
+        and not facts.script.full_name(call).startswith(("torch.utils.data.", "builtins"))
+        and not facts.script.called(call).endswith(("Loader", "Sampler"))
+        and facts.script.called(call) not in {"len", "print", "isinstance", "iter"}
+    )
 
 
 def _epochs(facts: Facts, sampler: ast.Call) -> ast.For | ast.While | None:

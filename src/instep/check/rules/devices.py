@@ -45,7 +45,8 @@ def world_size_from_devices(facts: Facts) -> Iterator[Hit]:
     world_size = dist.get_world_size()
     ```
     """
-    if facts.ranks.spawn is not None:
+    starters = ("notebook_launcher", "Popen", "elastic_launch", "check_call")
+    if facts.ranks.spawn is not None or any(facts.script.calls_named(*starters)):
         return  # a script that starts one process per device knows what it does
     for plain in facts.script.all(ast.Assign):
         for target in plain.targets:

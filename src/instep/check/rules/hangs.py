@@ -48,6 +48,8 @@ def collective_on_some_ranks(facts: Facts) -> Iterator[Hit]:
             print(loss)
     ```
     """
+    if any(facts.script.calls_of("horovod.torch.join")):
+        return  # ranks that have joined answer every collective with zeros
     for call in facts.script.all(ast.Call):
         inner = _talks(facts, call)
         guards = facts.ranks.guards(call)
@@ -76,6 +78,8 @@ def _paired(facts: Facts, call: ast.Call, guard: Guard) -> bool:
     function, word = facts.script.function_of(call), facts.script.called(call)
     for other in facts.script.calls_named(word):
         if other is not call and facts.script.function_of(other) is function:
+            if facts.script.exclusive(call, other):
+                return True
             guards = facts.ranks.guards(other)
             if any(g.zero != guard.zero or g.kind != guard.kind for g in guards):
                 return True

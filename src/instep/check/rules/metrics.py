@@ -482,7 +482,7 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
     for loop in facts.script.all(ast.For):
         loader = facts.loader(facts.iterates(loop))
         sampler = facts.sampler_of(loader) if loader else None
-        if sampler is None or loader is None:
+        if sampler is None or loader is None or not _adds_up(facts, loop):
             continue
         if facts.for_evaluation(sampler) or about_evaluation(facts.names_of(loader)):
             yield Hit(
@@ -491,6 +491,15 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
                 "with N processes the metric is that of 1/N of the data, and differs by rank",
                 "dist.all_reduce(counts)  # a tensor with the sums and the number of samples",
             )
+
+
+def _adds_up(facts: Facts, loop: ast.For) -> bool:
+    """Whether the loop accumulates: `correct += …` or `meter.update(…)`."""
+    return any(
+        isinstance(inner, ast.AugAssign)
+        or (isinstance(inner, ast.Call) and facts.script.called(inner) == "update")
+        for inner in ast.walk(loop)
+    )
 
 
 @rule(
