@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from instep.check.finding import Scope
+from instep.check.guards import Guards
 from instep.check.origins import Origins
+from instep.check.processes import Processes
 from instep.check.ranks import (
     LOCAL_RANK_VARIABLES,
     RANK_VARIABLES,
@@ -52,16 +54,16 @@ COLLECTIVES = (
 _NORMALISED = re.compile(
     r"torchvision\.models\.(\w+\.)?(wide_)?(resne|densenet|mobilenet|efficientnet)"
 )
-REDUCING = re.compile(r"(all_?reduce|reduce_?(tensor|mean|value|dict|loss|across)|gather|synchroni)")
+REDUCING = re.compile(
+    r"(all_?reduce|reduce_?(tensor|mean|value|dict|loss|across)|gather|synchroni)"
+)
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "testing"}
 _TRAINING = {"train", "training", "tr"}
 
 
 def words(text: str) -> set[str]:
     """The words in identifiers and strings: `testLoader_1` gives test, loader, 1."""
-    return {
-        word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)
-    }
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
 
 
 def about_evaluation(text: str) -> bool:
@@ -77,6 +79,8 @@ class Facts:
         self.script = script
         self.origins = Origins(script)
         self.ranks = Ranks(script, self.origins)
+        self.guards = Guards(script, self.origins, self.ranks)
+        self.processes = Processes(script)
 
     @cached_property
     def scopes(self) -> frozenset[Scope]:
@@ -232,7 +236,7 @@ class Facts:
     def talking(self, function: Function, depth: int = 3) -> ast.Call | None:
         """A collective that a call of this function always enters, here or in what it calls."""
         for call in _calls_in(self.script, function):
-            if self._sometimes(call, function) or self.ranks.guards(call):
+            if self._sometimes(call, function) or self.guards.of(call):
                 continue
             if self.is_collective(call):
                 return call

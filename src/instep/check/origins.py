@@ -66,9 +66,11 @@ class Origins:
         made again, for sure, in between."""
         line = getattr(node, "lineno", 0)
         before = [
-            b for b in found
-            if getattr(b.statement, "lineno", 0) <= line and not self.script.inside(node, b.statement)
-        ]  # fmt: skip
+            b
+            for b in found
+            if getattr(b.statement, "lineno", 0) <= line
+            and not self.script.inside(node, b.statement)
+        ]
         above = set(self.script.ancestors(node))
         for place in range(len(before) - 1, 0, -1):
             if self.script.parent(before[place].statement) in above:
@@ -180,7 +182,7 @@ def _assignments(script: Script) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]
             yield typed, typed.target, typed.value
     for named in script.all(ast.NamedExpr):
         yield named, named.target, named.value
-    for opened in [*script.all(ast.With), *script.all(ast.AsyncWith)]:
+    for opened in script.all(ast.With):
         for item in opened.items:
             if item.optional_vars is not None:
                 yield opened, item.optional_vars, item.context_expr

@@ -167,7 +167,8 @@ class Script:
     def functions(self) -> dict[str, list[Function]]:
         """Functions and methods by name."""
         found: dict[str, list[Function]] = {}
-        for function in [*self.all(ast.FunctionDef), *self.all(ast.AsyncFunctionDef)]:
+        plain: list[Function] = [*self.all(ast.FunctionDef)]
+        for function in [*plain, *self.all(ast.AsyncFunctionDef)]:
             found.setdefault(function.name, []).append(function)
         return found
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from instep.check.finding import Rule
-from instep.check.rules import data, devices, files, hangs, launch, metrics, optimisation
+from instep.check.rules import (
+    checkpoints,
+    counting,
+    data,
+    devices,
+    evaluation,
+    hangs,
+    launch,
+    optimisation,
+    seeds,
+    steps,
+    writing,
+)
 
 THEMES = {
     "INS1": "Ranks that wait for each other",
@@ -14,12 +26,29 @@ THEMES = {
     "INS6": "Files and output",
 }
 
+ROOMS = (
+    hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
+    checkpoints,
+)  # fmt: skip
+
 RULES: dict[str, Rule] = {
     found.code: found
     for found in sorted(
         (
             value
-            for room in (hangs, metrics, data, optimisation, devices, launch, files)
+            for room in (
+                hangs,
+                steps,
+                counting,
+                evaluation,
+                data,
+                seeds,
+                optimisation,
+                devices,
+                launch,
+                writing,
+                checkpoints,
+            )
             for value in vars(room).values()
             if isinstance(value, Rule)
         ),

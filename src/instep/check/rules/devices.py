@@ -46,7 +46,7 @@ def world_size_from_devices(facts: Facts) -> Iterator[Hit]:
     ```
     """
     starters = ("notebook_launcher", "Popen", "elastic_launch", "check_call")
-    if facts.ranks.spawn is not None or any(facts.script.calls_named(*starters)):
+    if facts.processes.spawn is not None or any(facts.script.calls_named(*starters)):
         return  # a script that starts one process per device knows what it does
     for plain in facts.script.all(ast.Assign):
         for target in plain.targets:
@@ -65,7 +65,8 @@ def _hit(facts: Facts, value: ast.expr, name: str) -> Hit:
         value,
         f"{name} is the number of devices that this process sees, not of processes",
         "wrong whenever N differs: fewer processes than devices, or more than one node",
-        "hvd.size()" if any("horovod" in m for m in facts.script.imported_modules)
+        "hvd.size()"
+        if any("horovod" in m for m in facts.script.imported_modules)
         else "torch.distributed.get_world_size()",
     )
 
@@ -100,7 +101,7 @@ def rank_as_device(facts: Facts) -> Iterator[Hit]:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ```
     """
-    if facts.ranks.spawn is not None:
+    if facts.processes.spawn is not None:
         return
     for call in facts.script.all(ast.Call):
         for value in _device_arguments(facts, call):
@@ -141,8 +142,7 @@ def _device_index(node: ast.expr) -> Iterator[ast.expr]:
 def _from_whole_job(facts: Facts, node: ast.expr) -> bool:
     origins = facts.origins.of(node)
     return bool(origins) and all(
-        facts.ranks.kind(origin) == "rank"
-        and (not isinstance(origin, ast.Name | ast.Attribute))
+        facts.ranks.kind(origin) == "rank" and (not isinstance(origin, ast.Name | ast.Attribute))
         for origin in origins
     )
 

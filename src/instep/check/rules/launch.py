@@ -71,7 +71,7 @@ def _port(place: ast.AST, port: str) -> Hit:
 
 def _unless_set(facts: Facts, plain: ast.Assign) -> bool:
     return any(
-        isinstance(above, ast.If) and "environ" in facts.script.source(above.test)
+        (isinstance(above, ast.If) and "environ" in facts.script.source(above.test))
         or isinstance(above, ast.ExceptHandler)
         for above in facts.script.ancestors(plain)
     )
@@ -119,7 +119,7 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
         return
     if any("LOCAL" in read_variable(facts.script, node) for node in reads):
         return
-    if facts.ranks.spawn is not None or _set_elsewhere(facts):
+    if facts.processes.spawn is not None or _set_elsewhere(facts):
         return
     for call in facts.script.calls_named("add_argument"):
         names = {constant(argument) for argument in call.args}
@@ -137,12 +137,14 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
 def _set_elsewhere(facts: Facts) -> bool:
     """The option is never read, or a function of another file gets all options and sets it."""
     read = any(
-        name.attr == "local_rank" and isinstance(name.ctx, ast.Load)
+        name.attr == "local_rank"
+        and isinstance(name.ctx, ast.Load)
         and facts.origins.option(name) is not None
         for name in facts.script.all(ast.Attribute)
     )
     handed = any(
-        "dist" in facts.script.called(call) and facts.script.full_name(call)
+        "dist" in facts.script.called(call)
+        and facts.script.full_name(call)
         and not facts.script.full_name(call).startswith(("torch.", "horovod.", "apex."))
         for call in facts.script.all(ast.Call)
         if any(isinstance(argument, ast.Name) for argument in call.args)
@@ -203,8 +205,10 @@ def rank_beyond_world(facts: Facts) -> Iterator[Hit]:
 def _tasks_only(facts: Facts, size: ast.expr) -> bool:
     """All values of the world size are a Slurm variable, with no factor."""
     origins = facts.origins.of(size)
-    plain = [o.args[0] if facts.script.called(o) == "int" and isinstance(o, ast.Call) and o.args
-             else o for o in origins]
+    plain = [
+        o.args[0] if facts.script.called(o) == "int" and isinstance(o, ast.Call) and o.args else o
+        for o in origins
+    ]
     return bool(plain) and all(
         read_variable(facts.script, inner) in TASKS
         for outer in plain
@@ -219,8 +223,9 @@ def _procid_times_devices(facts: Facts, node: ast.expr) -> bool:
     if product is None or not isinstance(product.op, ast.Mult):
         return False
     sides = (product.left, product.right)
-    return any(facts.counts_devices(side) or "gpu" in facts.script.source(side).lower()
-               for side in sides)
+    return any(
+        facts.counts_devices(side) or "gpu" in facts.script.source(side).lower() for side in sides
+    )
 
 
 @rule(
@@ -295,8 +300,11 @@ def leftover_rendezvous(facts: Facts) -> Iterator[Hit]:
     dist.init_process_group("gloo")  # the launcher's store needs no file
     ```
     """
-    if any(facts.script.calls_named("remove", "unlink", "mkstemp", "mkdtemp",
-                                    "NamedTemporaryFile", "TemporaryDirectory")):
+    if any(
+        facts.script.calls_named(
+            "remove", "unlink", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryDirectory"
+        )
+    ):
         return
     for call in facts.script.calls_named("init_process_group"):
         method = keyword(call, "init_method", 1)

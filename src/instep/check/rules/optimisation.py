@@ -50,7 +50,9 @@ def scaled_twice(facts: Facts) -> Iterator[Hit]:
             (
                 other
                 for other, _, target in scalings
-                if other is not place and target == name and other.lineno < place.lineno
+                if other is not place
+                and target == name
+                and other.lineno < place.lineno
                 and not facts.script.exclusive(other, place)
             ),
             None,
@@ -295,7 +297,7 @@ def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
     batch_size = args.batch_size // dist.get_world_size()
     ```
     """
-    if facts.ranks.spawn is not None and not facts.several_nodes:
+    if facts.processes.spawn is not None and not facts.several_nodes:
         return
     sizes = {facts.script.source(size) for call in facts.script.calls_named("init_process_group")
              if (size := keyword(call, "world_size", 3)) is not None}  # fmt: skip
@@ -306,7 +308,7 @@ def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
             continue
         if not _is_batch(facts, divided.left) or not facts.counts_devices(divided.right):
             continue
-        if facts.ranks.runs_on_every_rank(divided):
+        if facts.processes.run(divided):
             yield Hit(
                 divided,
                 f"{facts.script.source(divided)} divides by the devices that this process sees",
