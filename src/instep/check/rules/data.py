@@ -10,8 +10,6 @@ from instep.check.facts import Facts
 from instep.check.finding import Hit, Scope, Severity, rule
 from instep.check.script import constant, keyword
 
-SEEDING = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all",
-           "random.seed", "numpy.random.seed")  # fmt: skip
 WORKER_FLAGS = {"workers", "num_workers", "n_workers", "nworkers", "num_worker", "data_workers"}
 
 

@@ -13,7 +13,6 @@ from instep.check.script import constant, keyword
 SIZE_NAMES = re.compile(
     r"^(world_?size|n_?procs?|num_?procs?|num_?processes|num_?replicas|nprocs)$", re.IGNORECASE
 )
-GLOBAL_ORIGINS = {"torch.distributed.get_rank", "horovod.torch.rank"}
 
 
 @rule(

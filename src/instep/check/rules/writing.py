@@ -117,7 +117,7 @@ def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
 
 
 def _main_process_hidden(facts: Facts) -> bool:
-    """With accelerate or DeepSpeed the main process is chosen behind their calls."""
+    """Lightning and Ignite choose the process that writes by themselves."""
     roots = {name.split(".")[0] for name in facts.script.imported_modules}
     return bool(roots & {"pytorch_lightning", "lightning", "ignite"})
 
@@ -142,10 +142,7 @@ def _called_here(facts: Facts, call: ast.Call, depth: int = 4) -> bool:
         return True
     if depth == 0:
         return False
-    if (
-        facts.processes.spawn is not None
-        and facts.processes.spawned(facts.processes.spawn) is function
-    ):
+    if facts.processes.main is function:
         return True
     if any(isinstance(above, ast.ClassDef) for above in facts.script.ancestors(function)):
         return False
