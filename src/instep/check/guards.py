@@ -27,6 +27,22 @@ class Guard:
     zero: bool
     """True: the code runs on the first rank only; False: on all the others."""
     test: ast.AST
+    holds: bool = True
+    """False: the code runs where the test fails (an `else`, or after `if rank != 0: return`)."""
+
+    def flipped(self) -> Guard:
+        """The other side of the same test."""
+        return Guard(self.kind, not self.zero, self.test, not self.holds)
+
+    @property
+    def where(self) -> str:
+        """The condition as text: "rank == 0"."""
+        test = ast.unparse(self.test)
+        if self.holds:
+            return test
+        if isinstance(self.test, ast.Compare) and isinstance(self.test.ops[0], ast.NotEq):
+            return test.replace("!=", "==", 1)
+        return f"not {test}" if isinstance(self.test, ast.Name) else f"not ({test})"
 
 
 class Guards:
@@ -60,7 +76,7 @@ class Guards:
             return None
         left, op, right = node.left, node.ops[0], node.comparators[0]
         if isinstance(op, ast.Is | ast.IsNot):
-            return self._compare_with_none(left, isinstance(op, ast.IsNot), right, depth)
+            return self._compare_with_none(node, depth)
         kind = self.ranks.kind(left)
         if kind is None and isinstance(op, ast.Eq | ast.NotEq):
             left, right = right, left
@@ -81,14 +97,14 @@ class Guards:
             return Guard(kind, False, node)
         return Guard(kind, True, node)
 
-    def _compare_with_none(
-        self, left: ast.expr, is_not: bool, right: ast.expr, depth: int
-    ) -> Guard | None:
+    def _compare_with_none(self, node: ast.Compare, depth: int) -> Guard | None:
         """`writer is not None`, where the writer is made on one rank only."""
-        if not (isinstance(right, ast.Constant) and right.value is None) or depth == 0:
+        other = node.comparators[0]
+        if not (isinstance(other, ast.Constant) and other.value is None) or depth == 0:
             return None
-        guard = self._made_under_guard(left, depth - 1)
-        return Guard(guard.kind, guard.zero == is_not, left) if guard else None
+        guard = self._made_under_guard(node.left, depth - 1)
+        is_not = isinstance(node.ops[0], ast.IsNot)
+        return Guard(guard.kind, guard.zero == is_not, node) if guard else None
 
     def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
         sources = [node, *self.origins.arguments_of(node)]
@@ -154,7 +170,7 @@ class Guards:
         if any(child is part for part in body):
             yield guard
         elif not isinstance(test.test, ast.BoolOp):
-            yield Guard(guard.kind, not guard.zero, guard.test)
+            yield guard.flipped()
 
     def _scope(self, scope: ast.With) -> Iterator[Guard]:
         for item in scope.items:
@@ -170,7 +186,7 @@ class Guards:
                 if isinstance(before, ast.If) and not before.orelse and _leaves(before.body):
                     guard = self.test(before.test)
                     if guard and not isinstance(before.test, ast.BoolOp):
-                        yield Guard(guard.kind, not guard.zero, guard.test)
+                        yield guard.flipped()
 
     def _decorated(self, function: Function) -> Iterator[Guard]:
         for decorator in function.decorator_list:

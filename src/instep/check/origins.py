@@ -75,7 +75,14 @@ class Origins:
         for place in range(len(before) - 1, 0, -1):
             if self.script.parent(before[place].statement) in above:
                 return before[place:]
-        return before or found
+        if before:
+            return before
+        loops = set(self.script.loops_around(node))
+        again = [b for b in found if loops & set(self.script.loops_around(b.statement))]
+        function = self.script.function_of(node)
+        dotted = self.script.dotted(node)
+        handed_in = function is not None and dotted.split(".")[0] in _parameters(function)
+        return again if handed_in else found
 
     def of(self, node: ast.expr | None) -> list[ast.expr]:
         """The expressions that a value may come from; the expression itself if it is no name."""
@@ -110,7 +117,7 @@ class Origins:
         if function is None or not isinstance(node, ast.Name):
             return
         names = _parameters(function)
-        if node.id not in names or (function, node.id) in self._bound:
+        if node.id not in names or self.bindings(node):
             return
         position = names.index(node.id) - (names[0] == "self")
         for call in self.calls_of(function) if position >= 0 else []:
@@ -132,8 +139,13 @@ class Origins:
                     yield given, first
 
     def calls_of(self, function: Function) -> list[ast.Call]:
-        """Calls in this script of the function, by its name."""
-        return self._calls.get(function.name, [])
+        """Calls in this script of the function, by its name: `f()`, of a method `x.f()`."""
+        method = isinstance(self.script.parent(function), ast.ClassDef)
+        return [
+            call
+            for call in self._calls.get(function.name, [])
+            if isinstance(call.func, ast.Attribute) == method and not self.script.full_name(call)
+        ]
 
     def option(self, node: ast.AST) -> ast.Call | None:
         """The `add_argument` call behind `args.name`."""

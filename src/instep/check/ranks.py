@@ -28,6 +28,8 @@ SIZE_VARIABLES = {
     "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
     "HOROVOD_SIZE",
 }  # fmt: skip
+_PROCESS = {"rank", "pid", "getpid", "procid", "hostname", "gethostname"}
+"""Words that make a file name or a line of output that of one process."""
 SIZE = re.compile(
     r"^(world_?size|num_?(replicas|processes|ranks)|ddp_world_size|global_world_size)$"
 )
@@ -102,10 +104,8 @@ class Ranks:
         """Whether a value depends on the rank, as in `f"rank{rank}.csv"`."""
         if node is None:
             return False
-        words = re.findall(r"\w+", self.origins.text(node))
-        return any("rank" in word.lower() or "proc" in word.lower() for word in words) or any(
-            self.kind(inner) for inner in ast.walk(node)
-        )
+        named = re.split(r"[\W_]+", self.origins.text(node).lower())
+        return bool(_PROCESS & set(named)) or any(self.kind(inner) for inner in ast.walk(node))
 
 
 def read_variable(script: Script, node: ast.AST) -> str:

@@ -60,7 +60,7 @@ def collective_on_some_ranks(facts: Facts) -> Iterator[Hit]:
         through = "" if inner is call else f" (it calls {facts.script.source(inner.func)})"
         yield Hit(
             call,
-            f"{name}{through} is reached only where {facts.script.source(guards[0].test)}",
+            f"{name}{through} is reached only where {guards[0].where}",
             "from N = 2 on, the ranks that do not come here leave the others waiting",
             f"{facts.script.source(call)}  # on every rank, before or after the `if`",
         )
@@ -130,15 +130,16 @@ def model_call_on_some_ranks(facts: Facts) -> Iterator[Hit]:
         name = facts.script.source(call.func)
         yield Hit(
             call,
-            f"{name} is a DistributedDataParallel model and is called only where "
-            f"{facts.script.source(guard.test)}",
-            "from N = 2 on, it waits for the other ranks: its forward broadcasts buffers",
+            f"{name} is a DistributedDataParallel model and is called only where {guard.where}",
+            "from N = 2 on, it waits for the other ranks: its forward and backward communicate",
             facts.script.source(call).replace(f"{name}(", f"{name}.module(", 1),
         )
 
 
 def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> bool:
-    """In eval(), only a model with buffers talks, and only if it was not told not to."""
+    """Without gradients, or in eval(), only a model with buffers talks."""
+    if constant(keyword(wrap, "broadcast_buffers")) is False:
+        return True
     function = facts.script.function_of(call)
     scope = function or facts.script.tree
     calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
@@ -146,10 +147,7 @@ def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> boo
     decorators = [facts.script.source(d) for d in getattr(function, "decorator_list", [])]
     if called & {"no_grad", "inference_mode"} or any("no_grad" in d for d in decorators):
         return True  # its one broadcast is answered by the others' next forward
-    if "eval" not in called:
-        return False
-    silent = constant(keyword(wrap, "broadcast_buffers")) is False
-    return silent or not facts.has_batch_norm
+    return "eval" in called and not facts.has_batch_norm
 
 
 @rule(
@@ -187,7 +185,7 @@ def waiting_save_on_some_ranks(facts: Facts) -> Iterator[Hit]:
             yield Hit(
                 call,
                 f"{facts.script.source(call.func)} waits for every rank, but is called only "
-                f"where {facts.script.source(guards[0].test)}",
+                f"where {guards[0].where}",
                 "from N = 2 on, it never returns",
                 f"{facts.script.source(call)}  # on every rank; it chooses who writes",
             )

@@ -200,7 +200,7 @@ def write_on_every_node(facts: Facts) -> Iterator[Hit]:
             seen.add(guard.test)
             yield Hit(
                 call,
-                f"{facts.script.source(guard.test)} holds on one process of every node",
+                f"{guard.where} holds on one process of every node",
                 "from the second node on, the nodes write over each other",
                 "if torch.distributed.get_rank() == 0:",
             )
