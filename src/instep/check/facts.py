@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cached_property
 
 from instep.check.finding import Scope
@@ -81,6 +80,7 @@ class Facts:
         self.ranks = Ranks(script, self.origins)
         self.guards = Guards(script, self.origins, self.ranks)
         self.processes = Processes(script)
+        self._talking: dict[tuple[Function, int], ast.Call | None] = {}
 
     @cached_property
     def scopes(self) -> frozenset[Scope]:
@@ -235,14 +235,23 @@ class Facts:
 
     def talking(self, function: Function, depth: int = 3) -> ast.Call | None:
         """A collective that a call of this function always enters, here or in what it calls."""
-        for call in _calls_in(self.script, function):
+        if (function, depth) not in self._talking:
+            self._talking[function, depth] = self._first_collective(function, depth)
+        return self._talking[function, depth]
+
+    def _first_collective(self, function: Function, depth: int) -> ast.Call | None:
+        for call in self.script.calls_in(function):
+            collective = self.is_collective(call)
+            inner = [f for f in self.local_functions(call) if f is not function and depth]
+            if not collective and not inner:
+                continue
             if self._sometimes(call, function) or self.guards.of(call):
                 continue
-            if self.is_collective(call):
+            if collective:
                 return call
-            for called in self.local_functions(call) if depth else []:
-                if called is not function and (inner := self.talking(called, depth - 1)):
-                    return inner
+            for called in inner:
+                if found := self.talking(called, depth - 1):
+                    return found
         return None
 
     def _sometimes(self, call: ast.Call, function: Function) -> bool:
@@ -287,9 +296,3 @@ class Facts:
             if loop is not None and loop not in found:
                 found.append(loop)
         return found
-
-
-def _calls_in(script: Script, function: Function) -> Iterator[ast.Call]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and script.function_of(node) is function:
-            yield node

@@ -36,20 +36,22 @@ class Processes:
 
     @cached_property
     def _per_rank(self) -> set[Function] | None:
+        """Everything that the spawned function mentions, and what that mentions, by name."""
         if self.spawn is None:
             return None
-        first = self.main
+        mentioned: dict[Function | None, set[str]] = {}
+        for name in self.script.all(ast.Name):
+            mentioned.setdefault(self.script.function_of(name), set()).add(name.id)
+        for attribute in self.script.all(ast.Attribute):
+            function = self.script.function_of(attribute)
+            mentioned.setdefault(function, set()).add(attribute.attr)
         found: set[Function] = set()
-        waiting = [first] if first else []
+        waiting = [self.main] if self.main else []
         while waiting:
             function = waiting.pop()
-            if function in found:
-                continue
             found.add(function)
-            for inner in ast.walk(function):
-                if isinstance(inner, ast.Name | ast.Attribute):
-                    word = self.script.dotted(inner).split(".")[-1]
-                    waiting += self.script.functions.get(word, [])
+            for word in mentioned.get(function, ()):
+                waiting += [f for f in self.script.functions.get(word, []) if f not in found]
         return found
 
     def run(self, node: ast.AST) -> bool:

@@ -35,19 +35,29 @@ class Script:
         self.lines = text.splitlines()
         self.tree = ast.parse(text, filename=path)
         self._parents: dict[ast.AST, ast.AST] = {}
+        self._functions: dict[ast.AST, Function | None] = {}
+        self._calls_in: dict[Function | None, list[ast.Call]] = {}
+        self._names: dict[ast.AST, str] = {}
+        self._texts: dict[ast.AST, str] = {}
         self._by_type: dict[type[ast.AST], list[ast.AST]] = {}
         self._index()
         self.imports = self._read_imports()
 
     def _index(self) -> None:
         """Depth first, so that every list is in the order of the text."""
-        waiting: list[ast.AST] = [self.tree]
+        waiting: list[tuple[ast.AST, Function | None]] = [(self.tree, None)]
         while waiting:
-            node = waiting.pop()
-            self._by_type.setdefault(type(node), []).append(node)
+            node, function = waiting.pop()
+            kind = type(node)
+            self._by_type.setdefault(kind, []).append(node)
+            self._functions[node] = function
+            if kind is ast.Call:
+                self._calls_in.setdefault(function, []).append(cast(ast.Call, node))
+            inner = node if isinstance(node, Function) else function
             children = list(ast.iter_child_nodes(node))
-            self._parents.update((child, node) for child in children)
-            waiting.extend(reversed(children))
+            for child in reversed(children):
+                self._parents[child] = node
+                waiting.append((child, inner))
 
     def all(self, kind: type[Node]) -> list[Node]:
         """Every node of this type, in the order of the text."""
@@ -92,11 +102,14 @@ class Script:
         """The imported thing that a name (or the function of a call) stands for; else ""."""
         if isinstance(node, ast.Call):
             node = node.func
-        first, _, rest = self.dotted(node).partition(".")
-        if not self.imports.get(first):
+        if node is None:
             return ""
-        full = f"{self.imports[first]}.{rest}" if rest else self.imports[first]
-        return _SAME.get(full, full)
+        if node not in self._names:
+            first, _, rest = self.dotted(node).partition(".")
+            start = self.imports.get(first, "")
+            full = f"{start}.{rest}" if start and rest else start
+            self._names[node] = _SAME.get(full, full)
+        return self._names[node]
 
     def called(self, node: ast.AST | None) -> str:
         """The last word of what a call calls: `save` in `torch.save(x)`; else ""."""
@@ -117,7 +130,9 @@ class Script:
 
     def source(self, node: ast.AST) -> str:
         """The expression as text, on one line."""
-        return ast.unparse(node)
+        if node not in self._texts:
+            self._texts[node] = ast.unparse(node)
+        return self._texts[node]
 
     @cached_property
     def strings(self) -> frozenset[str]:
@@ -140,10 +155,11 @@ class Script:
 
     def function_of(self, node: ast.AST) -> Function | None:
         """The innermost function that contains the node; None at module level."""
-        for above in self.ancestors(node):
-            if isinstance(above, Function):
-                return above
-        return None
+        return self._functions.get(node)
+
+    def calls_in(self, function: Function | None) -> list[ast.Call]:
+        """Calls in a function's own text, without those in functions inside it."""
+        return self._calls_in.get(function, [])
 
     def statement_of(self, node: ast.AST) -> ast.stmt:
         """The statement that the node belongs to."""

@@ -50,9 +50,11 @@ def collective_on_some_ranks(facts: Facts) -> Iterator[Hit]:
     if any(facts.script.calls_of("horovod.torch.join")):
         return  # ranks that have joined answer every collective with zeros
     for call in facts.script.all(ast.Call):
-        inner = _talks(facts, call)
+        if not facts.is_collective(call) and not facts.local_functions(call):
+            continue
         guards = facts.guards.of(call)
-        if inner is None or not guards or _paired(facts, call, guards[0]):
+        inner = _talks(facts, call) if guards else None
+        if inner is None or _paired(facts, call, guards[0]):
             continue
         if keyword(inner, "group") is not None or keyword(inner, "process_set") is not None:
             continue
@@ -141,9 +143,7 @@ def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> boo
     if constant(keyword(wrap, "broadcast_buffers")) is False:
         return True
     function = facts.script.function_of(call)
-    scope = function or facts.script.tree
-    calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
-    called = {facts.script.called(c) for c in calls}
+    called = {facts.script.called(c) for c in facts.script.calls_in(function)}
     decorators = [facts.script.source(d) for d in getattr(function, "decorator_list", [])]
     if called & {"no_grad", "inference_mode"} or any("no_grad" in d for d in decorators):
         return True  # its one broadcast is answered by the others' next forward
