@@ -181,7 +181,7 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
     ```
     """
     if (
-        _state_is_saved(facts, "optim")
+        _state_is_saved(facts, "opt")
         or any(facts.script.calls_named("save_state"))
         or any(name.startswith("deepspeed") for name in facts.script.imported_modules)
     ):
@@ -189,7 +189,7 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
     for saved in _checkpoints(facts):
         keys = [constant(key) for key in saved.keys]
         text = facts.script.source(saved)
-        if "epoch" in keys and ".state_dict" in text and "optim" not in text.lower():
+        if "epoch" in keys and ".state_dict" in text and "opt" not in text.lower():
             yield Hit(
                 saved,
                 "this checkpoint has an epoch and a model, but no optimizer",

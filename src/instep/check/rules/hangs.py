@@ -10,6 +10,8 @@ from instep.check.finding import Hit, Severity, rule
 from instep.check.guards import Guard
 from instep.check.script import constant, keyword
 
+SHARDING = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "MegatronLMPlugin"}
+"""With one of these `accelerator.save_state` needs every rank; with plain DDP it does not."""
 WAITING_SAVES = {
     "save_state", "save_checkpoint", "consolidate_state_dict", "full_optim_state_dict",
 }  # fmt: skip
@@ -158,25 +160,28 @@ def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> boo
 )
 def waiting_save_on_some_ranks(facts: Facts) -> Iterator[Hit]:
     """Some ways to save collect pieces from every rank, or wait for every rank at the end:
-    `accelerator.save_state`, DeepSpeed's `engine.save_checkpoint`,
-    `optimizer.consolidate_state_dict`, `torch.distributed.checkpoint.save`. They choose by
-    themselves who writes. Under `if rank == 0` they hang from N = 2 on.
+    DeepSpeed's `engine.save_checkpoint`, `optimizer.consolidate_state_dict`,
+    `torch.distributed.checkpoint.save`, and `accelerator.save_state` with FSDP, DeepSpeed or
+    automatic names. They choose by themselves who writes. Under `if rank == 0` they hang
+    from N = 2 on.
 
     ## Bad
     ```python
-    from accelerate import Accelerator
+    import deepspeed
+    import torch.distributed as dist
 
-    accelerator = Accelerator()
-    if accelerator.is_main_process:
-        accelerator.save_state("checkpoint")
+    engine, optimizer, _, _ = deepspeed.initialize(model=net, config="config.json")
+    if dist.get_rank() == 0:
+        engine.save_checkpoint("checkpoint")
     ```
 
     ## Good
     ```python
-    from accelerate import Accelerator
+    import deepspeed
+    import torch.distributed as dist
 
-    accelerator = Accelerator()
-    accelerator.save_state("checkpoint")
+    engine, optimizer, _, _ = deepspeed.initialize(model=net, config="config.json")
+    engine.save_checkpoint("checkpoint")
     ```
     """
     for call in facts.script.all(ast.Call):
@@ -201,5 +206,12 @@ def _waits(facts: Facts, call: ast.Call) -> bool:
         engine = facts.origins.calls(call.func.value)
         return any(facts.script.full_name(c) == "deepspeed.initialize" for c in engine)
     if word == "save_state":
-        return facts.is_accelerator(call.func.value)
+        sharded = {facts.script.called(c) for c in facts.script.all(ast.Call)} & SHARDING
+        return facts.is_accelerator(call.func.value) and (
+            bool(sharded) or "automatic_checkpoint_naming" in _keywords(facts)
+        )
     return True
+
+
+def _keywords(facts: Facts) -> set[str | None]:
+    return {given.arg for given in facts.script.all(ast.keyword)}
