@@ -22,9 +22,9 @@ from instep.check.script import Function, Script, keyword
 DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
 _IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
              "torch.utils.data.distributed.", "apex.parallel.Distributed")  # fmt: skip
-_ALWAYS = ("instep", "accelerate", "deepspeed", "apex")
-_LIBRARIES = ("horovod", "instep", "accelerate", "deepspeed")
-_CALLED = (*_LIBRARIES, "torch.distributed.", *DDP)
+_TORCH_ROOTS = ("torch", "horovod.torch", "instep", "accelerate", "deepspeed", "apex")
+_LIBRARIES = ("horovod", "instep", "accelerate.Accelerator")
+_CALLED = (*_LIBRARIES, "deepspeed.init", "torch.distributed.", *DDP)
 """Their import (of torch's: a call) makes a script one of many processes."""
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
@@ -95,7 +95,7 @@ class Facts:
     def multi_process(self) -> bool:
         """Whether the script is visibly written for several processes."""
         script = self.script
-        if not any(n.startswith(("torch", "horovod.torch", *_ALWAYS)) for n in
+        if not any(n.startswith(_TORCH_ROOTS) for n in
                    script.imported_modules):  # fmt: skip
             return False
         if any(name.startswith(_LIBRARIES) for name in script.imported_modules):

@@ -58,8 +58,8 @@ def reduction_thrown_away(facts: Facts) -> Iterator[Hit]:
             method and facts.script.called(call) in {"gather", "reduce", "gather_for_metrics"}
         ):
             value, text = facts.script.source(call.args[0]), facts.script.source(call)
-            if isinstance(call.args[0], ast.Constant):
-                continue  # allreduce of a constant: an old way to write a barrier
+            if not isinstance(call.args[0], ast.Name | ast.Attribute | ast.Subscript):
+                continue  # allreduce of a temporary: an old way to write a barrier
             yield Hit(
                 call,
                 f"the result of {text} is thrown away; {value} keeps this rank's value",
