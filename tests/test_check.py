@@ -188,6 +188,25 @@ def test_a_line_keeps_its_fault_when_it_says_so() -> None:
     assert kept == ["dist.barrier()", "dist.barrier()  # instep: ignore[INS104]"]
 
 
+def test_a_call_over_several_lines_may_be_kept_at_its_end() -> None:
+    text = 'import os\nos.environ[\n    "A"\n] == "1"'
+    assert checked(text + "\n") == ["INS504"]
+    assert checked(text + "  # instep: ignore[INS504]\n") == []
+
+
+def test_a_wait_that_looks_for_nan_is_not_a_fault() -> None:
+    step = (
+        "import torch\nimport torch.distributed as dist\n"
+        "for x in loader:\n"
+        "    loss = model(x)\n"
+        "    value = loss.item()\n"
+        "    {}\n"
+        "    loss.backward()\n"
+    )
+    assert checked(step.format("seen.append(value)")) == ["INS105"]
+    assert checked(step.format("assert torch.isfinite(value)")) == []
+
+
 def test_rules_are_selected_and_ignored_by_the_beginning_of_their_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -292,6 +311,48 @@ def test_a_copy_of_the_model_made_before_wrapping_is_not_the_wrapper() -> None:
     )
     found = check_text("a.py", text, RULES.values())
     assert [(f.line, f.code) for f in found] == [(9, "INS604")]
+
+
+def test_a_batch_size_from_the_command_line_is_known_by_its_default() -> None:
+    text = (
+        "import argparse\nimport torch\nimport torchvision\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--batch-size', type=int, default={})\n"
+        "args = parser.parse_args()\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=args.batch_size)\n"
+        "model = DDP(torchvision.models.resnet18())\n"
+    )
+    assert checked(text.format(8)) == ["INS402"]
+    assert checked(text.format(64)) == []
+
+
+def test_with_a_global_batch_no_learning_rate_is_scaled() -> None:
+    text = (
+        "import instep\nimport torch\n"
+        "model = instep.replicate(model)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1{})\n"
+    )
+    assert checked(text.format(" * instep.world_size")) == ["INS401"]
+    assert checked(text.format("")) == []
+
+
+def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+        "def reduce_sum(value):\n"
+        "    dist.all_reduce(value)\n"
+        "    return value\n"
+        "def evaluate(correct):\n"
+        "    for batch in loader:\n"
+        "        correct += hits(batch)\n"
+        "    correct = reduce_sum(correct)\n"
+        "    return correct / {}\n"
+    )
+    assert checked(text.format("len(loader)")) == ["INS202"]
+    assert checked(text.format("len(loader.dataset)")) == []
 
 
 def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:

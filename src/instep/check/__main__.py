@@ -5,7 +5,8 @@ import sys
 
 from instep.check.command import add_command
 
-parser = argparse.ArgumentParser(prog="instep")
-add_command(parser.add_subparsers(required=True))
-arguments = parser.parse_args(["check", *sys.argv[1:]])
-sys.exit(arguments.function(arguments))
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="instep")
+    add_command(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["check", *sys.argv[1:]])
+    sys.exit(arguments.function(arguments))

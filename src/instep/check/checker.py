@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -60,9 +61,14 @@ def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:
     """The findings in one script, in the order of its lines. Raises SyntaxError."""
     script = Script(path, text)
     facts = Facts(script)
-    asked = [r for r in rules if r.scope in facts.scopes]
-    found = [_finding(script, asking, hit) for asking in asked for hit in asking.check(facts)]
-    return sorted({f for f in found if not _ignored(script, f)})
+    found = {
+        _finding(script, asking, hit)
+        for asking in rules
+        if asking.scope in facts.scopes
+        for hit in asking.check(facts)
+        if not _ignored(script, hit.node, asking.code)
+    }
+    return sorted(found)
 
 
 def severe_findings(path: str) -> list[Finding]:
@@ -100,10 +106,15 @@ def _finding(script: Script, asking: Rule, hit: Hit) -> Finding:
     )
 
 
-def _ignored(script: Script, finding: Finding) -> bool:
-    """Whether the line ends in `# instep: ignore` or `# instep: ignore[CODE, …]`."""
-    found = _IGNORE.search(script.lines[finding.line - 1])
-    if found is None:
-        return False
-    codes = found.group(1)
-    return codes is None or finding.code in {code.strip() for code in codes.split(",")}
+def _ignored(script: Script, node: ast.AST, code: str) -> bool:
+    """Whether its first or last line ends in `# instep: ignore` or `# instep: ignore[CODE, …]`."""
+    first: int = getattr(node, "lineno", 1)
+    last: int = getattr(node, "end_lineno", None) or first
+    for line in {first, last}:
+        found = _IGNORE.search(script.lines[line - 1])
+        if found is None:
+            continue
+        codes = found.group(1)
+        if codes is None or code in {given.strip() for given in codes.split(",")}:
+            return True
+    return False

@@ -53,9 +53,7 @@ COLLECTIVES = (
 _NORMALISED = re.compile(
     r"torchvision\.models\.(\w+\.)?(wide_)?(resne|densenet|mobilenet|efficientnet)"
 )
-REDUCING = re.compile(
-    r"(all_?reduce|reduce_?(tensor|mean|value|dict|loss|across)|gather|synchroni)"
-)
+REDUCING = re.compile(r"(all_?reduce|reduce_|^reduce$|gather|synchroni)")
 _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "testing"}
 _TRAINING = {"train", "training", "tr"}
 

@@ -79,8 +79,10 @@ def _scalings(facts: Facts) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str, st
             continue
         for rate, factor in ((product.left, product.right), (product.right, product.left)):
             name = facts.script.dotted(rate)
-            if _is_rate(name) and facts.ranks.is_world_size(factor):
-                yield product, name, _target(facts, product)
+            above = facts.script.parent(product)
+            given = isinstance(above, ast.keyword) and above.arg == "lr"
+            if (given or _is_rate(name)) and facts.ranks.is_world_size(factor):
+                yield product, name or facts.script.source(rate), _target(facts, product)
 
 
 def _target(facts: Facts, product: ast.BinOp) -> str:
@@ -157,6 +159,7 @@ def _small_batch(facts: Facts, loader: ast.Call) -> int | None:
     for option in facts.origins.calls(size):
         if facts.script.called(option) == "add_argument":
             values.add(constant(keyword(option, "default")))
+    values.discard(None)
     if len(values) == 1 and isinstance(number := values.pop(), int) and 1 < number < SMALL_BATCH:
         return number
     return None

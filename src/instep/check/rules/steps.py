@@ -179,13 +179,7 @@ def _after_forward(facts: Facts, loop: ast.For | ast.While, call: ast.Call, loss
 
 
 def _checks_for_nan(facts: Facts, call: ast.Call) -> bool:
-    """`value = loss.item()` that is then looked at by isfinite or isnan is there for a reason."""
-    checks = list(facts.script.calls_named("isfinite", "isnan", "isinf"))
-    statement = facts.script.statement_of(call)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {facts.script.dotted(target) for target in targets}
-    return any(
-        facts.script.inside(call, check)
-        or (check.args and facts.script.dotted(check.args[0]) in names)
-        for check in checks
-    )
+    """A step that looks for NaN before backward has to wait, and waits for a reason."""
+    loop = next(facts.script.loops_around(call), None)
+    checks = facts.script.calls_named("isfinite", "isnan", "isinf")
+    return any(next(facts.script.loops_around(check), None) is loop for check in checks)
