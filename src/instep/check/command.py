@@ -1,0 +1,77 @@
+"""The command line: `instep check [options] train.py…`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instep.check import report
+from instep.check.checker import check_files, chosen
+from instep.check.pages import page
+from instep.check.rules import RULES
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+CLEAN, FOUND, UNREADABLE = 0, 1, 2
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Add `check` to the subcommands of `instep`; it sets `function(arguments) -> exit code`."""
+    parser = subparsers.add_parser(
+        "check",
+        help="read a training script and name what will go wrong in parallel",
+        description="Read training scripts and name what will go wrong on several processes. "
+        "Nothing is run or imported. Exit code: 0 clean, 1 findings, 2 a file could not be read.",
+    )
+    parser.add_argument("scripts", nargs="*", metavar="train.py", help="scripts to read")
+    parser.add_argument(
+        "--format", choices=("text", "github"), default="text", help="what is printed"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write JSON there ('-': print that)")
+    parser.add_argument(
+        "--select", type=_codes, default=(), metavar="CODES",
+        help="only rules whose codes begin so: INS101,INS6",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ignore", type=_codes, default=(), metavar="CODES", help="without these rules"
+    )
+    parser.add_argument("--explain", metavar="CODE", help="print the page of a rule")
+    parser.set_defaults(function=run, parser=parser)
+
+
+def _codes(given: str) -> tuple[str, ...]:
+    codes = tuple(part.strip().upper() for part in given.split(",") if part.strip())
+    for code in codes:
+        if not any(known.startswith(code) for known in RULES):
+            raise argparse.ArgumentTypeError(f"no rule begins with {code!r}")
+    return codes
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command line asks; returns the exit code. Prints to standard output."""
+    parser: argparse.ArgumentParser = arguments.parser
+    if arguments.explain is not None:
+        rule = RULES.get(arguments.explain.upper())
+        if rule is None:
+            parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(RULES)}")
+        print(page(rule), end="")
+        return CLEAN
+    if not arguments.scripts:
+        parser.error("no script given: instep check train.py")
+    outcome = check_files(arguments.scripts, chosen(arguments.select, arguments.ignore))
+    if arguments.json == "-":
+        print(report.as_json(outcome))
+    else:
+        if arguments.json is not None:
+            Path(arguments.json).write_text(report.as_json(outcome) + "\n", encoding="utf-8")
+        shown = (report.github if arguments.format == "github" else report.text)(outcome)
+        if shown:
+            print(shown)
+    for file in outcome.unreadable:
+        print(f"instep check: {file.path}: {file.reason}", file=sys.stderr)
+    if outcome.unreadable:
+        return UNREADABLE
+    return FOUND if outcome.findings else CLEAN

@@ -1,0 +1,296 @@
+"""What the rules ask of a script: who is a model, a sampler, a loader; which calls talk."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cached_property
+
+from instep.check.finding import Scope
+from instep.check.guards import Guards
+from instep.check.origins import Origins
+from instep.check.processes import Processes
+from instep.check.ranks import (
+    LOCAL_RANK_VARIABLES,
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    Ranks,
+    read_variable,
+)
+from instep.check.script import Function, Script, keyword
+
+DDP = ("torch.nn.parallel.DDP", "apex.parallel.DDP", "torch.nn.parallel.DistributedDataParallel")
+_IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
+             "torch.utils.data.distributed.", "apex.parallel.Distributed")  # fmt: skip
+_TORCH_ROOTS = ("torch", "horovod.torch", "instep", "accelerate", "deepspeed", "apex")
+_LIBRARIES = ("horovod", "instep", "accelerate.Accelerator")
+_CALLED = (*_LIBRARIES, "deepspeed.init", "torch.distributed.", *DDP)
+"""Their import (of torch's: a call) makes a script one of many processes."""
+LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
+
+_TORCH = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
+    "scatter", "reduce_scatter", "reduce_scatter_tensor", "barrier", "monitored_barrier",
+    "all_to_all", "all_to_all_single", "broadcast_object_list", "all_gather_object",
+    "gather_object", "scatter_object_list", "new_group",
+}  # fmt: skip
+_HOROVOD = {
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce",
+    "allgather", "allgather_object", "broadcast", "broadcast_", "broadcast_parameters",
+    "broadcast_optimizer_state", "broadcast_object", "barrier", "join", "alltoall",
+    "reducescatter",
+}  # fmt: skip
+_INSTEP = {
+    "all_reduce", "reduce", "broadcast", "all_gather", "barrier", "all_gather_object",
+    "broadcast_object",
+}  # fmt: skip
+_ACCELERATE = {"gather", "gather_for_metrics", "reduce", "wait_for_everyone"}
+COLLECTIVES = (
+    {f"torch.distributed.{name}" for name in _TORCH}
+    | {f"horovod.torch.{name}" for name in _HOROVOD}
+    | {f"instep.{name}" for name in _INSTEP}
+)
+_NORMALISED = re.compile(
+    r"torchvision\.models\.(\w+\.)?(wide_)?(resne|densenet|mobilenet|efficientnet)"
+)
+REDUCING = re.compile(r"(all_?reduce|reduce_|^reduce$|gather|synchroni)")
+_EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "test", "dev", "testing"}
+_TRAINING = {"train", "training", "tr"}
+
+
+def words(text: str) -> set[str]:
+    """The words in identifiers and strings: `testLoader_1` gives test, loader, 1."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
+
+
+def about_evaluation(text: str) -> bool:
+    """Whether a text speaks of validation or test data, and not of training data."""
+    found = words(text)
+    return bool(found & _EVALUATION) and not found & _TRAINING
+
+
+class Facts:
+    """One script and everything that has been found out about it, each fact on first use."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.origins = Origins(script)
+        self.ranks = Ranks(script, self.origins)
+        self.guards = Guards(script, self.origins, self.ranks)
+        self.processes = Processes(script)
+        self._talking: dict[tuple[Function, int], ast.Call | None] = {}
+
+    @cached_property
+    def scopes(self) -> frozenset[Scope]:
+        """Which rules have something to say about this script."""
+        if self.multi_process:
+            return frozenset(Scope)
+        if any(self.script.calls_of("torch.nn.DataParallel")):
+            return frozenset({Scope.PARALLEL, Scope.ANY})
+        return frozenset({Scope.ANY})
+
+    @cached_property
+    def multi_process(self) -> bool:
+        """Whether the script is visibly written for several processes."""
+        script = self.script
+        if not any(n.startswith(_TORCH_ROOTS) for n in
+                   script.imported_modules):  # fmt: skip
+            return False
+        if any(name.startswith(_LIBRARIES) for name in script.imported_modules):
+            return True
+        if any(script.full_name(call).startswith(_CALLED) for call in script.all(ast.Call)):
+            return True
+        reads = [*script.all(ast.Subscript), *script.all(ast.Call)]
+        if any(read_variable(script, node) in LAUNCH_VARIABLES for node in reads):
+            return True
+        imported = any(name.startswith(_IMPORTED) for name in script.imported_modules)
+        return imported and not any(script.calls_of("torch.nn.DataParallel"))
+
+    # --- models
+
+    @cached_property
+    def wraps(self) -> list[ast.Call]:
+        """The calls that wrap a model for one-process-per-device training."""
+        return list(self.script.calls_of(*DDP))
+
+    def wrapper(self, node: ast.expr | None) -> ast.Call | None:
+        """The DistributedDataParallel(...) call that a value may come from."""
+        origins = self.origins.of(node)
+        if any(isinstance(o, ast.Attribute) and o.attr == "module" for o in origins):
+            return None  # `model.module if distributed else model`
+        return next((o for o in origins if isinstance(o, ast.Call) and o in self.wraps), None)
+
+    @cached_property
+    def has_batch_norm(self) -> bool:
+        """Whether the script visibly builds a model with batch normalisation."""
+        return any(
+            "BatchNorm" in self.script.called(call)
+            or _NORMALISED.match(self.script.full_name(call))
+            for call in self.script.all(ast.Call)
+        )
+
+    # --- devices
+
+    def counts_devices(self, node: ast.expr) -> bool:
+        """Whether a value is torch.cuda.device_count(), wherever it comes from."""
+        while isinstance(node, ast.Call) and self.script.called(node) in {"int", "max"}:
+            node = node.args[0]
+        origins = self.origins.of(node)
+        return bool(origins) and all(
+            self.script.full_name(origin).endswith("cuda.device_count") for origin in origins
+        )
+
+    @cached_property
+    def several_nodes(self) -> bool:
+        """Whether the script visibly expects more than one node."""
+        reads = {text for text in self.script.strings if text.startswith(("SLURM_", "WORLD_S"))}
+        return bool(reads) or any(
+            word in name
+            for name in self.origins.options
+            for word in ("nnodes", "node_rank", "world_size", "num_nodes")
+        )
+
+    # --- data
+
+    @cached_property
+    def samplers(self) -> list[ast.Call]:
+        """Calls of torch's DistributedSampler."""
+        return list(self.script.calls_of("torch.utils.data.DistributedSampler"))
+
+    @cached_property
+    def loaders(self) -> list[ast.Call]:
+        """Calls of torch's DataLoader."""
+        return list(self.script.calls_of("torch.utils.data.DataLoader"))
+
+    def sampler_of(self, loader: ast.Call) -> ast.Call | None:
+        """The DistributedSampler of a loader, if it may have one."""
+        given = keyword(loader, "sampler", 3) or keyword(loader, "batch_sampler", 4)
+        for call in self.origins.calls(given):
+            if call in self.samplers:
+                return call
+            inner = call.args[0] if call.args else keyword(call, "sampler")
+            for deeper in self.origins.calls(inner):
+                if deeper in self.samplers:  # BatchSampler(DistributedSampler(...))
+                    return deeper
+        return None
+
+    def loader(self, node: ast.expr | None) -> ast.Call | None:
+        """The DataLoader call that a value may come from."""
+        return next((c for c in self.origins.calls(node) if c in self.loaders), None)
+
+    def names_of(self, call: ast.Call) -> str:
+        """The names that a call's result is assigned to, as one text."""
+        statement = self.script.statement_of(call)
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        return " ".join(self.script.source(target) for target in targets)
+
+    def for_evaluation(self, call: ast.Call) -> bool:
+        """Whether a sampler or loader is made for validation or test data, by its names."""
+        dataset = keyword(call, "dataset", 0)
+        own = f"{self.names_of(call)} {self.script.source(dataset) if dataset else ''}"
+        found = words(own)
+        if found & _EVALUATION or found & _TRAINING:
+            return about_evaluation(own)
+        function = self.script.function_of(call)
+        return function is not None and about_evaluation(function.name)
+
+    def iterates(self, loop: ast.For | ast.comprehension) -> ast.expr | None:
+        """What a loop runs over, without enumerate, tqdm and the like."""
+        source: ast.expr = loop.iter
+        while isinstance(source, ast.Call) and self.loader(source) is None and source.args:
+            source = source.args[-1 if self.script.called(source) == "log_every" else 0]
+        return source
+
+    # --- talking
+
+    def is_collective(self, call: ast.Call) -> bool:
+        """Whether every rank must make this call."""
+        if self.script.full_name(call) in COLLECTIVES:
+            return True
+        function = call.func
+        return (
+            isinstance(function, ast.Attribute)
+            and function.attr in _ACCELERATE
+            and self.is_accelerator(function.value)
+        )
+
+    def is_accelerator(self, node: ast.expr) -> bool:
+        """Whether a value is an `accelerate.Accelerator`."""
+        if "accelerate" not in {m.split(".")[0] for m in self.script.imported_modules}:
+            return False
+        return any(
+            self.script.called(origin) == "Accelerator" for origin in self.origins.of(node)
+        ) or self.script.dotted(node).endswith("accelerator")
+
+    @cached_property
+    def collectives(self) -> list[ast.Call]:
+        """Every collective of the script, in the order of the text."""
+        return [call for call in self.script.all(ast.Call) if self.is_collective(call)]
+
+    def talking(self, function: Function, depth: int = 3) -> ast.Call | None:
+        """A collective that a call of this function always enters, here or in what it calls."""
+        if (function, depth) not in self._talking:
+            self._talking[function, depth] = self._first_collective(function, depth)
+        return self._talking[function, depth]
+
+    def _first_collective(self, function: Function, depth: int) -> ast.Call | None:
+        for call in self.script.calls_in(function):
+            collective = self.is_collective(call)
+            inner = [f for f in self.local_functions(call) if f is not function and depth]
+            if not collective and not inner:
+                continue
+            if self._sometimes(call, function) or self.guards.of(call):
+                continue
+            if collective:
+                return call
+            for called in inner:
+                if found := self.talking(called, depth - 1):
+                    return found
+        return None
+
+    def _sometimes(self, call: ast.Call, function: Function) -> bool:
+        """Under an `if` of the function that is not just "are there several processes"."""
+        for above in self.script.ancestors(call):
+            if above is function:
+                return False
+            if isinstance(above, ast.If | ast.IfExp):
+                test = self.script.source(above.test)
+                if not re.search(r"world_size|is_initialized|is_available|distributed\b", test):
+                    return True
+                if self.script.dotted(above.test) in {a.arg for a in function.args.args}:
+                    return True  # a flag that the caller sets
+            if isinstance(above, ast.Lambda | ast.ExceptHandler):
+                return True
+        return False
+
+    def local_functions(self, call: ast.Call) -> list[Function]:
+        """The functions of this script that a plain call `f(...)` calls."""
+        if isinstance(call.func, ast.Name):
+            return self.script.functions.get(call.func.id, [])
+        return []
+
+    @cached_property
+    def reductions(self) -> list[ast.Call]:
+        """Calls that bring values of all ranks together, by their name."""
+        return [c for c in self.script.all(ast.Call) if REDUCING.search(self.script.called(c))]
+
+    # --- training
+
+    @cached_property
+    def backwards(self) -> list[ast.Call]:
+        """Calls of `.backward()`, `accelerator.backward(loss)` and the like."""
+        return list(self.script.calls_named("backward"))
+
+    @cached_property
+    def training_loops(self) -> list[ast.For | ast.While]:
+        """The innermost loops around each backward: one turn is one step."""
+        found: list[ast.For | ast.While] = []
+        for call in self.backwards:
+            loop = next(self.script.loops_around(call), None)
+            if loop is not None and loop not in found:
+                found.append(loop)
+        return found

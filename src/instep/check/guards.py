@@ -1,0 +1,212 @@
+"""Which code runs on some ranks only: tests on the rank, and the guards around a place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from instep.check.origins import Origins
+from instep.check.ranks import Kind, Ranks
+from instep.check.script import Function, Script, constant
+
+MAIN = re.compile(
+    r"(main_?(proc|rank|node)|^(is_)?main$|is_main|master|primary|rank_?zero|rank_?0|is_chief"
+    r"|is_root|single_process|first_rank)",
+    re.IGNORECASE,
+)
+NOT_MAIN = re.compile(r"master_(addr|port|param|weight|grad|ip|uri|node_addr)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A test that comes out differently on different ranks, and the side that is meant."""
+
+    kind: Kind
+    zero: bool
+    """True: the code runs on the first rank only; False: on all the others."""
+    test: ast.AST
+    holds: bool = True
+    """False: the code runs where the test fails (an `else`, or after `if rank != 0: return`)."""
+
+    def flipped(self) -> Guard:
+        """The other side of the same test."""
+        return Guard(self.kind, not self.zero, self.test, not self.holds)
+
+    @property
+    def where(self) -> str:
+        """The condition as text: "rank == 0"."""
+        test = ast.unparse(self.test)
+        if self.holds:
+            return test
+        if isinstance(self.test, ast.Compare) and isinstance(self.test.ops[0], ast.NotEq):
+            return test.replace("!=", "==", 1)
+        return f"not {test}" if isinstance(self.test, ast.Name) else f"not ({test})"
+
+
+class Guards:
+    """Finds what decides, by the rank, whether a place in the script is reached."""
+
+    def __init__(self, script: Script, origins: Origins, ranks: Ranks) -> None:
+        self.script = script
+        self.origins = origins
+        self.ranks = ranks
+        self._known: dict[ast.AST, list[Guard]] = {}
+
+    # --- tests
+
+    def test(self, node: ast.AST | None, depth: int = 3) -> Guard | None:
+        """What a condition says of the rank; None when it says nothing."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self.test(node.operand, depth)
+            if inner is not None:
+                return Guard(inner.kind, not inner.zero, inner.test)
+            kind = self.ranks.kind(node.operand)
+            return Guard(kind, True, node) if kind else None
+        if isinstance(node, ast.BoolOp):
+            found = [g for value in node.values if (g := self.test(value, depth)) is not None]
+            return found[0] if found else None
+        if isinstance(node, ast.Compare):
+            return self._compare(node, depth)
+        return self._flag(node, depth)
+
+    def _compare(self, node: ast.Compare, depth: int) -> Guard | None:
+        if len(node.ops) != 1:
+            return None
+        left, op, right = node.left, node.ops[0], node.comparators[0]
+        if isinstance(op, ast.Is | ast.IsNot):
+            return self._compare_with_none(node, depth)
+        kind = self.ranks.kind(left)
+        if kind is None and isinstance(op, ast.Eq | ast.NotEq):
+            left, right = right, left
+            kind = self.ranks.kind(left)
+        if kind is None:
+            return None
+        if isinstance(op, ast.In | ast.NotIn):
+            members = [constant(m) for m in getattr(right, "elts", [])]
+            return Guard(kind, (0 in members) == isinstance(op, ast.In), node)
+        value = constant(right)
+        if value == -1:
+            return None  # the old sign for "not distributed": the same on every rank
+        if value == 0 and isinstance(op, ast.GtE | ast.Lt):
+            return None  # "distributed" and "not distributed" again
+        if isinstance(op, ast.Eq):
+            return Guard(kind, value in (0, None), node)
+        if isinstance(op, ast.NotEq | ast.Gt | ast.GtE):
+            return Guard(kind, False, node)
+        return Guard(kind, True, node)
+
+    def _compare_with_none(self, node: ast.Compare, depth: int) -> Guard | None:
+        """`writer is not None`, where the writer is made on one rank only."""
+        other = node.comparators[0]
+        if not (isinstance(other, ast.Constant) and other.value is None) or depth == 0:
+            return None
+        guard = self._made_under_guard(node.left, depth - 1)
+        is_not = isinstance(node.ops[0], ast.IsNot)
+        return Guard(guard.kind, guard.zero == is_not, node) if guard else None
+
+    def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
+        sources = [node, *self.origins.arguments_of(node)]
+        for binding in (b for source in sources for b in self.origins.bindings(source)):
+            if getattr(binding.statement, "lineno", 0) >= getattr(node, "lineno", 0) and (
+                self.script.function_of(binding.statement) is self.script.function_of(node)
+            ):
+                continue  # made later
+            if constant(binding.value) is None and not isinstance(binding.value, ast.Constant):
+                for guard in self.of(binding.statement):
+                    return guard
+                if isinstance(binding.value, ast.IfExp):
+                    return self.test(binding.value.test, depth) if depth else None
+        return None
+
+    def _flag(self, node: ast.AST | None, depth: int) -> Guard | None:
+        word = self.script.called(node) if isinstance(node, ast.Call) else self.script.dotted(node)
+        last = word.split(".")[-1]
+        if last and MAIN.search(last) and not NOT_MAIN.search(last):
+            kind: Kind = "local rank" if "local" in last else "rank"
+            return Guard(kind, True, node or self.script.tree)
+        if depth == 0 or not isinstance(node, ast.Name | ast.Attribute):
+            return None
+        for binding in self.origins.bindings(node):
+            if isinstance(binding.value, ast.Compare | ast.BoolOp | ast.Call | ast.UnaryOp):
+                found = self.test(binding.value, depth - 1)
+                if found:
+                    return found
+        return self._made_under_guard(node, depth - 1)
+
+    # --- guards
+
+    def of(self, node: ast.AST) -> list[Guard]:
+        """The tests on the rank that decide, within its function, whether the node runs."""
+        if node not in self._known:
+            self._known[node] = []  # a node that is asked for while it is being answered
+            self._known[node] = list(self._find_guards(node))
+        return self._known[node]
+
+    def _find_guards(self, node: ast.AST) -> Iterator[Guard]:
+        child = node
+        for above in self.script.ancestors(node):
+            if isinstance(above, ast.If | ast.IfExp):
+                yield from self._side(above, child)
+            if isinstance(above, ast.BoolOp) and child is not above.values[0]:
+                before = above.values[: above.values.index(child)]  # type: ignore[arg-type]
+                for value in before:
+                    if (guard := self.test(value)) and isinstance(above.op, ast.And):
+                        yield guard
+            if isinstance(above, ast.With):
+                yield from self._scope(above)
+            yield from self._left_early(above, child)
+            if isinstance(above, Function):
+                yield from self._decorated(above)
+                return
+            child = above
+
+    def _side(self, test: ast.If | ast.IfExp, child: ast.AST) -> Iterator[Guard]:
+        guard = self.test(test.test)
+        if guard is None or child is test.test:
+            return
+        body = test.body if isinstance(test.body, list) else [test.body]
+        if any(child is part for part in body):
+            yield guard
+        elif not isinstance(test.test, ast.BoolOp):
+            yield guard.flipped()
+
+    def _scope(self, scope: ast.With) -> Iterator[Guard]:
+        for item in scope.items:
+            if "single_process_scope" in self.script.called(item.context_expr):
+                yield Guard("rank", True, item.context_expr)
+
+    def _left_early(self, block: ast.AST, child: ast.AST) -> Iterator[Guard]:
+        """After `if rank != 0: return` the rest of the block runs on rank 0 only."""
+        for statements in (getattr(block, name, None) for name in ("body", "orelse", "finalbody")):
+            if not isinstance(statements, list) or child not in statements:
+                continue
+            for before in statements[: statements.index(child)]:
+                if isinstance(before, ast.If) and not before.orelse and _leaves(before.body):
+                    guard = self.test(before.test)
+                    if guard and not isinstance(before.test, ast.BoolOp):
+                        yield guard.flipped()
+
+    def _decorated(self, function: Function) -> Iterator[Guard]:
+        for decorator in function.decorator_list:
+            made = decorator.func if isinstance(decorator, ast.Call) else decorator
+            last = self.script.dotted(made).split(".")[-1]
+            if MAIN.search(last):
+                yield Guard("rank", True, decorator)
+
+    def around(self, node: ast.AST, depth: int = 4) -> Guard | None:
+        """A guard here, or around every call of the function that the node is in."""
+        here = self.of(node)
+        if here:
+            return here[0]
+        function = self.script.function_of(node)
+        if function is None or depth == 0:
+            return None
+        calls = self.origins.calls_of(function)
+        found = [self.around(call, depth - 1) for call in calls]
+        return found[0] if found and all(found) else None
+
+
+def _leaves(statements: list[ast.stmt]) -> bool:
+    return isinstance(statements[-1], ast.Return | ast.Continue | ast.Break)

@@ -1,0 +1,59 @@
+"""Which code runs in every process, where the script starts its processes itself."""
+
+from __future__ import annotations
+
+import ast
+from functools import cached_property
+
+from instep.check.script import Function, Script, keyword
+
+
+class Processes:
+    """The call that starts the ranks, and what they reach from there."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    @cached_property
+    def spawn(self) -> ast.Call | None:
+        """The call that starts the processes from inside the script, if it does so."""
+        for call in self.script.calls_named("spawn", "Process", "start_processes"):
+            full = self.script.full_name(call)
+            if "multiprocessing" in full and self.spawned(call) is not None:
+                return call
+        return None
+
+    def spawned(self, call: ast.Call) -> Function | None:
+        """The function of this script that a spawn call starts."""
+        target = keyword(call, "target") or keyword(call, "fn", 0)
+        word = self.script.dotted(target)
+        return self.script.functions.get(word, [None])[0]
+
+    @cached_property
+    def main(self) -> Function | None:
+        """The function that each spawned process runs."""
+        return self.spawned(self.spawn) if self.spawn is not None else None
+
+    @cached_property
+    def _per_rank(self) -> set[Function] | None:
+        """Everything that the spawned function mentions, and what that mentions, by name."""
+        if self.spawn is None:
+            return None
+        mentioned: dict[Function | None, set[str]] = {}
+        for name in self.script.all(ast.Name):
+            mentioned.setdefault(self.script.function_of(name), set()).add(name.id)
+        for attribute in self.script.all(ast.Attribute):
+            function = self.script.function_of(attribute)
+            mentioned.setdefault(function, set()).add(attribute.attr)
+        found: set[Function] = set()
+        waiting = [self.main] if self.main else []
+        while waiting:
+            function = waiting.pop()
+            found.add(function)
+            for word in mentioned.get(function, ()):
+                waiting += [f for f in self.script.functions.get(word, []) if f not in found]
+        return found
+
+    def run(self, node: ast.AST) -> bool:
+        """False for what the parent does before it spawns the ranks."""
+        return self._per_rank is None or self.script.function_of(node) in self._per_rank

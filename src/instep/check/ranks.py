@@ -1,0 +1,128 @@
+"""Which expressions are a rank, and which the number of ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Literal
+
+from instep.check.origins import Origins
+from instep.check.script import Script, constant
+
+Kind = Literal["rank", "local rank", "device"]
+"""`device`: an index of a device, or rank modulo devices; 0 on one process of each node."""
+
+GLOBAL_RANK = re.compile(
+    r"^(global_?|world_?|ddp_|dist_|my_?|proc_?|process_)?(rank|rank_id|proc_?id|process_index)$"
+)
+LOCAL_RANK = re.compile(r"local_?(rank|procid|process_index|id)$")
+DEVICE = re.compile(r"^(gpu|gpu_?id|device_?id|proc_?nr|process_nr)$")
+RANK_VARIABLES = {
+    "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK", "PMIX_RANK",
+}  # fmt: skip
+LOCAL_RANK_VARIABLES = {
+    "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+    "HOROVOD_LOCAL_RANK",
+}  # fmt: skip
+SIZE_VARIABLES = {
+    "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE",
+    "HOROVOD_SIZE",
+}  # fmt: skip
+_PROCESS = {"rank", "pid", "getpid", "procid", "hostname", "gethostname"}
+"""Words that make a file name or a line of output that of one process."""
+SIZE = re.compile(
+    r"^(world_?size|num_?(replicas|processes|ranks)|ddp_world_size|global_world_size)$"
+)
+
+
+class Ranks:
+    """Recognises ranks and world sizes by name, by call and by variable."""
+
+    def __init__(self, script: Script, origins: Origins) -> None:
+        self.script = script
+        self.origins = origins
+
+    def kind(self, node: ast.AST | None, depth: int = 3) -> Kind | None:
+        """Whether an expression is a rank of the job, of its node, or a device; None: neither."""
+        if isinstance(node, ast.Call):
+            return self._kind_of_call(node, depth)
+        if isinstance(node, ast.Subscript):
+            return _kind_of_variable(read_variable(self.script, node))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return "device" if depth and self.kind(node.left, depth - 1) else None
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return None
+        word = self.script.dotted(node).split(".")[-1].lower()
+        if LOCAL_RANK.search(word):
+            return "local rank"
+        if GLOBAL_RANK.match(word):
+            return "rank"
+        if depth and isinstance(node, ast.Name):
+            for binding in self.origins.bindings(node):
+                if found := self.kind(binding.value, depth - 1):
+                    return found
+        return "device" if DEVICE.match(word) else None
+
+    def _kind_of_call(self, call: ast.Call, depth: int) -> Kind | None:
+        word = self.script.called(call)
+        if word in {"int", "str", "getattr"} and call.args:
+            if word == "getattr" and len(call.args) > 1:
+                name = constant(call.args[1])
+                return self._kind_of_word(name) if isinstance(name, str) else None
+            return self.kind(call.args[0], depth)
+        return _kind_of_variable(read_variable(self.script, call)) or self._kind_of_word(
+            word.removeprefix("get_")
+        )
+
+    def _kind_of_word(self, word: str) -> Kind | None:
+        if LOCAL_RANK.search(word):
+            return "local rank"
+        return "rank" if GLOBAL_RANK.match(word) else None
+
+    def is_world_size(self, node: ast.AST | None, depth: int = 3) -> bool:
+        """Whether an expression is the number of processes of the job."""
+        if isinstance(node, ast.Call):
+            if self.script.called(node) in {"int", "float"} and node.args:
+                return self.is_world_size(node.args[0], depth)
+            full = self.script.full_name(node)
+            return (
+                self.script.called(node) == "get_world_size"
+                or full in {"horovod.torch.size", "instep.world_size"}
+                or read_variable(self.script, node) in SIZE_VARIABLES
+            )
+        if isinstance(node, ast.Subscript):
+            return read_variable(self.script, node) in SIZE_VARIABLES
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return False
+        if SIZE.match(self.script.dotted(node).split(".")[-1].lower()):
+            return True
+        return depth > 0 and any(
+            self.is_world_size(b.value, depth - 1) for b in self.origins.bindings(node)
+        )
+
+    def mentions_rank(self, node: ast.expr | None) -> bool:
+        """Whether a value depends on the rank, as in `f"rank{rank}.csv"`."""
+        if node is None:
+            return False
+        named = re.split(r"[\W_]+", self.origins.text(node).lower())
+        return bool(_PROCESS & set(named)) or any(self.kind(inner) for inner in ast.walk(node))
+
+
+def read_variable(script: Script, node: ast.AST) -> str:
+    """The name in os.environ["NAME"], os.environ.get("NAME") or os.getenv("NAME")."""
+    if isinstance(node, ast.Subscript):
+        if script.full_name(node.value) == "os.environ":
+            name = constant(node.slice)
+            return name if isinstance(name, str) else ""
+    elif isinstance(node, ast.Call) and node.args:
+        function = script.full_name(node)
+        if function in {"os.getenv", "os.environ.get", "os.environ.pop"}:
+            name = constant(node.args[0])
+            return name if isinstance(name, str) else ""
+    return ""
+
+
+def _kind_of_variable(name: str) -> Kind | None:
+    if name in RANK_VARIABLES:
+        return "rank"
+    return "local rank" if name in LOCAL_RANK_VARIABLES else None

@@ -1,0 +1,78 @@
+"""The findings for people, for programs, and for GitHub."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+
+from instep.check.checker import Outcome
+from instep.check.finding import Finding
+
+SCHEMA = 1
+"""Version of the JSON below; it grows when a key changes its meaning or goes away."""
+
+
+def text(outcome: Outcome) -> str:
+    """Three lines per finding (where and what, what happens, what to write) and a total."""
+    blocks = [_block(finding) for finding in outcome.findings]
+    blocks += [f"{u.path}: could not be checked: {u.reason}" for u in outcome.unreadable]
+    return "\n".join([*blocks, total(outcome)])
+
+
+def _block(finding: Finding) -> str:
+    where = f"{finding.path}:{finding.line}:{finding.column}"
+    mend = finding.mend.replace("\n", "\n           ")
+    return (
+        f"{where}: {finding.code} {finding.severity}: {finding.message}\n"
+        f"  happens: {finding.effect}\n"
+        f"  instead: {mend}"
+    )
+
+
+def total(outcome: Outcome) -> str:
+    """One line: how many of what."""
+    by_severity = Counter(finding.severity.value for finding in outcome.findings)
+    files = f"{len(outcome.checked)} file{'s' * (len(outcome.checked) != 1)}"
+    if not outcome.findings:
+        return f"Nothing found in {files}."
+    parts = [f"{n} {name}{'s' * (n != 1)}" for name, n in sorted(by_severity.items())]
+    return f"{' and '.join(parts)} in {files}. More: instep check --explain CODE"
+
+
+def as_json(outcome: Outcome) -> str:
+    """A stable form: schema, files, findings, unreadable, summary."""
+    by_severity = Counter(finding.severity.value for finding in outcome.findings)
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "files": list(outcome.checked),
+            "findings": [asdict(finding) for finding in outcome.findings],
+            "unreadable": [asdict(file) for file in outcome.unreadable],
+            "summary": {name: by_severity[name] for name in ("error", "warning")},
+        },
+        indent=2,
+    )
+
+
+def github(outcome: Outcome) -> str:
+    """Workflow commands: GitHub shows each as an annotation of its line."""
+    lines = [
+        f"::{finding.severity} file={_property(finding.path)},line={finding.line},"
+        f"col={finding.column},title={_property(f'{finding.code} {finding.name}')}::"
+        + _escaped(f"{finding.message}\nHappens: {finding.effect}\nInstead: {finding.mend}")
+        for finding in outcome.findings
+    ]
+    lines += [
+        f"::error file={_property(file.path)}::could not be checked: {_escaped(file.reason)}"
+        for file in outcome.unreadable
+    ]
+    return "\n".join(lines)
+
+
+def _escaped(message: str) -> str:
+    return message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(value: str) -> str:
+    return _escaped(value).replace(":", "%3A").replace(",", "%2C")

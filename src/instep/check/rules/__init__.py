@@ -1,0 +1,57 @@
+"""All rules, by code. The first digit is the theme; each theme is one file."""
+
+from __future__ import annotations
+
+from instep.check.finding import Rule
+from instep.check.rules import (
+    checkpoints,
+    counting,
+    data,
+    devices,
+    evaluation,
+    hangs,
+    launch,
+    optimisation,
+    seeds,
+    steps,
+    writing,
+)
+
+THEMES = {
+    "INS1": "Ranks that wait for each other",
+    "INS2": "Metrics and evaluation",
+    "INS3": "Data, seeds and augmentation",
+    "INS4": "Learning rate, batch and wrappers",
+    "INS5": "Devices and launching",
+    "INS6": "Files and output",
+}
+
+ROOMS = (
+    hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
+    checkpoints,
+)  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    found.code: found
+    for found in sorted(
+        (
+            value
+            for room in (
+                hangs,
+                steps,
+                counting,
+                evaluation,
+                data,
+                seeds,
+                optimisation,
+                devices,
+                launch,
+                writing,
+                checkpoints,
+            )
+            for value in vars(room).values()
+            if isinstance(value, Rule)
+        ),
+        key=lambda found: found.code,
+    )
+}

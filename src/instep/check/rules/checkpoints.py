@@ -1,0 +1,270 @@
+"""INS603, INS604, INS606, INS607: whether a checkpoint can be read again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.check.facts import Facts
+from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.script import constant, keyword
+
+
+@rule(
+    "INS603",
+    "load-without-map-location",
+    Severity.WARNING,
+    "Every process loads a checkpoint onto the device it was saved from.",
+)
+def load_without_map_location(facts: Facts) -> Iterator[Hit]:
+    """`torch.load` puts tensors back where they were saved: on device 0, which rank 0 saved
+    from. From N = 2 on all processes of a node fill the memory of device 0, and on a
+    machine with fewer devices the load fails.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = torch.load("checkpoint.pt")
+    net.load_state_dict(state)
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = torch.load("checkpoint.pt", map_location="cpu")
+    net.load_state_dict(state)
+    ```
+    """
+    for call in facts.script.calls_of("torch.load"):
+        if keyword(call, "map_location", 1) is not None or any(
+            k.arg is None for k in call.keywords
+        ):
+            continue
+        if not _loaded_as_state(facts, call) or not facts.processes.run(call):
+            continue
+        if facts.guards.around(call) or _other_branch_maps(facts, call):
+            continue
+        text = facts.script.source(call)
+        yield Hit(
+            call,
+            "the tensors go back to the device that they were saved from",
+            "from N = 2 on, every process of a node fills device 0",
+            f'{text[:-1]}, map_location="cpu")',
+        )
+
+
+def _loaded_as_state(facts: Facts, call: ast.Call) -> bool:
+    for load in facts.script.calls_named("load_state_dict"):
+        if "scaler" in facts.script.source(load.func):
+            continue  # a loss scale is a number, on no device
+        for argument in load.args:
+            inner = argument
+            while isinstance(inner, ast.Subscript | ast.Attribute):
+                inner = inner.value
+            if any(origin is call for origin in facts.origins.of(inner)) or any(
+                facts.script.inside(call, origin) for origin in facts.origins.of(argument)
+            ):
+                return True
+    return False
+
+
+def _other_branch_maps(facts: Facts, call: ast.Call) -> bool:
+    return any(
+        keyword(other, "map_location", 1) is not None and facts.script.exclusive(other, call)
+        for other in facts.script.calls_of("torch.load")
+    )
+
+
+@rule(
+    "INS604",
+    "wrapped-state-dict",
+    Severity.WARNING,
+    "The state dict of the wrapper is saved: every key begins with `module.`.",
+)
+def wrapped_state_dict(facts: Facts) -> Iterator[Hit]:
+    """DistributedDataParallel holds the model as `module`, so each key of its state dict has
+    that prefix. The file does not load into the plain model: "Unexpected key(s)
+    module.conv1.weight". It concerns every N, and bites with N = 1.
+
+    ## Bad
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    if rank == 0:
+        torch.save(model.state_dict(), "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    if rank == 0:
+        torch.save(model.module.state_dict(), "checkpoint.pt")
+    ```
+    """
+    if any("module." in text for text in facts.script.strings):
+        return  # the script knows the prefix
+    for call in facts.script.calls_named("state_dict"):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        wrap = facts.wrapper(owner)
+        if wrap is None or owner is None or not _saved(facts, call):
+            continue
+        name = facts.script.source(owner)
+        if wrap.lineno > call.lineno and facts.script.function_of(wrap) is facts.script.function_of(
+            call
+        ):
+            continue
+        yield Hit(
+            call,
+            f"{name} is the wrapper: its keys begin with `module.`",
+            "at any N, the file does not load into the model itself",
+            f"{name}.module.state_dict()",
+        )
+
+
+def _saved(facts: Facts, node: ast.AST) -> bool:
+    """Whether a value goes into a call that saves, directly or by a name."""
+    for above in facts.script.ancestors(node):
+        if isinstance(above, ast.Call) and "save" in facts.script.called(above):
+            return True
+        if isinstance(above, ast.Assign):
+            names = {facts.script.dotted(target) for target in above.targets}
+            function = facts.script.function_of(above)
+            return any(
+                "save" in facts.script.called(call)
+                and facts.script.function_of(call) is function
+                and names & {facts.script.dotted(a) for a in call.args}
+                for call in facts.script.all(ast.Call)
+            )
+        if isinstance(above, ast.stmt):
+            return False
+    return False
+
+
+@rule(
+    "INS606",
+    "checkpoint-without-optimizer",
+    Severity.WARNING,
+    "A checkpoint that knows its epoch does not hold the optimizer.",
+    Scope.PARALLEL,
+)
+def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
+    """A checkpoint with an epoch number is made for going on. Without the optimizer (its
+    momentum, its step count, the learning rate) a resumed training is another one than an
+    uninterrupted one, at any N.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    if rank == 0:
+        torch.save({"epoch": epoch, "model": net.state_dict()}, "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    state = {"epoch": epoch, "model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+    """
+    if (
+        _state_is_saved(facts, "opt")
+        or any(facts.script.calls_named("save_state"))
+        or any(name.startswith("deepspeed") for name in facts.script.imported_modules)
+    ):
+        return
+    for saved in _checkpoints(facts):
+        keys = [constant(key) for key in saved.keys]
+        text = facts.script.source(saved)
+        if "epoch" in keys and ".state_dict" in text and "opt" not in text.lower():
+            yield Hit(
+                saved,
+                "this checkpoint has an epoch and a model, but no optimizer",
+                "at any N, a resumed training goes on without momentum and schedule",
+                '"optimizer": optimizer.state_dict(),',
+            )
+
+
+def _state_is_saved(facts: Facts, *words: str) -> bool:
+    """Whether `x.state_dict()` is called anywhere, for an x with one of these words."""
+    return any(
+        word in facts.script.source(call.func).lower()
+        for call in facts.script.calls_named("state_dict")
+        for word in words
+    )
+
+
+def _checkpoints(facts: Facts) -> Iterator[ast.Dict]:
+    """Dictionaries literally given to a call that saves."""
+    for node in facts.script.all(ast.Dict):
+        if node.keys and None not in node.keys and _saved(facts, node):
+            yield node
+
+
+@rule(
+    "INS607",
+    "checkpoint-without-scaler",
+    Severity.WARNING,
+    "A checkpoint of mixed-precision training does not hold the loss scale.",
+    Scope.PARALLEL,
+)
+def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
+    """The loss scale of `apex.amp` or of a GradScaler is part of the training's state.
+    Without it a resumed training begins again at 65536 and skips its first steps, at any N.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    scaler = torch.cuda.amp.GradScaler()
+    state = {"epoch": 1, "model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    scaler = torch.cuda.amp.GradScaler()
+    state = {"epoch": 1, "model": net.state_dict(), "optimizer": optimizer.state_dict(),
+             "scaler": scaler.state_dict()}
+    if rank == 0:
+        torch.save(state, "checkpoint.pt")
+    ```
+    """
+    if _state_is_saved(facts, "scaler", "amp"):
+        return
+    scalers = list(facts.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
+                                         "torch.amp.GradScaler"))  # fmt: skip
+    for saved in _checkpoints(facts) if scalers else []:
+        text = facts.script.source(saved)
+        keys = [constant(key) for key in saved.keys]
+        if (
+            "epoch" in keys
+            and ".state_dict" in text
+            and not ("scaler" in text.lower() or "amp" in text)
+        ):
+            apex = facts.script.full_name(scalers[0]).startswith("apex")
+            owner = "amp" if apex else facts.names_of(scalers[0]) or "scaler"
+            yield Hit(
+                saved,
+                "this checkpoint does not hold the state of the loss scaling",
+                "at any N, a resumed training starts with the first scale and skips steps",
+                f'"{owner}": {owner}.state_dict(),',
+            )

@@ -1,0 +1,318 @@
+"""INS201 to INS203 and INS208: what is counted, and what it is divided by."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from instep.check.facts import Facts, words
+from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.script import keyword
+
+OUT_OF_PLACE = {
+    f"horovod.torch.{name}"
+    for name in ("allreduce", "allgather", "broadcast", "grouped_allreduce", "alltoall",
+                 "reducescatter", "broadcast_object", "allgather_object")
+} | {
+    f"instep.{name}"
+    for name in ("all_reduce", "reduce", "broadcast", "all_gather", "broadcast_object",
+                 "all_gather_object", "mean", "sum")
+}  # fmt: skip
+
+
+@rule(
+    "INS201",
+    "reduction-thrown-away",
+    Severity.ERROR,
+    "An out-of-place reduction whose result nobody takes.",
+)
+def reduction_thrown_away(facts: Facts) -> Iterator[Hit]:
+    """`hvd.allreduce(x)`, `instep.all_reduce(x)` and `accelerator.reduce(x)` return the
+    result and leave `x` alone. As a statement they only cost time: from N = 2 on, `x` is
+    still this rank's own value, and whoever divides it by N makes it wrong once more.
+
+    ## Bad
+    ```python
+    import horovod.torch as hvd
+
+    def mean(value):
+        total = value.clone()
+        hvd.allreduce(total)
+        return total
+    ```
+
+    ## Good
+    ```python
+    import horovod.torch as hvd
+
+    def mean(value):
+        return hvd.allreduce(value)
+    ```
+    """
+    for statement in facts.script.all(ast.Expr):
+        call = statement.value
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        method = isinstance(call.func, ast.Attribute) and facts.is_accelerator(call.func.value)
+        if facts.script.full_name(call) in OUT_OF_PLACE or (
+            method and facts.script.called(call) in {"gather", "reduce", "gather_for_metrics"}
+        ):
+            value, text = facts.script.source(call.args[0]), facts.script.source(call)
+            if not isinstance(call.args[0], ast.Name | ast.Attribute | ast.Subscript):
+                continue  # allreduce of a temporary: an old way to write a barrier
+            yield Hit(
+                call,
+                f"the result of {text} is thrown away; {value} keeps this rank's value",
+                "from N = 2 on, every rank goes on with its own number",
+                f"{value} = {text}",
+            )
+
+
+@rule(
+    "INS202",
+    "metric-over-local-length",
+    Severity.ERROR,
+    "A count of all ranks is divided by the length of one rank's share.",
+)
+def metric_over_local_length(facts: Facts) -> Iterator[Hit]:
+    """With a DistributedSampler `len(loader)` and `len(sampler)` are this rank's share,
+    rounded up, while a count summed over all ranks has every rank's samples in it. The
+    metric comes out about N times too large (and with padding it is never exact). Reduce
+    the count of samples together with the count of hits.
+
+    ## Bad
+    ```python
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def evaluate(model, dataset):
+        sampler = DistributedSampler(dataset)
+        correct = count_correct(model, DataLoader(dataset, sampler=sampler))
+        dist.all_reduce(correct)
+        return correct / len(sampler)
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def evaluate(model, dataset):
+        sampler = DistributedSampler(dataset)
+        counts = count_correct_and_seen(model, DataLoader(dataset, sampler=sampler))
+        dist.all_reduce(counts)
+        return counts[0] / counts[1]
+    ```
+    """
+    for numerator, denominator, place in _divisions(facts):
+        measured = _length_of_share(facts, denominator)
+        name = _counted(facts, numerator)
+        if measured is None or name is None or not words(name) & {"correct", "corrects", "hits"}:
+            continue
+        if _reduced(facts, numerator):
+            yield Hit(
+                place,
+                f"{name} is summed over all ranks, {facts.script.source(measured)} is one "
+                "rank's share",
+                "from N = 2 on, the metric is about N times too large",
+                f"dist.all_reduce(seen)  # a tensor that counts samples\n{name} / seen",
+            )
+
+
+@rule(
+    "INS203",
+    "local-count-over-dataset",
+    Severity.ERROR,
+    "One rank's count is divided by the length of the whole dataset.",
+)
+def local_count_over_dataset(facts: Facts) -> Iterator[Hit]:
+    """The loader hands this rank one N-th of the samples, the count is never summed over
+    the ranks, and yet it is divided by the length of the whole dataset: the accuracy falls
+    with N, to a half with N = 2, to a quarter with N = 4.
+
+    ## Bad
+    ```python
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset))
+
+    def evaluate(model):
+        correct = 0
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum()
+        return correct / len(dataset)
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset))
+
+    def evaluate(model):
+        correct = seen = torch.zeros(())
+        for x, y in loader:
+            correct = correct + (model(x).argmax(1) == y).sum()
+            seen = seen + len(y)
+        dist.all_reduce(correct)
+        dist.all_reduce(seen)
+        return correct / seen
+    ```
+    """
+    for numerator, denominator, place in _divisions(facts):
+        name = _counted(facts, numerator)
+        whole = _length_of_dataset(facts, denominator)
+        if name is None or whole is None or not _sharded_loop_fills(facts, place, name):
+            continue
+        if not _reduced_anywhere(facts, place):
+            yield Hit(
+                place,
+                f"{name} counts this rank's samples, {facts.script.source(whole)} counts all",
+                "with N processes the metric is about 1/N of what it should be",
+                f"dist.all_reduce({name})  # a tensor; before the division",
+            )
+
+
+def _divisions(facts: Facts) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
+    for binary in facts.script.all(ast.BinOp):
+        if isinstance(binary.op, ast.Div):
+            yield binary.left, binary.right, binary
+    for changed in facts.script.all(ast.AugAssign):
+        if isinstance(changed.op, ast.Div):
+            yield changed.target, changed.value, changed
+
+
+def _lengths(facts: Facts, node: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and facts.script.called(inner) == "len" and inner.args:
+            yield inner, inner.args[0]
+
+
+def _length_of_share(facts: Facts, node: ast.expr) -> ast.Call | None:
+    """`len(loader)`, `len(sampler)` or `len(loader.sampler)` of a sharded loader."""
+    if any(facts.ranks.is_world_size(inner) for inner in ast.walk(node)):
+        return None
+    for call, of in _lengths(facts, node):
+        loader = facts.loader(of)
+        if isinstance(of, ast.Attribute) and of.attr == "sampler":
+            loader = facts.loader(of.value)
+        if any(origin in facts.samplers for origin in facts.origins.of(of)) or (
+            loader is not None and facts.sampler_of(loader) is not None
+        ):
+            return call
+    return None
+
+
+def _length_of_dataset(facts: Facts, node: ast.expr) -> ast.Call | None:
+    """`len(loader.dataset)`, or `len(dataset)` of what a sampler was made for."""
+    given = {facts.script.source(d) for s in facts.samplers if (d := keyword(s, "dataset", 0))}
+    for call, of in _lengths(facts, node):
+        if isinstance(of, ast.Attribute) and of.attr == "dataset":
+            return call
+        if facts.script.source(of) in given:
+            return call
+    return None
+
+
+def _counted(facts: Facts, node: ast.expr) -> str | None:
+    """The name that is divided: `correct` in `100.0 * correct.item()`."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and inner.id not in {"float", "int", "torch"}:
+            return inner.id
+    return None
+
+
+def _reduced(facts: Facts, numerator: ast.expr) -> bool:
+    """Whether the number was summed over the ranks, in place or by assignment."""
+    name = _counted(facts, numerator)
+    function = facts.script.function_of(numerator)
+    for call in facts.reductions:
+        if facts.script.function_of(call) is not function or call.lineno > numerator.lineno:
+            continue
+        average = [*call.args, *(k.value for k in call.keywords)]
+        if any(
+            "AVG" in facts.script.source(a) or "Average" in facts.script.source(a) for a in average
+        ):
+            continue
+        statement = facts.script.statement_of(call)
+        assigned = facts.names_of(call) if isinstance(statement, ast.Assign) else ""
+        if name in {facts.script.source(a) for a in call.args} | {assigned}:
+            return not facts.script.full_name(call).startswith("horovod.") or bool(assigned)
+    return False
+
+
+def _sharded_loop_fills(facts: Facts, place: ast.AST, name: str) -> bool:
+    """Whether `name += …` stands in a loop over a sharded loader, in the same function."""
+    function = facts.script.function_of(place)
+    for changed in facts.script.all(ast.AugAssign):
+        if (
+            facts.script.dotted(changed.target) != name
+            or facts.script.function_of(changed) is not function
+        ):
+            continue
+        for loop in facts.script.loops_around(changed):
+            loader = facts.loader(facts.iterates(loop)) if isinstance(loop, ast.For) else None
+            if loader is not None and facts.sampler_of(loader) is not None:
+                return True
+    return False
+
+
+def _reduced_anywhere(facts: Facts, place: ast.AST) -> bool:
+    """Whether this function, or one that calls it, brings values of the ranks together."""
+    function = facts.script.function_of(place)
+    near = {function}
+    if function is not None:
+        near |= {facts.script.function_of(call) for call in facts.origins.calls_of(function)}
+    return any(facts.script.function_of(call) in near for call in facts.reductions)
+
+
+@rule(
+    "INS208",
+    "view-of-transposed",
+    Severity.ERROR,
+    "`correct[:k].view(-1)` of a transposed comparison raises.",
+    Scope.ANY,
+)
+def view_of_transposed(facts: Facts) -> Iterator[Hit]:
+    """The top-k accuracy of many scripts compares a transposed prediction and flattens some
+    rows with `view(-1)`. Since PyTorch 1.7 the comparison keeps the transposed strides, and
+    `view` raises "view size is not compatible", at any N, for k > 1.
+
+    ## Bad
+    ```python
+    import torch.distributed as dist
+
+    def accuracy(output, target, k):
+        pred = output.topk(k, 1)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))
+        return correct[:k].view(-1).float().sum(0)
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+
+    def accuracy(output, target, k):
+        pred = output.topk(k, 1)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))
+        return correct[:k].reshape(-1).float().sum(0)
+    ```
+    """
+    for call in facts.script.calls_named("view"):
+        rows = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if not isinstance(rows, ast.Subscript) or not isinstance(rows.slice, ast.Slice):
+            continue
+        compared = [c for c in facts.origins.calls(rows.value) if facts.script.called(c) == "eq"]
+        for comparison in compared:
+            owner = comparison.func.value if isinstance(comparison.func, ast.Attribute) else None
+            if any(facts.script.called(c) == "t" for c in facts.origins.calls(owner)):
+                text = facts.script.source(call)
+                yield Hit(
+                    call,
+                    f"{text} flattens rows of a transposed comparison",
+                    "at any N: RuntimeError on PyTorch 1.7 and later when k > 1",
+                    text.replace(".view(", ".reshape("),
+                )
+                break

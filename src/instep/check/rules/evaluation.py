@@ -1,0 +1,249 @@
+"""INS204 to INS207: how evaluation data is divided among the ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from instep.check.facts import Facts, about_evaluation
+from instep.check.finding import Hit, Severity, rule
+from instep.check.script import constant, keyword
+
+
+@rule(
+    "INS204",
+    "padded-evaluation",
+    Severity.WARNING,
+    "DistributedSampler pads the evaluation data.",
+)
+def padded_evaluation(facts: Facts) -> Iterator[Hit]:
+    """DistributedSampler gives every rank the same number of samples by repeating some, up
+    to N - 1 of them. In training that is noise; in evaluation these samples count twice, and
+    the metric depends on N. It is exact only where N divides the number of samples.
+
+    ## Bad
+    ```python
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    val_loader = DataLoader(val_set, sampler=DistributedSampler(val_set, shuffle=False))
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    val_loader = instep.shard(DataLoader(val_set))
+    ```
+    """
+    if _remainder_handled(facts):
+        return
+    for sampler in facts.samplers:
+        if facts.for_evaluation(sampler) and constant(keyword(sampler, "drop_last", 5)) is not True:
+            dataset = facts.script.source(keyword(sampler, "dataset", 0) or sampler)
+            yield Hit(
+                sampler,
+                f"evaluation on {dataset} is padded to a multiple of the number of processes",
+                f"when N does not divide len({dataset}), up to N - 1 samples count twice",
+                f"loader = instep.shard(DataLoader({dataset}, batch_size=...))  # pads nothing",
+            )
+
+
+def _remainder_handled(facts: Facts) -> bool:
+    """The script computes `len(x) % n`, or evaluates the rest in a Subset: its author knows."""
+    rests = (b for b in facts.script.all(ast.BinOp) if isinstance(b.op, ast.Mod))
+    if any(facts.script.called(rest.left) == "len" for rest in rests):
+        return True
+    return any(
+        isinstance(given, ast.Call) and facts.script.called(given) == "range"
+        for call in facts.script.calls_of("torch.utils.data.Subset")
+        for given in call.args
+    )
+
+
+@rule(
+    "INS205",
+    "shuffled-evaluation",
+    Severity.WARNING,
+    "DistributedSampler shuffles the evaluation data.",
+)
+def shuffled_evaluation(facts: Facts) -> Iterator[Hit]:
+    """DistributedSampler shuffles unless it is told not to (a plain DataLoader does not).
+    Which samples are repeated as padding, and in which batch a sample is normalised, then
+    changes from epoch to epoch: from N = 2 on, two evaluations of one model differ.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler = DistributedSampler(test_set, drop_last=True)
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler = DistributedSampler(test_set, drop_last=True, shuffle=False)
+    ```
+    """
+    for sampler in facts.samplers:
+        shuffle = keyword(sampler, "shuffle", 3)
+        if facts.for_evaluation(sampler) and (shuffle is None or constant(shuffle) is True):
+            text = facts.script.source(sampler)
+            mended = text.replace("shuffle=True", "shuffle=False")
+            yield Hit(
+                sampler,
+                "the evaluation data is shuffled (the default of DistributedSampler)",
+                "from N = 2 on, the padding differs from epoch to epoch, and the metric with it",
+                mended if mended != text else f"{text[:-1]}, shuffle=False)",
+            )
+
+
+@rule(
+    "INS206",
+    "evaluation-on-every-rank",
+    Severity.WARNING,
+    "Every rank evaluates the whole evaluation set.",
+)
+def evaluation_on_every_rank(facts: Facts) -> Iterator[Hit]:
+    """The training data is divided among the ranks, the evaluation data is not: each of the
+    N processes evaluates all of it. The metric is right, but N - 1 evaluations are for
+    nothing, and the time of an epoch stops falling with N.
+
+    ## Bad
+    ```python
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    train_loader = DataLoader(train_set, sampler=DistributedSampler(train_set))
+    val_loader = DataLoader(val_set, batch_size=64)
+    for x, y in val_loader:
+        evaluate(x, y)
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    train_loader = DataLoader(train_set, sampler=DistributedSampler(train_set))
+    val_loader = instep.shard(DataLoader(val_set, batch_size=64))
+    for x, y in val_loader:
+        evaluate(x, y)
+    ```
+    """
+    if not any(facts.sampler_of(loader) for loader in facts.loaders):
+        return
+    for loader in facts.loaders:
+        if not facts.for_evaluation(loader) or not facts.processes.run(loader):
+            continue
+        given = [keyword(loader, "sampler", 3), keyword(loader, "batch_sampler", 4)]
+        if any(given) or facts.guards.around(loader) or _handed_on(facts, loader):
+            continue
+        if _iterated_by_all(facts, loader):
+            yield Hit(
+                loader,
+                "this loader has no sampler: every rank evaluates the whole set",
+                "with N processes the evaluation is done N times",
+                f"{facts.names_of(loader) or 'loader'} = "
+                f"instep.shard({facts.script.source(loader)})",
+            )
+
+
+def _handed_on(facts: Facts, loader: ast.Call) -> bool:
+    """`shard(DataLoader(…))`, `prepare(loader)`: somebody else divides it."""
+    names = set(facts.names_of(loader).split())
+    return any(
+        facts.script.inside(loader, call) or names & {facts.script.source(a) for a in call.args}
+        for call in facts.script.calls_named("shard", "prepare", "prepare_data_loader", "setup")
+    )
+
+
+def _iterated_by_all(facts: Facts, loader: ast.Call) -> bool:
+    """Some loop over it is not under a test of the rank."""
+    loops: list[ast.AST] = [
+        loop for loop in facts.script.all(ast.For) if facts.loader(facts.iterates(loop)) is loader
+    ]
+    classes = {made.name for made in facts.script.all(ast.ClassDef)}
+    loops += [  # a prefetcher of the script's own
+        call
+        for call in facts.script.all(ast.Call)
+        if facts.script.called(call) in classes
+        and call.args
+        and facts.loader(call.args[0]) is loader
+    ]
+    return bool(loops) and not any(_guarded_use(facts, loop, loader) for loop in loops)
+
+
+def _guarded_use(facts: Facts, loop: ast.AST, loader: ast.Call) -> bool:
+    if facts.guards.around(loop):
+        return True
+    function = facts.script.function_of(loop)
+    calls = facts.origins.calls_of(function) if function else []
+    names = set(facts.names_of(loader).split())
+    uses = [c for c in calls if names & {facts.script.source(a) for a in c.args}]
+    return bool(uses) and all(facts.guards.around(call) for call in uses)
+
+
+@rule(
+    "INS207",
+    "evaluation-never-reduced",
+    Severity.ERROR,
+    "The evaluation is divided among the ranks and never brought together.",
+)
+def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
+    """Each rank evaluates its own part of the data, and nothing in the script sums or
+    gathers the results: what is printed, and what decides about the best checkpoint, is the
+    metric of one N-th of the data; each rank may decide differently.
+
+    ## Bad
+    ```python
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler = DistributedSampler(test_set, shuffle=False, drop_last=True)
+    for x, y in DataLoader(test_set, sampler=sampler):
+        correct += (model(x).argmax(1) == y).sum()
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler = DistributedSampler(test_set, shuffle=False, drop_last=True)
+    for x, y in DataLoader(test_set, sampler=sampler):
+        correct += (model(x).argmax(1) == y).sum()
+    dist.all_reduce(correct)
+    ```
+    """
+    imported = {name.split(".")[-1] for name in facts.script.imported_modules}
+    if facts.reductions or imported & {"MetricLogger", "torchmetrics", "instep", "accelerate"}:
+        return
+    if any(
+        name.startswith(".") or re.match(r"(?!torch\b).*(util|metric)", name)
+        for name in facts.script.imported_modules
+    ):
+        return  # the reduction may stand in a file that is not read here
+    for loop in facts.script.all(ast.For):
+        loader = facts.loader(facts.iterates(loop))
+        sampler = facts.sampler_of(loader) if loader else None
+        if sampler is None or loader is None or not _adds_up(facts, loop):
+            continue
+        if facts.for_evaluation(sampler) or about_evaluation(facts.names_of(loader)):
+            yield Hit(
+                loop,
+                "each rank evaluates its own part, and no reduction follows",
+                "with N processes the metric is that of 1/N of the data, and differs by rank",
+                "dist.all_reduce(counts)  # a tensor with the sums and the number of samples",
+            )
+
+
+def _adds_up(facts: Facts, loop: ast.For) -> bool:
+    """Whether the loop accumulates: `correct += …` or `meter.update(…)`."""
+    return any(
+        isinstance(inner, ast.AugAssign)
+        or (isinstance(inner, ast.Call) and facts.script.called(inner) == "update")
+        for inner in ast.walk(loop)
+    )

@@ -1,0 +1,325 @@
+"""INS4xx: learning rates, batch sizes, batch normalisation, wrappers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from instep.check.facts import Facts, words
+from instep.check.finding import Hit, Severity, rule
+from instep.check.script import constant, keyword
+
+SMALL_BATCH = 16
+"""Below this many samples per rank the statistics of BatchNorm are visibly noisier."""
+
+
+@rule(
+    "INS401",
+    "scaled-twice",
+    Severity.ERROR,
+    "A learning rate is multiplied by the number of processes twice.",
+)
+def scaled_twice(facts: Facts) -> Iterator[Hit]:
+    """The linear rule multiplies the learning rate by N because the batch grew N times. Done
+    in two places it grows N² times (16 times with N = 4). With `instep.shard` the batch does
+    not grow at all, and any scaling is one too many.
+
+    ## Bad
+    ```python
+    import horovod.torch as hvd
+    import torch
+
+    args.lr *= hvd.size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size())
+    ```
+
+    ## Good
+    ```python
+    import horovod.torch as hvd
+    import torch
+
+    args.lr *= hvd.size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    ```
+    """
+    scalings = list(_scalings(facts))
+    global_batch = any(facts.script.calls_of("instep.shard", "instep.replicate"))
+    for place, name, _ in scalings:
+        first = next(
+            (
+                other
+                for other, _, target in scalings
+                if other is not place
+                and target == name
+                and other.lineno < place.lineno
+                and not facts.script.exclusive(other, place)
+            ),
+            None,
+        )
+        if first is None and not global_batch:
+            continue
+        why = f"already in line {first.lineno}" if first else "though instep keeps the batch global"
+        yield Hit(
+            place,
+            f"{name} is multiplied by the number of processes, {why}",
+            "with N processes the learning rate is N times too large",
+            f"{name}  # without the factor",
+        )
+
+
+def _scalings(facts: Facts) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str, str]]:
+    """Each `lr * world_size`: the place, the rate that is scaled, the name that gets it."""
+    for changed in facts.script.all(ast.AugAssign):
+        name = facts.script.dotted(changed.target)
+        if isinstance(changed.op, ast.Mult) and _is_rate(name) and _has_size(facts, changed.value):
+            yield changed, name, name
+    for product in facts.script.all(ast.BinOp):
+        if not isinstance(product.op, ast.Mult):
+            continue
+        for rate, factor in ((product.left, product.right), (product.right, product.left)):
+            name = facts.script.dotted(rate)
+            above = facts.script.parent(product)
+            given = isinstance(above, ast.keyword) and above.arg == "lr"
+            if (given or _is_rate(name)) and facts.ranks.is_world_size(factor):
+                yield product, name or facts.script.source(rate), _target(facts, product)
+
+
+def _target(facts: Facts, product: ast.BinOp) -> str:
+    statement = facts.script.statement_of(product)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        return facts.script.dotted(statement.targets[0])
+    return ""
+
+
+def _is_rate(name: str) -> bool:
+    return bool(words(name.split(".")[-1]) & {"lr"}) or name.endswith("learning_rate")
+
+
+def _has_size(facts: Facts, node: ast.expr) -> bool:
+    return any(facts.ranks.is_world_size(inner) for inner in ast.walk(node))
+
+
+@rule(
+    "INS402",
+    "local-batch-norm",
+    Severity.WARNING,
+    "BatchNorm sees only a small batch per rank.",
+)
+def local_batch_norm(facts: Facts) -> Iterator[Hit]:
+    """DistributedDataParallel leaves BatchNorm local: mean and variance come from this
+    rank's samples. With fewer than 16 of them the statistics are noisy, and the result
+    depends on how the same batch is divided; from N = 2 on it is another training than in
+    one process.
+
+    ## Bad
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(data, batch_size=4)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    model = DistributedDataParallel(net)
+    ```
+
+    ## Good
+    ```python
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(data, batch_size=4)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    model = DistributedDataParallel(net)
+    ```
+    """
+    text = " ".join(facts.script.imports.values()) + " ".join(
+        facts.script.dotted(c.func) for c in facts.script.all(ast.Call)
+    )
+    if re.search(r"sync_?b", text, re.IGNORECASE) or not facts.has_batch_norm:
+        return
+    small = next((n for loader in facts.loaders if (n := _small_batch(facts, loader))), None)
+    for wrap in facts.wraps if small else []:
+        model = facts.script.source(wrap.args[0]) if wrap.args else "model"
+        yield Hit(
+            wrap,
+            f"BatchNorm stays local, with {small} samples per rank",
+            "from N = 2 on, its statistics come from one rank's few samples",
+            f"{model} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({model})",
+        )
+
+
+def _small_batch(facts: Facts, loader: ast.Call) -> int | None:
+    size = keyword(loader, "batch_size", 1)
+    if facts.for_evaluation(loader) or isinstance(size, ast.BinOp):
+        return None
+    values = {constant(origin) for origin in facts.origins.of(size)}
+    for option in facts.origins.calls(size):
+        if facts.script.called(option) == "add_argument":
+            values.add(constant(keyword(option, "default")))
+    values.discard(None)
+    if len(values) == 1 and isinstance(number := values.pop(), int) and 1 < number < SMALL_BATCH:
+        return number
+    return None
+
+
+@rule(
+    "INS403",
+    "nothing-unused",
+    Severity.WARNING,
+    "find_unused_parameters=True where every parameter is used.",
+)
+def nothing_unused(facts: Facts) -> Iterator[Hit]:
+    """With `find_unused_parameters=True` DistributedDataParallel walks the whole graph after
+    each forward, and delays the reduction. In the model that is wrapped here every
+    parameter is visibly used. It costs time at any N, and gives nothing.
+
+    ## Bad
+    ```python
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    ```
+
+    ## Good
+    ```python
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = DistributedDataParallel(net)
+    ```
+    """
+    for wrap in facts.wraps:
+        if constant(keyword(wrap, "find_unused_parameters")) is not True or not wrap.args:
+            continue
+        models = [m for m in facts.origins.of(wrap.args[0]) if m is not wrap]
+        if models and all(_uses_everything(facts, model) for model in models):
+            text = facts.script.source(wrap)
+            yield Hit(
+                wrap,
+                "every parameter of this model is used in its forward",
+                "at any N, the search for unused parameters costs time in each step",
+                text.replace(", find_unused_parameters=True", ""),
+            )
+
+
+def _uses_everything(facts: Facts, model: ast.expr) -> bool:
+    """A chain of torch.nn layers, a torchvision classifier, or a module moved to a device."""
+    if not isinstance(model, ast.Call):
+        return False
+    if isinstance(model.func, ast.Attribute) and model.func.attr in {"to", "cuda"}:
+        inner = [o for o in facts.origins.of(model.func.value) if o is not model]
+        return bool(inner) and all(_uses_everything(facts, one) for one in inner)
+    full = facts.script.full_name(model)
+    if full == "torch.nn.Sequential":
+        layers = [facts.script.full_name(argument) for argument in model.args]
+        return all(layer.startswith("torch.nn.") for layer in layers)
+    return full == "torch.nn.Linear" or bool(
+        re.match(r"torchvision\.models\.(resnet|vgg|alexnet|densenet|mobilenet)\w*$", full)
+    )
+
+
+@rule(
+    "INS404",
+    "amp-after-wrapping",
+    Severity.ERROR,
+    "apex.amp.initialize is called after DistributedDataParallel.",
+)
+def amp_after_wrapping(facts: Facts) -> Iterator[Hit]:
+    """`amp.initialize` changes parameters and forward of the model. Apex refuses a model
+    that is already in its DistributedDataParallel (RuntimeError); torch's wrapper has then
+    registered its hooks on parameters that are no longer those. It concerns every N.
+
+    ## Bad
+    ```python
+    from apex import amp
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    model, optimizer = amp.initialize(model, optimizer)
+    ```
+
+    ## Good
+    ```python
+    from apex import amp
+    from torch.nn.parallel import DistributedDataParallel
+
+    net, optimizer = amp.initialize(net, optimizer)
+    model = DistributedDataParallel(net)
+    ```
+    """
+    for call in facts.script.calls_of("apex.amp.initialize"):
+        model = keyword(call, "models", 0)
+        for wrap in facts.wraps:
+            same_function = facts.script.function_of(wrap) is facts.script.function_of(call)
+            name = facts.names_of(wrap)
+            if not same_function or model is None or facts.script.exclusive(wrap, call):
+                continue
+            if wrap.lineno < call.lineno and name and name == facts.script.source(model):
+                yield Hit(
+                    call,
+                    f"{name} is wrapped in line {wrap.lineno}, before amp.initialize",
+                    "at any N: RuntimeError, or hooks on parameters that are no longer in use",
+                    f"{facts.script.source(facts.script.statement_of(call))}  # before "
+                    "DistributedDataParallel",
+                )
+                break
+
+
+@rule(
+    "INS405",
+    "batch-over-device-count",
+    Severity.WARNING,
+    "The batch size is divided by the devices of one node.",
+)
+def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
+    """`torch.cuda.device_count()` counts the devices that this process sees, not the
+    processes of the job. On two nodes the batch is twice what was asked for; with
+    `srun --gpus-per-task=1` every process sees one device and takes the whole batch.
+
+    ## Bad
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    batch_size = args.batch_size // torch.cuda.device_count()
+    ```
+
+    ## Good
+    ```python
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    batch_size = args.batch_size // dist.get_world_size()
+    ```
+    """
+    if facts.processes.spawn is not None and not facts.several_nodes:
+        return
+    sizes = {facts.script.source(size) for call in facts.script.calls_named("init_process_group")
+             if (size := keyword(call, "world_size", 3)) is not None}  # fmt: skip
+    for divided in facts.script.all(ast.BinOp):
+        if not isinstance(divided.op, ast.Div | ast.FloorDiv):
+            continue
+        if facts.script.source(divided.right) in sizes:
+            continue
+        if not _is_batch(facts, divided.left) or not facts.counts_devices(divided.right):
+            continue
+        if facts.processes.run(divided):
+            yield Hit(
+                divided,
+                f"{facts.script.source(divided)} divides by the devices that this process sees",
+                "on k nodes the batch of the job is k times as large",
+                f"{facts.script.source(divided.left)} // dist.get_world_size()",
+            )
+
+
+def _is_batch(facts: Facts, node: ast.expr) -> bool:
+    last = facts.script.dotted(node).split(".")[-1].lower()
+    return "batch" in last and "num" not in last

@@ -1,0 +1,370 @@
+"""The checker: every rule on its own page, whole scripts line by line, and the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from instep.check import check_files, severe_findings
+from instep.check.checker import check_text
+from instep.check.command import add_command
+from instep.check.pages import documents
+from instep.check.rules import RULES, THEMES
+
+SCRIPTS = Path(__file__).parent / "check_scripts"
+PAGES = Path(__file__).parent.parent / "docs" / "check"
+
+EXPECTED: dict[str, list[tuple[int, str]]] = {
+    "apex_prefetch.py": [
+        (23, "INS305"),
+        (39, "INS206"),
+        (46, "INS607"),
+        (60, "INS105"),
+        (61, "INS105"),
+    ],
+    "careful.py": [],
+    "horovod_means.py": [
+        (13, "INS104"),
+        (13, "INS201"),
+        (20, "INS501"),
+        (27, "INS405"),
+    ],
+    "launched.py": [
+        (16, "INS512"),
+        (24, "INS501"),
+        (27, "INS302"),
+        (33, "INS307"),
+        (34, "INS405"),
+        (39, "INS306"),
+        (41, "INS204"),
+        (41, "INS205"),
+        (42, "INS306"),
+        (50, "INS606"),
+        (55, "INS303"),
+        (59, "INS105"),
+        (60, "INS105"),
+        (64, "INS605"),
+        (85, "INS208"),
+        (89, "INS602"),
+    ],
+    "one_process_four_gpus.py": [
+        (23, "INS505"),
+        (25, "INS307"),
+        (26, "INS306"),
+        (31, "INS105"),
+        (35, "INS606"),
+    ],
+    "plain.py": [],
+    "rank_modulo_devices.py": [],
+    "slurm_node_list.py": [
+        (9, "INS504"),
+        (15, "INS514"),
+        (18, "INS511"),
+    ],
+    "slurm_spawned.py": [
+        (32, "INS513"),
+        (32, "INS515"),
+        (36, "INS405"),
+        (39, "INS206"),
+        (48, "INS601"),
+        (50, "INS606"),
+        (62, "INS601"),
+    ],
+    "spawned.py": [
+        (14, "INS511"),
+        (21, "INS204"),
+        (27, "INS105"),
+    ],
+    "waved_away.py": [
+        (6, "INS101"),
+        (10, "INS101"),
+    ],
+    "who_waits.py": [
+        (29, "INS101"),
+        (53, "INS101"),
+        (55, "INS102"),
+        (58, "INS101"),
+        (64, "INS101"),
+    ],
+}
+"""Every finding in every script of check_scripts, by line. What is not here must be silent."""
+
+
+def checked(text: str) -> list[str]:
+    return [finding.code for finding in check_text("train.py", text, RULES.values())]
+
+
+def examples(page: str) -> dict[str, str]:
+    return dict(re.findall(r"## (Bad|Good)\n```python\n(.*?)```", page, re.DOTALL))
+
+
+def instep(*words: str) -> int:
+    """`instep check …` in this process; returns the exit code, prints to standard output."""
+    parser = argparse.ArgumentParser(prog="instep")
+    add_command(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["check", *words])
+    code: int = arguments.function(arguments)
+    return code
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_bad_example_of_a_page_is_hit_by_that_rule_alone(code: str) -> None:
+    assert set(checked(examples(RULES[code].page)["Bad"])) == {code}
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_good_example_of_a_page_is_clean(code: str) -> None:
+    assert checked(examples(RULES[code].page)["Good"]) == []
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_a_script_has_exactly_the_findings_of_the_table(name: str) -> None:
+    outcome = check_files([str(SCRIPTS / name)])
+    assert [(f.line, f.code) for f in outcome.findings] == EXPECTED[name]
+
+
+def test_the_table_names_every_script() -> None:
+    assert sorted(EXPECTED) == sorted(path.name for path in SCRIPTS.glob("*.py"))
+
+
+def test_every_finding_says_what_happens_and_what_to_write_instead() -> None:
+    outcome = check_files([str(path) for path in SCRIPTS.glob("*.py")])
+    for finding in outcome.findings:
+        assert finding.message
+        assert finding.mend
+        assert re.search(r"\bN\b|node|device", finding.effect), finding
+
+
+def test_codes_are_grouped_and_names_are_unique() -> None:
+    assert all(code[:4] in THEMES for code in RULES)
+    assert len({rule.name for rule in RULES.values()}) == len(RULES)
+
+
+def test_the_pages_in_docs_are_those_of_the_code() -> None:
+    written = {path.name: path.read_text("utf-8") for path in PAGES.glob("*.md")}
+    assert written == documents(), "run `python -m instep.check.pages docs/check`"
+
+
+def test_exit_code_0_means_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert instep(str(SCRIPTS / "careful.py"), str(SCRIPTS / "plain.py")) == 0
+    assert capsys.readouterr().out == "Nothing found in 2 files.\n"
+
+
+def test_exit_code_1_means_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert instep(str(SCRIPTS / "slurm_node_list.py")) == 1
+    out = capsys.readouterr().out
+    assert "slurm_node_list.py:9:1: INS504 error: " in out
+    assert "  instead: os.environ['CUDA_VISIBLE_DEVICES'] = '0,5'" in out
+    assert "2 errors and 1 warning in 1 file." in out
+
+
+def test_exit_code_2_names_what_could_not_be_read_and_checks_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nif rank == 0\n")
+    absent = tmp_path / "absent.py"
+    binary = tmp_path / "binary.py"
+    binary.write_bytes(b"\xff\xfe\x00")
+    paths = [str(broken), str(absent), str(binary), str(SCRIPTS / "slurm_node_list.py")]
+    assert instep(*paths) == 2
+    captured = capsys.readouterr()
+    assert "INS504" in captured.out
+    assert f"{broken}: line 2: expected ':'" in captured.err
+    assert f"{absent}: No such file or directory" in captured.err
+    assert str(binary) in captured.err
+
+
+def test_a_line_keeps_its_fault_when_it_says_so() -> None:
+    lines = (SCRIPTS / "waved_away.py").read_text().splitlines()
+    found = check_files([str(SCRIPTS / "waved_away.py")]).findings
+    kept = [lines[finding.line - 1].strip() for finding in found]
+    assert kept == ["dist.barrier()", "dist.barrier()  # instep: ignore[INS104]"]
+
+
+def test_a_call_over_several_lines_may_be_kept_at_its_end() -> None:
+    text = 'import os\nos.environ[\n    "A"\n] == "1"'
+    assert checked(text + "\n") == ["INS504"]
+    assert checked(text + "  # instep: ignore[INS504]\n") == []
+
+
+def test_a_wait_that_looks_for_nan_is_not_a_fault() -> None:
+    step = (
+        "import torch\nimport torch.distributed as dist\n"
+        "for x in loader:\n"
+        "    loss = model(x)\n"
+        "    value = loss.item()\n"
+        "    {}\n"
+        "    loss.backward()\n"
+    )
+    assert checked(step.format("seen.append(value)")) == ["INS105"]
+    assert checked(step.format("assert torch.isfinite(value)")) == []
+
+
+def test_rules_are_selected_and_ignored_by_the_beginning_of_their_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = str(SCRIPTS / "launched.py")
+    instep(script, "--select", "INS2,ins512", "--ignore", "INS205", "--json", "-")
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["code"] for finding in found] == ["INS512", "INS204", "INS208"]
+
+
+def test_a_code_that_no_rule_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        instep("train.py", "--select", "INS9")
+    assert "no rule begins with 'INS9'" in capsys.readouterr().err
+
+
+def test_json_keeps_its_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = SCRIPTS / "slurm_node_list.py"
+    assert instep(str(script), str(tmp_path / "no.py"), "--json", str(tmp_path / "out")) == 2
+    assert "INS504" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out").read_text())
+    assert set(report) == {"schema", "files", "findings", "unreadable", "summary"}
+    assert report["schema"] == 1
+    assert report["files"] == [str(script)]
+    assert report["summary"] == {"error": 2, "warning": 1}
+    assert report["unreadable"] == [
+        {"path": str(tmp_path / "no.py"), "reason": "No such file or directory"}
+    ]
+    assert report["findings"][0] == {
+        "path": str(script),
+        "line": 9,
+        "column": 1,
+        "code": "INS504",
+        "name": "compared-not-assigned",
+        "severity": "error",
+        "message": "os.environ['CUDA_VISIBLE_DEVICES'] is compared with '0,5' and the answer is "
+        "thrown away",
+        "effect": "at any N, the variable is not set",
+        "mend": "os.environ['CUDA_VISIBLE_DEVICES'] = '0,5'",
+    }
+
+
+def test_github_gets_one_annotation_per_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "a,b.py"
+    script.write_text('import os\nos.environ["A"] == "100%"\n')
+    assert instep(str(script), "--format", "github") == 1
+    out = capsys.readouterr().out
+    place = str(script).replace(",", "%2C")
+    assert out.startswith(f"::error file={place},line=2,col=1,title=INS504 compared-not-assigned::")
+    assert "'100%25'" in out
+    assert out.count("\n") == 1
+
+
+def test_explain_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert instep("--explain", "ins301") == 0
+    assert capsys.readouterr().out == documents()["INS301-set-epoch-forgotten.md"]
+
+
+def test_columns_count_characters_not_bytes() -> None:
+    text = 'import os\nname = "秩"; os.environ["A"] == name\n'
+    assert [f.column for f in check_text("a.py", text, RULES.values())] == [13]
+
+
+def test_severe_findings_are_the_errors_only() -> None:
+    script = str(SCRIPTS / "launched.py")
+    severe = severe_findings(script)
+    assert severe == [f for f in check_files([script]).findings if f.severity == "error"]
+    assert 0 < len(severe) < len(EXPECTED["launched.py"])
+
+
+def test_severe_findings_of_what_is_not_python_are_none(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("this is not Python")
+    assert severe_findings(str(tmp_path / "train.py")) == []
+    assert severe_findings(str(tmp_path / "absent.py")) == []
+
+
+def test_checking_imports_no_torch_and_runs_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nraise SystemExit('it ran')\n")
+    program = (
+        "import sys; from instep.check import check_files; "
+        f"print(check_files([{str(script)!r}]).findings, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "() False\n"
+
+
+def test_a_copy_of_the_model_made_before_wrapping_is_not_the_wrapper() -> None:
+    text = (
+        "import torch\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "def main(model, rank):\n"
+        "    plain = model\n"
+        "    if rank >= 0:\n"
+        "        model = DDP(model)\n"
+        "    if rank == 0:\n"
+        "        torch.save(plain.state_dict(), 'a.pt')\n"
+        "        torch.save(model.state_dict(), 'b.pt')\n"
+    )
+    found = check_text("a.py", text, RULES.values())
+    assert [(f.line, f.code) for f in found] == [(9, "INS604")]
+
+
+def test_a_batch_size_from_the_command_line_is_known_by_its_default() -> None:
+    text = (
+        "import argparse\nimport torch\nimport torchvision\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--batch-size', type=int, default={})\n"
+        "args = parser.parse_args()\n"
+        "loader = torch.utils.data.DataLoader(data, batch_size=args.batch_size)\n"
+        "model = DDP(torchvision.models.resnet18())\n"
+    )
+    assert checked(text.format(8)) == ["INS402"]
+    assert checked(text.format(64)) == []
+
+
+def test_with_a_global_batch_no_learning_rate_is_scaled() -> None:
+    text = (
+        "import instep\nimport torch\n"
+        "model = instep.replicate(model)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1{})\n"
+    )
+    assert checked(text.format(" * instep.world_size")) == ["INS401"]
+    assert checked(text.format("")) == []
+
+
+def test_a_count_reduced_by_a_function_of_the_script_is_known() -> None:
+    text = (
+        "import torch.distributed as dist\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "loader = DataLoader(data, sampler=DistributedSampler(data))\n"
+        "def reduce_sum(value):\n"
+        "    dist.all_reduce(value)\n"
+        "    return value\n"
+        "def evaluate(correct):\n"
+        "    for batch in loader:\n"
+        "        correct += hits(batch)\n"
+        "    correct = reduce_sum(correct)\n"
+        "    return correct / {}\n"
+    )
+    assert checked(text.format("len(loader)")) == ["INS202"]
+    assert checked(text.format("len(loader.dataset)")) == []
+
+
+def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:
+    text = (
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "path = 'a.pt' if dist.get_rank() == 0 else None\n"
+        "if path is not None:\n"
+        "    torch.save({}, path)\n"
+        "if path:\n"
+        "    torch.save({}, path)\n"
+        "torch.save({}, 'b.pt')\n"
+    )
+    found = check_text("a.py", text, RULES.values())
+    assert [(f.line, f.code) for f in found] == [(8, "INS601")]
