@@ -130,7 +130,7 @@ def test_min_max_and_product_keep_every_dtype():
 @ranks(2, 3)
 def test_every_dtype_changes_ranks_unchanged():
     n, r = instep.world_size, instep.rank
-    for dtype in [*DTYPES, torch.bool, torch.float8_e4m3fn, torch.complex32]:
+    for dtype in [*DTYPES, torch.bool]:
         of = [torch.arange(6).view(2, 3).t().to(dtype)[k % 3 :] for k in range(n)]
         mine = of[r]
 

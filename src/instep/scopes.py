@@ -23,7 +23,7 @@ from instep.transport import Transport, place_of, transport
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOMENT = timedelta(seconds=1)
+_MOMENT = timedelta(milliseconds=200)
 _begun = 0
 """How many scopes all ranks have entered: the name of the next one in the store."""
 

@@ -224,8 +224,8 @@ def own_device(kind: str) -> torch.device:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements in one dimension, as bytes: what travels unchanged needs no dtype of Gloo's."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() == 1:  # one element that was expanded is contiguous, but cannot be viewed
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() < 2:  # what was expanded counts as contiguous then, but cannot be viewed
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
