@@ -15,21 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from instep.collectives import (
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        barrier,
-        broadcast,
-        broadcast_object,
-        gather_object,
-    )
+    from instep.collectives import all_reduce, barrier, broadcast, reduce, reduce_scatter
     from instep.errors import InstepError
+    from instep.exchanges import all_gather, all_to_all, gather, scatter
     from instep.gradients import no_sync, weight
+    from instep.groups import Group, group
     from instep.identity import World
     from instep.metrics import Accuracy, Mean
+    from instep.objects import all_gather_object, broadcast_object, gather_object
+    from instep.pairs import recv, send
     from instep.rendezvous import init
     from instep.replicas import replicate
+    from instep.scopes import single_process_scope
     from instep.shards import shard
 
     world: World
@@ -45,42 +42,62 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Accuracy": "metrics",
+    "Group": "groups",
     "InstepError": "errors",
     "Mean": "metrics",
     "World": "identity",
-    "all_gather": "collectives",
-    "all_gather_object": "collectives",
+    "all_gather": "exchanges",
+    "all_gather_object": "objects",
     "all_reduce": "collectives",
+    "all_to_all": "exchanges",
     "barrier": "collectives",
     "broadcast": "collectives",
-    "broadcast_object": "collectives",
-    "gather_object": "collectives",
+    "broadcast_object": "objects",
+    "gather": "exchanges",
+    "gather_object": "objects",
+    "group": "groups",
     "init": "rendezvous",
     "no_sync": "gradients",
+    "recv": "pairs",
+    "reduce": "collectives",
+    "reduce_scatter": "collectives",
     "replicate": "replicas",
+    "scatter": "exchanges",
+    "send": "pairs",
     "shard": "shards",
+    "single_process_scope": "scopes",
     "weight": "gradients",
 }
 _OF_THE_WORLD = {"rank": "rank", "world_size": "size", "local_rank": "local_rank"}
 
 __all__ = [
     "Accuracy",
+    "Group",
     "InstepError",
     "Mean",
     "World",
     "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "broadcast_object",
+    "gather",
     "gather_object",
+    "group",
     "init",
     "local_rank",
     "no_sync",
     "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter",
     "replicate",
+    "scatter",
+    "send",
     "shard",
+    "single_process_scope",
     "weight",
     "world",
     "world_size",

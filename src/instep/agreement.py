@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instep.collectives import transport
 from instep.errors import DisagreementError
 from instep.rendezvous import ranks_by
+from instep.transport import transport
 
 
 def agree(what: str, value: object, advice: str) -> None:

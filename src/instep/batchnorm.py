@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from instep.calls import current_block
-from instep.collectives import Transport, all_reduce, applied, transport
+from instep.collectives import all_reduce
 from instep.errors import TrainingError
+from instep.transport import Transport, applied, transport
 
 
 def batch_norm(

@@ -1,291 +1,223 @@
-"""Talking: typed collectives, out of place and differentiable; the only door to torch.distributed
-besides `rendezvous` (and `shm`).
+"""Talking: reductions and broadcasts of tensors, typed, out of place and differentiable.
 
 A derivative of a collective is a collective: every rank must run the backward. The loss that is
-differentiated is the sum of all ranks' losses (as everywhere in the field).
+differentiated is the sum of all ranks' losses (as everywhere in the field). Whether a tensor
+requires a gradient is the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from instep import rendezvous
-from instep.errors import CollectiveError, UnknownOpError, WrongDeviceError
+from instep.exchanges import all_gather, own_parts
+from instep.groups import Group
+from instep.reductions import carried, check_op, combined, landed, native
+from instep.transport import (
+    Pending,
+    Transport,
+    applied,
+    as_bytes,
+    check_reachable,
+    place_of,
+    transport,
+)
 
-T = TypeVar("T")
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Return when the tensor holds the result."""
+Move = Callable[[Tensor, str], Pending]
 
 
-class Transport(Protocol):
-    """What moves tensors between ranks, in place: one class per kind of world."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        """Start to reduce a contiguous `tensor` over all ranks into itself."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        """Start to overwrite a contiguous `tensor` with root's."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; all have the shape of `tensor`."""
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value, pickled."""
-
-    def broadcast_object(self, value: T, root: int) -> T:
-        """Root's value, pickled."""
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-class _Alone:
-    """A world of one: nothing to move."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        return _Done()
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.clone()]
-
-    def all_gather_object(self, value: T) -> list[T]:
-        return [value]
-
-    def broadcast_object(self, value: T, root: int) -> T:
-        return value
-
-
-class _Together:
-    """The default process group."""
-
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return cast(Pending, dist.all_reduce(tensor, _OPS[op], async_op=True))
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        return cast(Pending, dist.broadcast(tensor, root, async_op=True))
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor)
-        return parts
-
-    def all_gather_object(self, value: T) -> list[T]:
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def broadcast_object(self, value: T, root: int) -> T:
-        box = [value]
-        dist.broadcast_object_list(box, root)
-        return box[0]
-
-
-def transport() -> Transport:
-    """The way to the other ranks; meets them first where that has not happened.
-
-    The one place that asks whether there are any.
-    """
-    if not dist.is_initialized():
-        rendezvous.init()
-    return _Together() if dist.is_initialized() else _Alone()
-
-
-# ------------------------------------------------------------------------------------- tensors
-
-
-def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
+def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -> Tensor:
     """Combine `tensor` over all ranks; every rank gets the result.
 
     Args:
         tensor: any shape, the same on all ranks. "mean" needs a floating-point or complex dtype,
             "min" and "max" an ordered one.
-        op: "sum", "mean", "min" or "max".
+        op: "sum", "mean", "min", "max" or "product". A NaN anywhere is the result. For bool, sum
+            and max are the logical or, product and min the logical and.
+        group: the ranks that take part; all by default.
 
     Returns:
-        A new tensor of the same shape, dtype and device. The derivative of a sum is the sum of
-        the incoming gradients, of a mean their mean; min and max have none here.
+        A new tensor of the same shape, dtype and device. Half precision is added up in float32 and
+        rounded once. The derivative of a sum is the sum of the incoming gradients, of a mean
+        their mean; that of min and max goes to the ranks that attain it, in equal parts; that of a
+        product is the sum times the other ranks' product (zeros are no exception). A product
+        gathers all ranks' tensors.
 
-    Raises UnknownOpError, WrongDeviceError, CollectiveError.
+    Raises UnknownOpError, UnsuitableTensorError, WrongDeviceError, NotAMemberError, and
+    OverflowedError where a sum or product of integers under 64 bits does not fit their dtype.
     """
-    if op not in _OPS:
-        raise UnknownOpError(op, _OPS)
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise CollectiveError(f"the mean of {tensor.dtype} is no {tensor.dtype}; use op='sum'.")
-    check_reachable(tensor)
-    reduced: Tensor = applied(_AllReduce, tensor, op)
+    way = _way(tensor, op, group)
+    if op == "product":
+        return combined(all_gather(tensor, group=group), op)
+    function = _Extreme if op in ("min", "max") else _AllReduce
+    reduced: Tensor = applied(function, tensor, op, way)
     return reduced
 
 
-def broadcast(tensor: Tensor, root: int = 0) -> Tensor:
+def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | None = None) -> Tensor:
+    """Combine `tensor` over all ranks; `root` gets the result.
+
+    Args:
+        tensor: as for `all_reduce`.
+        op: as for `all_reduce`.
+        root: the rank that gets the result.
+        group: the ranks that take part; all by default.
+
+    Returns:
+        At root what `all_reduce` returns. Elsewhere a tensor of shape (0,): it holds nothing, and
+        connects this rank's loss to the graph (its sum() is 0). The derivative of a sum is root's
+        gradient, on every rank; of the others as for `all_reduce`.
+
+    Raises ValueError for a root that does not exist, and what `all_reduce` raises
+    (OverflowedError at root alone).
+    """
+    way, place = _way(tensor, op, group), place_of(root, "root", group)
+    if op in ("sum", "mean"):
+        reduced: Tensor = applied(_Reduce, tensor, op, place, way)
+        return reduced
+    total = all_reduce(tensor, op, group=group)
+    return total if way.rank == place else total.reshape(-1)[:0]
+
+
+def reduce_scatter(
+    tensor: Tensor,
+    op: str = "sum",
+    splits: Sequence[int] | None = None,
+    *,
+    group: Group | None = None,
+) -> Tensor:
+    """Combine `tensor` over all ranks; rank r gets the r-th part of the result's rows.
+
+    Args:
+        tensor: (rows, ...), the same shape on all ranks; the dtype as for `all_reduce`.
+        op: as for `all_reduce`.
+        splits: how many rows each rank gets, the same on all; by default even contiguous blocks,
+            [r*n//N, (r+1)*n//N) of n rows for rank r of N.
+        group: the ranks that take part; all by default.
+
+    Returns:
+        A new tensor. The derivative of a sum is the all_gather of the gradients; of the others as
+        for `all_reduce`.
+
+    Raises ValueError for impossible splits, DisagreementError where the ranks' shapes or splits
+    differ, and what `all_reduce` raises (OverflowedError on the ranks that see it).
+    """
+    way = _way(tensor, op, group)
+    return combined(own_parts(tensor, splits, way, group), op)
+
+
+def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> Tensor:
     """Root's tensor, on every rank.
 
     Args:
-        tensor: the same shape and dtype on all ranks; only root's values matter.
+        tensor: the same shape and dtype on all ranks, any dtype; only root's values matter.
         root: the rank that gives.
+        group: the ranks that take part; all by default.
 
     Returns:
         A new tensor. The derivative is the sum of all ranks' gradients at root, zero elsewhere.
 
-    Raises ValueError for a root that does not exist, WrongDeviceError.
+    Raises ValueError for a root that does not exist, WrongDeviceError, UnsuitableTensorError,
+    NotAMemberError.
     """
-    _existing(root)
     check_reachable(tensor)
-    given: Tensor = applied(_Broadcast, tensor, root)
+    given: Tensor = applied(_Broadcast, tensor, place_of(root, "root", group), transport(group))
     return given
 
 
-def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Every rank's tensor, in the order of ranks, on every rank.
+def barrier(*, group: Group | None = None) -> None:
+    """Return when every rank (of `group`) has come here. Raises NotAMemberError."""
+    transport(group).all_reduce(torch.zeros(()), "sum").wait()
 
-    Args:
-        tensor: the same shape and dtype on all ranks.
 
-    Returns:
-        `world_size` new tensors. The derivative is the sum of the gradients that all ranks have
-        for this rank's tensor.
-
-    Raises WrongDeviceError.
-    """
+def _way(tensor: Tensor, op: str, group: Group | None) -> Transport:
     check_reachable(tensor)
-    return list(applied(_AllGather, tensor))
+    check_op(op, tensor.dtype)
+    return transport(group)
 
 
-def barrier() -> None:
-    """Return when every rank has come here."""
-    transport().all_reduce(torch.zeros(()), "sum").wait()
+def _moved(tensor: Tensor, op: str, move: Move) -> Tensor:
+    """Carriers of `tensor` after an in-place reduction; a NaN of any rank stays one.
+
+    Gloo's min and max keep or lose a NaN by the order of arrival.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg()
+    flat = carried(dense, op).clone(memory_format=torch.contiguous_format)
+    move(flat, native(op, tensor.dtype)).wait()
+    if op in ("min", "max") and tensor.is_floating_point():
+        nan = dense.isnan().to(torch.uint8, memory_format=torch.contiguous_format)
+        move(nan, "max").wait()
+        flat.masked_fill_(nan.bool(), float("nan"))
+    return flat
 
 
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`; torch leaves it untyped."""
-    return function.apply(*args)
+def _all_reduced(tensor: Tensor, op: str, way: Transport) -> Tensor:
+    flat = _moved(tensor, op, way.all_reduce)
+    return landed(flat, tensor.dtype, op, way.size)
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str) -> Tensor:
-        ctx.op = op
-        if op not in ("sum", "mean"):
-            ctx.set_materialize_grads(False)
-        return _moved(tensor, lambda t, flat: t.all_reduce(flat, op), op)
+    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Tensor:
+        ctx.op, ctx.way = op, way
+        return _all_reduced(tensor, op, way)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
-        if ctx.op not in ("sum", "mean"):
-            raise CollectiveError(f"all_reduce with op={ctx.op!r} has no derivative.")
-        return applied(_AllReduce, grads[0], ctx.op), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return applied(_AllReduce, grads[0], ctx.op, ctx.way), None, None
+
+
+class _Extreme(torch.autograd.Function):
+    """The smallest or largest over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Tensor:
+        found = _all_reduced(tensor, op, way)
+        ctx.way = way
+        ctx.save_for_backward(tensor, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        tensor, found = ctx.saved_tensors
+        attained = (tensor == found).to(tensor.dtype)
+        share = attained / _all_reduced(attained, "sum", ctx.way)
+        return applied(_AllReduce, grads[0], "sum", ctx.way) * share, None, None
+
+
+class _Reduce(torch.autograd.Function):
+    """A sum or mean at root; nothing elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, op: str, root: int, way: Transport) -> Tensor:
+        ctx.op, ctx.root, ctx.way, ctx.shape = op, root, way, tensor.shape
+        flat = _moved(tensor, op, lambda carrier, how: way.reduce(carrier, how, root))
+        return landed(flat, tensor.dtype, op, way.size) if way.rank == root else tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
+        if ctx.way.rank != ctx.root:
+            grad = grad.new_zeros(ctx.shape) + grad.sum()  # of nothing: stays in the graph
+        given: Tensor = applied(_Broadcast, grad, ctx.root, ctx.way)
+        return given / ctx.way.size if ctx.op == "mean" else given, None, None, None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int) -> Tensor:
-        ctx.root = root
-        return _moved(tensor, lambda t, flat: t.broadcast(flat, root))
+    def forward(ctx: Any, tensor: Tensor, root: int, way: Transport) -> Tensor:
+        ctx.root, ctx.way = root, way
+        copy = tensor.detach().resolve_conj().resolve_neg()
+        copy = copy.clone(memory_format=torch.contiguous_format)
+        way.broadcast(as_bytes(copy), root).wait()
+        return copy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = applied(_AllReduce, grads[0], "sum")
-        return total if transport().rank == ctx.root else torch.zeros_like(total), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tuple(transport().all_gather(tensor.detach().contiguous()))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
-        total: Tensor = applied(_AllReduce, torch.stack(grads), "sum")
-        return total[transport().rank]
-
-
-def _moved(tensor: Tensor, move: Callable[[Transport, Tensor], Pending], op: str = "sum") -> Tensor:
-    """A contiguous copy of `tensor` after an in-place collective."""
-    way = transport()
-    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    move(way, copy).wait()
-    return copy.div_(way.size) if op == "mean" else copy
-
-
-def _existing(root: int) -> None:
-    size = transport().size
-    if not 0 <= root < size:
-        raise ValueError(f"root {root} does not exist: the ranks are 0 to {size - 1}.")
-
-
-def check_reachable(tensor: Tensor) -> None:
-    """Raise WrongDeviceError unless this job's ranks can exchange `tensor` where it lies."""
-    reachable = ["cpu"]
-    if torch.cuda.is_available():
-        reachable.append(f"cuda:{torch.cuda.current_device()}")
-    if str(tensor.device) not in reachable:
-        raise WrongDeviceError(tensor.device, reachable)
-
-
-# ------------------------------------------------------------------------------------- objects
-
-
-def broadcast_object(value: T, root: int = 0) -> T:
-    """Root's value, pickled, on every rank."""
-    _existing(root)
-    return transport().broadcast_object(value, root)
-
-
-def all_gather_object(value: T) -> list[T]:
-    """Every rank's value, pickled, in the order of ranks."""
-    return transport().all_gather_object(value)
-
-
-def gather_object(value: T, root: int = 0) -> list[T] | None:
-    """Every rank's value at `root`, in the order of ranks; None elsewhere."""
-    _existing(root)
-    way = transport()
-    values = way.all_gather_object(value)
-    return values if way.rank == root else None
-
-
-# ------------------------------------------------------------------------------ many at a time
-
-
-def broadcast_all(tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Overwrite each tensor with root's, one message per dtype and device. In place."""
-    way = transport()
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for group in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        way.broadcast(flat, root).wait()
-        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total: Tensor = applied(_Reduce, grads[0], "sum", ctx.root, ctx.way)
+        if ctx.way.rank != ctx.root:
+            total = torch.zeros_like(grads[0]) + total.sum()
+        return total, None, None

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from instep import calls
 from instep.blocks import Block
-from instep.collectives import transport
 from instep.randomness import mixed
 from instep.seams import Function
+from instep.transport import transport
 
 Shape = tuple[int, ...]
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from instep import calls
 from instep.blocks import Block
 from instep.calls import Call, calls_below
-from instep.collectives import transport
 from instep.errors import MixedBatchesError, TrainingError
 from instep.reducer import Backward, collecting, reducer_of
 from instep.seams import Function
+from instep.transport import transport
 
 _communicating = True
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instep.blocks import known_block
 from instep.calls import current_block
-from instep.collectives import transport
+from instep.transport import transport
 
 M = TypeVar("M", bound="_Sums")
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from instep.collectives import broadcast_object
+from instep.objects import broadcast_object
 
 T = TypeVar("T")
 

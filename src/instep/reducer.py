@@ -12,9 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import knobs
 from instep.buckets import Bucket, Slot, plan_buckets
-from instep.collectives import Pending, Transport, all_gather_object
 from instep.errors import TrainingError
+from instep.objects import all_gather_object
 from instep.seams import Function
+from instep.transport import Pending, Transport
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""

@@ -32,6 +32,8 @@ from instep.errors import (
 from instep.identity import World
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_ones: list[World] = []
+"""The worlds of one that this process is in now, the innermost last."""
 
 
 def current() -> World:
@@ -40,6 +42,8 @@ def current() -> World:
     A process group that exists is believed before the launcher's variables.
     Raises LaunchVariablesError when these are half set or contradictory.
     """
+    if _ones:
+        return _ones[-1]
     if not dist.is_initialized():
         return launchers.detect()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -70,7 +74,7 @@ def init(
     Raises PortInUseError, LeftoverRendezvousError, RendezvousError, DeviceError or
     LaunchVariablesError.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() or _ones:
         return current()
     world = _asked_for(rank, world_size)
     if world.size == 1:
@@ -90,6 +94,26 @@ def init(
     atexit.register(_leave)
     _no_device_twice(world, device)
     return world
+
+
+def alone() -> bool:
+    """Whether this process is in a world of one, made by `world_of_one`."""
+    return bool(_ones)
+
+
+@contextmanager
+def world_of_one(source: str) -> Iterator[None]:
+    """Let this process be a world of one for a while; `source` says who said so."""
+    _ones.append(World(source=source))
+    try:
+        yield
+    finally:
+        _ones.pop()
+
+
+def store() -> dist.Store:
+    """The store of the default process group, whoever made it."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _leave() -> None:

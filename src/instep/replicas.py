@@ -21,12 +21,12 @@ from instep import batchnorm, calls, gradients
 from instep.agreement import agree_on_each
 from instep.blocks import block_of
 from instep.calls import Call, Scope
-from instep.collectives import Transport, broadcast_all, check_reachable, transport
 from instep.dropout import seams as dropout_seams
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
 from instep.randomness import agreed_seed, mixed
 from instep.reducer import Reducer
 from instep.seams import Function, step_in, uncompiled
+from instep.transport import Transport, broadcast_all, check_reachable, transport
 
 M = TypeVar("M", bound=nn.Module)
 

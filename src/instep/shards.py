@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, overload
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.blocks import Block, Deliveries, cut, deliver, known_block, rows_of, tensors_of
-from instep.collectives import broadcast_object, transport
 from instep.errors import CannotShardError, ShardedTwiceError
+from instep.objects import broadcast_object
 from instep.randomness import (
     Sample,
     SeededDataset,
@@ -20,6 +20,7 @@ from instep.randomness import (
     draws_nothing,
     mixed,
 )
+from instep.transport import transport
 
 T = TypeVar("T")
 

@@ -1,0 +1,90 @@
+"""What a reduction means for each dtype: pure, no communication.
+
+Tensors travel in a carrier dtype in which the sum over ranks is what one process would have got:
+narrow integers as int64, half precision as float32. Landing brings the result back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from instep.errors import OverflowedError, UnknownOpError, UnsuitableTensorError
+
+OPS = ("sum", "mean", "min", "max", "product")
+
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32)
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_SIGN = -(2**63)
+
+_COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0),
+    "min": lambda stack: stack.amin(0),
+    "max": lambda stack: stack.amax(0),
+    "product": lambda stack: stack.prod(0),
+}
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise UnknownOpError, or UnsuitableTensorError where `op` has no meaning for `dtype`."""
+    if op not in OPS:
+        raise UnknownOpError(op, OPS)
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsuitableTensorError.no_mean(dtype)
+    if op in ("min", "max") and dtype.is_complex:
+        raise UnsuitableTensorError.no_order(dtype)
+
+
+def native(op: str, dtype: torch.dtype) -> str:
+    """The reduction of the carriers: logical or is the largest, logical and the smallest bit."""
+    if dtype is torch.bool:
+        return {"sum": "max", "product": "min"}.get(op, op)
+    return "sum" if op == "mean" else op
+
+
+def carried(tensor: Tensor, op: str) -> Tensor:
+    """`tensor` in the dtype in which it travels; differentiable. May be `tensor` itself."""
+    dtype = tensor.dtype
+    if dtype is torch.bool:
+        return tensor.to(torch.uint8)
+    if dtype in _NARROW:
+        return tensor.to(torch.int64)
+    if dtype is torch.uint64:  # sums and products wrap alike; order needs the first bit flipped
+        signed = tensor.view(torch.int64)
+        return signed ^ _SIGN if op in ("min", "max") else signed
+    if dtype in _WIDE or dtype is torch.int64:
+        return tensor
+    return tensor.to(torch.complex64 if dtype.is_complex else torch.float32)
+
+
+def landed(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
+    """The result in the user's dtype, of reduced carriers of `size` ranks; differentiable.
+
+    Raises OverflowedError where it does not fit a narrow integer.
+    """
+    if op == "mean":
+        reduced = reduced / size
+    if dtype in _NARROW and op in ("sum", "product"):
+        _check_fits(reduced, dtype, op)
+    if dtype is torch.uint64:
+        signed = reduced ^ _SIGN if op in ("min", "max") else reduced
+        return signed.view(torch.uint64)
+    return reduced.to(dtype)
+
+
+def combined(parts: list[Tensor], op: str) -> Tensor:
+    """The reduction of tensors of one shape that are all here; differentiable."""
+    dtype = parts[0].dtype
+    stack = torch.stack([carried(part, op) for part in parts])
+    return landed(_COMBINE[native(op, dtype)](stack), dtype, op, len(parts))
+
+
+def _check_fits(reduced: Tensor, dtype: torch.dtype, op: str) -> None:
+    if reduced.numel() == 0:
+        return
+    limits = torch.iinfo(dtype)
+    least, most = (int(bound) for bound in reduced.aminmax())
+    if least < limits.min or most > limits.max:
+        raise OverflowedError(op, dtype, most if most > limits.max else least)

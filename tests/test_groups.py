@@ -1,0 +1,80 @@
+"""Groups of ranks: only members talk, roots stay ranks of the world."""
+
+import pytest
+import torch
+
+import instep
+from instep.errors import NotAMemberError
+from pool import ranks
+
+
+@ranks(3)
+def test_every_collective_takes_a_group():
+    pair = instep.group([2, 0])
+    assert pair.ranks == (0, 2)
+    if instep.rank not in pair:
+        return
+    r = instep.rank
+    mine = torch.tensor([float(r), 1.0])
+    own = pair.ranks.index(r)
+    at_two = r == 2
+    assert instep.all_reduce(mine, group=pair).tolist() == [2, 2]
+    assert instep.all_reduce(mine, "mean", group=pair).tolist() == [1, 1]
+    assert instep.all_reduce(mine + 1, "product", group=pair).tolist() == [3, 4]
+    assert instep.reduce(mine, root=2, group=pair).tolist() == ([2, 2] if at_two else [])
+    assert instep.reduce_scatter(mine, group=pair).tolist() == [2]
+    assert instep.broadcast(mine, root=2, group=pair).tolist() == [2, 1]
+    assert [p.tolist() for p in instep.all_gather(mine, group=pair)] == [[0, 1], [2, 1]]
+    gathered = instep.gather(mine, root=2, group=pair)
+    assert [p.tolist() for p in gathered] == ([[0, 1], [2, 1]] if at_two else [[], []])
+    parts = [torch.tensor(7), torch.tensor(8)] if at_two else None
+    assert instep.scatter(parts, root=2, group=pair).item() == 7 + own
+    assert [p.tolist() for p in instep.all_to_all(mine, group=pair)] == [
+        [[0, 1][own]],
+        [[2, 1][own]],
+    ]
+    if at_two:
+        assert instep.recv(0, group=pair).tolist() == [0, 1]
+    else:
+        instep.send(mine, to=2, group=pair)
+    assert instep.all_gather_object(r, group=pair) == [0, 2]
+    assert instep.broadcast_object(r, root=2, group=pair) == 2
+    assert instep.gather_object(r, root=2, group=pair) == ([0, 2] if at_two else None)
+    instep.barrier(group=pair)
+
+
+@ranks(3)
+def test_a_rank_that_is_no_member_is_told_so():
+    pair = instep.group([0, 2])
+    if instep.rank == 1:
+        with pytest.raises(NotAMemberError, match=r"rank 1 talks in the group of ranks 0, 2"):
+            instep.all_reduce(torch.ones(1), group=pair)
+    else:
+        with pytest.raises(ValueError, match=r"rank 1 is not in the group of ranks 0, 2"):
+            instep.broadcast(torch.ones(1), root=1, group=pair)
+
+
+@ranks(1, 2, 3)
+def test_a_group_of_one_talks_to_itself():
+    r = instep.rank
+    mine = instep.group([r])
+    assert instep.all_reduce(torch.tensor([3.0]), group=mine).tolist() == [3]
+    assert instep.broadcast(torch.tensor(r), r, group=mine).item() == r
+
+
+@ranks(1, 2)
+def test_a_group_of_impossible_ranks_is_refused():
+    with pytest.raises(ValueError, match="ranks 0, 9 does not exist: the ranks are 0 to"):
+        instep.group([0, 9])
+    for ranks_ in ([], [0, 0]):
+        with pytest.raises(ValueError, match="each of its ranks once, and at least one"):
+            instep.group(ranks_)
+
+
+@ranks(3)
+def test_groups_that_overlap_do_not_mix_their_numbers():
+    everyone, pair = instep.group(range(3)), instep.group([0, 1])
+    for _ in range(5):
+        assert instep.all_reduce(torch.ones(()), group=everyone).item() == 3
+        if instep.rank in pair:
+            assert instep.all_reduce(torch.ones(()), group=pair).item() == 2

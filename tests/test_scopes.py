@@ -1,0 +1,225 @@
+"""Run once: one rank runs, all get the value or the exception; the world inside is of one."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import instep
+from instep import rendezvous
+from instep.errors import InsideScopeError, RunOnceError, UnknownOpError
+from pool import RankError, ranks, run
+
+
+@ranks(1, 2, 3)
+def test_the_value_reaches_every_rank_and_only_one_ran():
+    for root in range(instep.world_size):
+        ran = []
+
+        @instep.single_process_scope(rank=root)
+        def evaluate(base, *, factor, ran=ran):
+            ran.append(os.getpid())
+            return {"pid": os.getpid(), "value": torch.tensor([base * factor])}
+
+        outer = instep.rank
+        result = evaluate(3, factor=5)
+        assert result["value"].tolist() == [15]
+        assert ran == ([result["pid"]] if outer == root else [])
+        assert len(set(instep.all_gather_object(result["pid"]))) == 1
+        assert evaluate.__name__ == "evaluate"
+
+
+@ranks(1, 2, 3)
+def test_the_with_form_asks_and_hands_the_value_over():
+    last = instep.world_size - 1
+    ran = 0
+    with instep.single_process_scope(last) as here:
+        if here:
+            ran = 1
+            here.value = ["made", "once"]
+    assert here.value == ["made", "once"]
+    assert sum(instep.all_gather_object(ran)) == 1
+
+
+@ranks(2, 3)
+def test_a_with_form_that_does_not_ask_is_an_error_on_every_rank():
+    with (
+        pytest.raises(RunOnceError, match=r"test_scopes\.py:\d+ ran on every rank.*if here:"),
+        instep.single_process_scope(),
+    ):
+        pass
+    instep.barrier()
+
+
+class OddError(Exception):
+    """Does not pickle: its constructor takes something else than its args."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail(error):
+    raise error
+
+
+@ranks(2, 3)
+def test_an_exception_is_raised_on_every_rank_with_its_traceback():
+    once = instep.single_process_scope(rank=1)(fail)
+    with pytest.raises(ZeroDivisionError, match="as it was") as caught:
+        once(ZeroDivisionError("as it was"))
+    if instep.rank == 1:
+        assert caught.traceback[-1].name == "fail"
+    else:
+        (note,) = caught.value.__notes__
+        assert note.startswith("On rank 1, in its single_process_scope at ")
+        assert "in fail\n    raise error\nZeroDivisionError: as it was" in note
+    with pytest.raises(SystemExit) as left:
+        once(SystemExit(3))
+    assert left.value.code == 3
+    with pytest.raises(UnknownOpError, match="unknown reduction 'avg'"):
+        once(UnknownOpError("avg", ["sum"]))
+    instep.barrier()
+
+
+@ranks(2, 3)
+def test_what_does_not_pickle_is_the_same_error_on_every_rank():
+    once = instep.single_process_scope()(fail)
+    with pytest.raises(RunOnceError, match=r"raised OddError.*does not pickle") as caught:
+        once(OddError(1, 2))
+    assert "OddError: 1 and 2" in str(caught.value)
+    assert "in fail\n    raise error" in str(caught.value)
+    with pytest.raises(RunOnceError, match="returned a function that cannot be sent"):
+        instep.single_process_scope()(lambda: lambda: 1)()
+    assert instep.single_process_scope()(lambda: ValueError("a value"))().args == ("a value",)
+    instep.barrier()
+
+
+@ranks(2, 3)
+def test_inside_the_world_is_of_one():
+    loader = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4)
+    model = instep.replicate(nn.BatchNorm1d(2))
+
+    @instep.single_process_scope(rank=1)
+    def evaluate():
+        assert (instep.rank, instep.world_size, instep.local_rank) == (0, 1, 0)
+        assert "single_process_scope" in instep.world.source
+        assert not dist.is_initialized()
+        assert instep.init().size == 1
+        assert instep.all_reduce(torch.ones(2)).tolist() == [1, 1]
+        assert instep.all_gather_object("me") == ["me"]
+        assert instep.broadcast(torch.ones(1), group=instep.group([0])).item() == 1
+        instep.barrier()
+        mean = instep.Mean()
+        for (x,) in instep.shard(loader):
+            mean.update(x)
+        model(torch.randn(8, 2))
+        return mean.compute()
+
+    before = instep.world
+    assert evaluate() == 4.5
+    assert instep.world == before
+    assert dist.is_initialized()
+    assert instep.all_reduce(torch.ones(1)).item() == instep.world_size
+
+
+@ranks(2, 3)
+def test_a_collective_of_torch_inside_raises_at_once_and_names_scope_and_line():
+    pair = dist.new_group([0, 1])
+    mistakes = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.barrier(),
+        lambda: dist.broadcast_object_list([1], 0),
+        lambda: dist.all_gather([torch.ones(1)] * instep.world_size, torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), group=pair),
+        lambda: dist.send(torch.ones(1), 1),
+    ]
+    where = r"at \S+test_scopes\.py:\d+ is inside the single_process_scope of rank 0 \(\S+py:\d+\)"
+    for mistake in mistakes:
+        with pytest.raises(InsideScopeError, match=where):
+            instep.single_process_scope()(mistake)()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == instep.world_size
+
+
+@ranks(2)
+def test_a_group_of_the_outer_world_cannot_talk_inside():
+    pair = instep.group([0, 1])
+    with pytest.raises(InsideScopeError):
+        instep.single_process_scope(rank=1)(lambda: instep.all_reduce(torch.ones(1), group=pair))()
+
+
+@ranks(2, 3)
+def test_beside_the_condition_of_a_with_form_no_rank_can_talk():
+    with instep.single_process_scope() as here:
+        if not here:
+            with pytest.raises(InsideScopeError):
+                instep.all_reduce(torch.ones(1))
+
+
+@ranks(1, 2, 3)
+def test_scopes_nest_and_can_be_used_again():
+    inner = instep.single_process_scope(rank=0)(lambda: (instep.rank, instep.world_size))
+    scope = instep.single_process_scope(instep.world_size - 1)
+
+    @scope
+    def outer():
+        with scope as here:
+            if here:
+                here.value = inner()
+        return here.value, instep.world_size, inner()
+
+    for _ in range(3):
+        assert outer() == ((0, 1), 1, (0, 1))
+    assert inner()[1] == 1
+    instep.barrier()
+
+
+@ranks(1)
+def test_in_a_world_of_one_the_function_is_just_called():
+    value = object()
+    assert instep.single_process_scope()(lambda: value)() is value
+    with pytest.raises(OddError):
+        instep.single_process_scope()(fail)(OddError(1, 2))
+
+
+@ranks(2)
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="rank 7 does not exist: the ranks are 0 to 1"):
+        instep.single_process_scope(rank=7)(lambda: 1)()
+
+
+@ranks(2)
+def test_the_others_wait_in_no_collective():
+    """The running rank finds no key of theirs but its own, and the store clean afterwards."""
+    store = rendezvous.store()
+    before = store.num_keys() if hasattr(store, "num_keys") else 0
+    for _ in range(4):
+        instep.single_process_scope()(lambda: 1)()
+    instep.barrier()
+    assert store.num_keys() <= before + 1
+
+
+def die_in_scope(folder):
+    @instep.single_process_scope(rank=1)
+    def run_once():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        run_once()
+    except RunOnceError as error:
+        Path(folder, f"rank{instep.rank}").write_text(str(error))
+        raise
+
+
+def test_the_others_notice_when_the_running_rank_dies(tmp_path):
+    with pytest.raises(RankError, match="the process died"):
+        run(2, die_in_scope, str(tmp_path))
+    said = (tmp_path / "rank0").read_text()
+    assert "rank 1 ended inside its single_process_scope" in said
+    assert "its process is gone" in said

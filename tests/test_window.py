@@ -1,0 +1,26 @@
+"""The shop window: its three lists are one."""
+
+import ast
+from pathlib import Path
+
+import instep
+
+
+def _imported_for_type_checkers():
+    tree = ast.parse(Path(instep.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    homes, values = {}, set()
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.name: node.module.removeprefix("instep.") for alias in node.names}
+        elif isinstance(node, ast.AnnAssign):
+            values.add(node.target.id)
+    return homes, values
+
+
+def test_what_is_promised_is_what_type_checkers_and_users_get():
+    homes, values = _imported_for_type_checkers()
+    assert homes == instep._HOMES
+    assert values == {"world", *instep._OF_THE_WORLD}
+    assert sorted({*homes, *values}) == instep.__all__
+    assert all(getattr(instep, name) is not None for name in instep.__all__)
