@@ -223,3 +223,14 @@ def test_the_others_notice_when_the_running_rank_dies(tmp_path):
     said = (tmp_path / "rank0").read_text()
     assert "rank 1 ended inside its single_process_scope" in said
     assert "its process is gone" in said
+
+
+@ranks(2, 3)
+def test_a_loader_sharded_before_gives_everything_inside_and_the_same_orders_after():
+    data = TensorDataset(torch.arange(10))
+    loader = instep.shard(DataLoader(data, 4, shuffle=True))
+    whole = instep.single_process_scope()(lambda: sorted(i for (x,) in loader for i in x.tolist()))
+    assert whole() == list(range(10))
+    taken = [x.tolist() for (x,) in loader]
+    together = [i for part in zip(*instep.all_gather_object(taken)) for i in sum(part, [])]  # noqa: B905, RUF017
+    assert sorted(together) == list(range(10))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from instep import rendezvous
 from instep.blocks import Block, Deliveries, cut, deliver, known_block, rows_of, tensors_of
 from instep.errors import CannotShardError, ShardedTwiceError
 from instep.objects import broadcast_object
@@ -68,8 +70,7 @@ def _sharded_batch(batch: T) -> T:
     total = rows_of(batch)
     if any(known_block(tensor) for tensor in tensors_of(batch)):
         raise ShardedTwiceError
-    way = transport()
-    block = Block(way.rank, way.size, total)
+    block = replace(_place(), total=total)
     mine = cut(batch, block)
     deliver(mine, block, _by_hand)
     return mine
@@ -137,7 +138,7 @@ class ShardedLoader(DataLoader[T]):
         return super(ShardedLoader, loading)._get_iterator()
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
-        self._blocks.epoch += 1
+        self._blocks.epoch += not rendezvous.alone()
         batches = super().__iter__()
         assert self._blocks.latest is not None
         # Samples that are loaded in this process seed its generators.
@@ -153,8 +154,6 @@ class BlockSampler:
     """
 
     def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
-        way = transport()
-        self.rank, self.size = way.rank, way.size
         self.latest: Epoch | None = None
         self._batches = batches
         self._seed = seed
@@ -168,8 +167,14 @@ class BlockSampler:
     def __iter__(self) -> Epoch:
         stream = SharedStream(mixed(self._seed, self.epoch), only_torch=_of_torch(self._batches))
         epoch = self.epoch if self._named else None
-        self.latest = Epoch(self._batches, stream, Block(self.rank, self.size, 0), epoch)
+        self.latest = Epoch(self._batches, stream, _place(), epoch)
         return self.latest
+
+
+def _place() -> Block:
+    """This rank's place, in a batch of no samples. In a scope of one rank, all is this rank's."""
+    way = transport()
+    return Block(way.rank, way.size, 0)
 
 
 def _of_torch(sampler: object) -> bool:
@@ -199,7 +204,7 @@ class Epoch:
     def __next__(self) -> list[Any]:
         with self._stream.drawing():
             batch = list(next(self._batches))
-        block = Block(self._place.rank, self._place.size, len(batch))
+        block = replace(self._place, total=len(batch))
         self.planned.append(block)
         mine = block.rows(batch)
         if self._epoch is None:
@@ -257,11 +262,9 @@ class SlicedLoader(Generic[T]):
     """
 
     def __init__(self, whole: Iterable[T]) -> None:
-        way = transport()
         self._whole = whole
-        self._place = Block(way.rank, way.size, 0)
         self._seed = agreed_seed()
-        self._epoch = 0
+        self._epoch = -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
@@ -270,11 +273,11 @@ class SlicedLoader(Generic[T]):
         return len(self._whole)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
+        self._epoch += not rendezvous.alone()
         stream = SharedStream(mixed(self._seed, self._epoch))
-        self._epoch += 1
         with stream.drawing():
             batches = iter(self._whole)
-        return Slicing(batches, stream, self._place)
+        return Slicing(batches, stream, _place())
 
 
 class Slicing(Generic[T]):
@@ -296,7 +299,7 @@ class Slicing(Generic[T]):
         except StopIteration:
             deliver(None, None, self._deliveries)
             raise
-        block = Block(self._place.rank, self._place.size, rows_of(batch))
+        block = replace(self._place, total=rows_of(batch))
         mine = cut(batch, block)
         deliver(mine, block, self._deliveries)
         return mine
