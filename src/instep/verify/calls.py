@@ -1,0 +1,108 @@
+"""Which module calls a loss came from, and with which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from instep.blocks import Block, current_block, inside_forward, known_block
+from instep.verify.fingerprints import generators_digest, row_hashes
+from instep.verify.names import Names
+
+_MARK = "instep.verify.call"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an outermost module with parameters, under gradients."""
+
+    samples: int
+    rows: tuple[int, ...]
+    share: float | None
+    drew: bool
+
+
+class Calls:
+    """Watches module calls through torch's global hooks."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._depth = 0
+        self._before = ""
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
+        torch.nn.modules.module.register_module_forward_hook(
+            self._leave, with_kwargs=True, always_call=True
+        )
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._names.learn(module)
+            self._before = generators_digest()
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        self._depth -= 1
+        output = rest[-1]
+        graph = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        if self._depth or not graph or next(module.parameters(), None) is None:
+            return
+        kwargs = rest[0] if len(rest) == 2 else {}
+        call = _call(_tensors((args, kwargs)), drew=generators_digest() != self._before)
+        for node in graph:
+            _metadata(node)[_MARK] = call
+
+
+def _call(inputs: list[Tensor], drew: bool) -> Call:
+    block = _block(inputs)
+    share = None if block is None else (block.count / block.total if block.total else 0.0)
+    batch = next((tensor for tensor in inputs if tensor.dim()), None)
+    if batch is None or (block is not None and block.count == 0):
+        return Call(0, (), share, drew)
+    dimension = _sample_dimension(batch, block)
+    return Call(batch.shape[dimension], row_hashes(batch.movedim(dimension, 0)), share, drew)
+
+
+def _block(inputs: list[Tensor]) -> Block | None:
+    if inside_forward():
+        return current_block()
+    return next((block for block in map(known_block, inputs) if block is not None), None)
+
+
+def _sample_dimension(batch: Tensor, block: Block | None) -> int:
+    """0, unless only dimension 1 can be the samples (sequences first)."""
+    expected = () if block is None else (block.count, block.total)
+    return next((d for d in (0, 1) if d < batch.dim() and batch.shape[d] in expected), 0)
+
+
+def calls_below(roots: Iterable[Tensor]) -> set[Call]:
+    """The calls whose outputs these tensors were computed from; looks no deeper than they."""
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(stack), set()
+    while stack:
+        node = stack.pop()
+        call = _metadata(node).get(_MARK)
+        if call is not None:
+            found.add(call)
+            continue
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
+    return notes

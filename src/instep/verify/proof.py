@@ -1,0 +1,53 @@
+"""The proof of one script: run it, judge it, say so."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from instep.verify.report import as_json, table
+from instep.verify.runs import InstepRun, Rehearsal, Starter, run_all
+from instep.verify.verdict import Report, Verdict, judge, usable_noise
+
+
+def verify(
+    command: Sequence[str],
+    sizes: Sequence[int],
+    steps: int | None = None,
+    start: Starter | None = None,
+    say: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run `command` at 1 and at each of `sizes`, and judge.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError. Writes to a private folder, which is
+    gone afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
+        rehearsal = Rehearsal(command, Path(folder), start or InstepRun(), say)
+        others = sorted({n for n in sizes if n != 1})
+        return judge(run_all(rehearsal, others, steps, usable_noise))
+
+
+def prove(
+    command: Sequence[str],
+    sizes: Sequence[int],
+    steps: int | None,
+    json: str | None,
+    plot: str | None,
+) -> int:
+    """What the command line asks for. Returns 0 for the same numbers, else 1."""
+    report = verify(command, sizes, steps, say=_say)
+    if json is not None:
+        Path(json).write_text(as_json(report), encoding="utf-8")
+    if plot is not None:
+        from instep.verify.plot import draw  # matplotlib is optional
+
+        draw(report, plot, " ".join(command))
+    print(table(report))
+    return int(report.verdict is Verdict.DIFFERENT)
+
+
+def _say(name: str) -> None:
+    print(f"instep verify: {name} ...", file=sys.stderr, flush=True)
