@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from instep.verify.compare import prints_apart, ratio, rows_at, samples_at
-from instep.verify.partings import Evidence, other_rows, parameters_between_ranks, rates_at
+from instep.verify.partings import Evidence, between_ranks, other_rows, rates_at
 from instep.verify.records import Print, Run, Step
 
 Rule = Callable[[Evidence], str | None]
@@ -170,6 +170,18 @@ def _rates(run: Run) -> list[float]:
 # ------------------------------------------------------- the gradient at the same parameters
 
 
+def changed_by_rank(e: Evidence) -> str | None:
+    """Pinned to the same parameters, the ranks do not hold the same ones at the next step."""
+    for k in range(e.pinned.steps):
+        apart, tensor = between_ranks(e.pinned, k)
+        if apart > e.tolerance.gradient and k in e.pinned.gradients:
+            return (
+                f"the ranks hold different parameters: before step {k + 1} something changes "
+                f"{tensor} on some ranks only"
+            )
+    return None
+
+
 def model_randomness(e: Evidence) -> str | None:
     """Dropout and noise: drawn by each rank for its own rows."""
     for gap in e.bad:
@@ -269,21 +281,6 @@ def _losses_differ(e: Evidence) -> int | None:
     return None
 
 
-# ------------------------------------------------------------------------------- later on
-
-
-def apart_later(e: Evidence) -> str | None:
-    """Gradients agree, but the ranks' parameters come apart."""
-    for k in range(e.free.steps):
-        apart, tensor = parameters_between_ranks(e, k)
-        if apart > e.tolerance.gradient:
-            return (
-                f"the ranks hold different parameters: before step {k + 1} {tensor} differs "
-                "between ranks; something changes it on some ranks only"
-            )
-    return None
-
-
 RULES: tuple[Rule, ...] = (
     decisions_by_rank,
     not_split,
@@ -292,13 +289,13 @@ RULES: tuple[Rule, ...] = (
     other_samples,
     other_start,
     other_schedule,
+    changed_by_rank,
     model_randomness,
     batch_norm,
     not_averaged,
     scaled,
     mean_of_means,
     weighted,
-    apart_later,
 )
 
 

@@ -15,6 +15,7 @@ from instep.verify.compare import (
     loss_differences,
     parameter_differences,
     prints_apart,
+    ratio,
     rows_at,
     samples_at,
 )
@@ -137,8 +138,8 @@ def _rates(e: Evidence) -> Iterator[Parting]:
     for k in range(e.steps):
         ours, theirs = rates_at(e.oracle, k), rates_at(e.free, k)
         if theirs != ours and (len(theirs) > 1 or e.repeats(k, rates_at)):
-            pairs = zip(ours[0], theirs[-1], strict=False)
-            apart = max((abs(a - b) / abs(a) if a else math.inf for a, b in pairs), default=1.0)
+            pairs = [pair for rates in theirs for pair in zip(ours[0], rates, strict=False)]
+            apart = max((ratio(abs(a - b), abs(a)) for a, b in pairs), default=math.inf)
             yield Parting(e.n, k + 1, "learning rate", None, apart)
 
 
@@ -149,17 +150,16 @@ def _gradient(e: Evidence) -> Iterator[Parting]:
 
 def _between_ranks(e: Evidence) -> Iterator[Parting]:
     for k in range(e.free.steps):
-        apart, tensor = parameters_between_ranks(e, k)
+        apart, tensor = between_ranks(e.free, k)
         if apart > e.tolerance.gradient:
             yield Parting(e.n, k + 1, "parameters", tensor, apart)
 
 
-def parameters_between_ranks(e: Evidence, step: int) -> tuple[float, str]:
-    """How far the ranks are from rank 0 in their parameters."""
-    first, *others = e.free.at(step)
-    return max(
-        (prints_apart(first.parameters, other.parameters) for other in others), default=(0.0, "")
-    )
+def between_ranks(run: Run, step: int) -> tuple[float, str]:
+    """How far the ranks are from rank 0 in their parameters, and in which most."""
+    first, *others = run.at(step)
+    apart = (prints_apart(first.parameters, other.parameters) for other in others)
+    return max(apart, default=(0.0, ""))
 
 
 def _steps(e: Evidence) -> Iterator[Parting]:

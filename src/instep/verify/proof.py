@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from instep.verify.report import as_json, table
-from instep.verify.runs import InstepRun, Rehearsal, Starter, run_all
-from instep.verify.verdict import Report, Verdict, judge, usable_noise
+from instep.verify.runs import InstepRun, Rehearsal, Starter, run_alone, run_together
+from instep.verify.verdict import Report, Verdict, judge, unsteady, usable_noise
 
 
 def verify(
@@ -26,8 +26,12 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
         rehearsal = Rehearsal(command, Path(folder), start or InstepRun(), say)
-        others = sorted({n for n in sizes if n != 1})
-        return judge(run_all(rehearsal, others, steps, usable_noise))
+        alone = run_alone(rehearsal, steps, usable_noise)
+        others = sorted(set(sizes) - {1})
+        if unsteady(alone):
+            say(f"one process does not repeat itself, so {others} ranks are not compared")
+            others = []
+        return judge(alone, [run_together(rehearsal, n, steps, alone) for n in others])
 
 
 def prove(

@@ -192,7 +192,7 @@ def read_run(folder: Path, n: int, seconds: float) -> Run:
         n,
         tuple(_read_rank(folder, rank) for rank in range(n)),
         seconds,
-        gradients={k: read_tensors(folder, f"gradients{k}") for k in plan.keep},
+        gradients={k: g for k in plan.keep if (g := read_tensors(folder, f"gradients{k}"))},
         initial=final.get("initial", {}),
         parameters=final.get("parameters", {}),
         buffers=final.get("buffers", {}),

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -35,8 +35,8 @@ class Starter(Protocol):
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Everything that is run to judge one script."""
+class Alone:
+    """The runs of one process, which all others are compared with."""
 
     oracle: Run
     """One process, the whole batch."""
@@ -48,10 +48,18 @@ class Runs:
     """One process against itself."""
     noise_by: str
     """How: REVERSED or PERTURBED."""
-    pinned: dict[int, Run]
-    """By n: some steps, each from the oracle's own state."""
-    free: dict[int, Run]
-    """By n: all steps."""
+    states: str
+    """Folder of the states before the pinned steps."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """The runs on several ranks."""
+
+    pinned: Run
+    """The pinned steps, each from the oracle's own state."""
+    free: Run
+    """All steps."""
 
 
 class Rehearsal:
@@ -91,18 +99,12 @@ class Rehearsal:
         return str(self._folder / name.replace(" ", "-"))
 
 
-def run_all(
-    rehearsal: Rehearsal,
-    sizes: Iterable[int],
-    steps: int | None,
-    usable: Callable[[Run, Run], bool],
-) -> Runs:
-    """Every run that a verdict needs.
+def run_alone(rehearsal: Rehearsal, steps: int | None, usable: Callable[[Run, Run], bool]) -> Alone:
+    """Every run of one process that a verdict needs.
 
     Args:
-        sizes: the numbers of ranks to compare with one process.
         steps: where to stop; None: where the script ends.
-        usable: whether a run with reversed batches (second) differs from the oracle (first) by
+        usable: whether a run with reversed batches (second) differs from another one (first) by
             rounding, and not by more or by nothing.
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
@@ -110,16 +112,20 @@ def run_all(
     free = Plan(stop=steps, final=True)
     oracle = rehearsal.run("oracle", 1, free)
     keep = steps_to_pin(oracle)
-    few = Plan(stop=keep[-1] + 1, keep=keep)
-    again = rehearsal.run("oracle again", 1, replace(few, states=True))
-    plain = _plain(rehearsal, Plan(stop=PINNED, without_instep=True))
-    noise = _noise(rehearsal, oracle, again, replace(free, keep=(0,)), usable)
-    pin = replace(few, pin=rehearsal.path("oracle again"))
-    pinned, at_liberty = {}, {}
-    for n in sizes:
-        pinned[n] = rehearsal.run(f"pinned at {n}", n, pin)
-        at_liberty[n] = rehearsal.run(f"free at {n}", n, free)
-    return Runs(oracle, again, plain, *noise, pinned, at_liberty)
+    again = rehearsal.run("oracle again", 1, Plan(stop=keep[-1] + 1, keep=keep, states=True))
+    plain = _plain(rehearsal, Plan(stop=len(keep), without_instep=True))
+    noise, noise_by = _noise(rehearsal, oracle, again, replace(free, keep=(0,)), usable)
+    return Alone(oracle, again, plain, noise, noise_by, rehearsal.path("oracle again"))
+
+
+def run_together(rehearsal: Rehearsal, n: int, steps: int | None, alone: Alone) -> Together:
+    """Both runs on `n` ranks. Raises ScriptFailedError, ScriptLateError, StepsError."""
+    keep = tuple(alone.again.gradients)
+    pin = Plan(stop=keep[-1] + 1, keep=keep, pin=alone.states)
+    return Together(
+        pinned=rehearsal.run(f"pinned at {n}", n, pin),
+        free=rehearsal.run(f"free at {n}", n, Plan(stop=steps, final=True)),
+    )
 
 
 def steps_to_pin(oracle: Run) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 
@@ -20,8 +21,8 @@ from instep.verify.partings import (
     first_parting,
     rates_at,
 )
-from instep.verify.records import Run
-from instep.verify.runs import REVERSED, Runs
+from instep.verify.records import Run, Step
+from instep.verify.runs import REVERSED, Alone, Together
 
 OF_ITS_NOISE = 10.0
 """A run may differ this many times as much as one process from itself."""
@@ -69,49 +70,44 @@ class Report:
         return Difference(*map(max, zip(*rows, strict=True))) if rows else Difference(*[0.0] * 5)
 
 
-def judge(runs: Runs) -> Report:
+def judge(alone: Alone, together: Sequence[Together]) -> Report:
     """Compare everything with the oracle."""
-    tolerance = tolerance_for(runs.oracle)
-    gaps = gradient_gaps(runs.again, runs.noise) if runs.noise_by == REVERSED else []
-    noise = difference(runs.oracle, runs.noise, gaps)
-    report = Report(
-        Verdict.SAME,
-        runs.oracle,
+    tolerance = tolerance_for(alone.oracle)
+    gaps = gradient_gaps(alone.again, alone.noise) if alone.noise_by == REVERSED else []
+    noise = difference(alone.oracle, alone.noise, gaps)
+    unrepeated = unsteady(alone)
+    judgements = () if unrepeated else tuple(_judge(alone, t, noise, tolerance) for t in together)
+    worst = max(
+        judgements,
+        key=lambda judgement: list(Verdict).index(judgement.verdict),
+        default=Judgement(alone.oracle, Verdict.SAME, difference(alone.oracle, alone.oracle, [])),
+    )
+    return Report(
+        Verdict.DIFFERENT if unrepeated else worst.verdict,
+        alone.oracle,
         noise,
-        runs.noise_by,
+        alone.noise_by,
         tolerance,
-        (),
-        unlike_python(runs.oracle, runs.plain, tolerance),
-    )
-    if unsteady := not_repeated(runs.oracle, runs.again, tolerance):
-        return replace(report, verdict=Verdict.DIFFERENT, cause=unsteady)
-    judgements = tuple(_judge_one(runs, n, noise, tolerance) for n in runs.free)
-    verdicts = [judgement.verdict for judgement in judgements]
-    worst = max(verdicts, key=list(Verdict).index, default=Verdict.SAME)
-    first = next((j for j in judgements if j.verdict is worst), None)
-    return replace(
-        report,
-        verdict=worst,
-        judgements=judgements,
-        cause=first.cause if first else None,
-        parting=first.parting if first else None,
+        judgements,
+        unlike_python(alone.oracle, alone.plain, tolerance),
+        unrepeated or worst.cause,
+        worst.parting,
     )
 
 
-def _judge_one(runs: Runs, n: int, noise: Difference, tolerance: Tolerance) -> Judgement:
-    pinned, free = runs.pinned[n], runs.free[n]
-    rounding = runs.noise.gradients.get(0) if runs.noise_by == REVERSED else None
-    gaps = gradient_gaps(runs.again, pinned, rounding)
-    found = difference(runs.oracle, free, gaps)
+def _judge(alone: Alone, runs: Together, noise: Difference, tolerance: Tolerance) -> Judgement:
+    rounding = alone.noise.gradients.get(0) if alone.noise_by == REVERSED else None
+    gaps = gradient_gaps(alone.again, runs.pinned, rounding)
+    found = difference(alone.oracle, runs.free, gaps)
     allowed = replace(tolerance, gradient=max(tolerance.gradient, OF_ITS_NOISE * noise.gradient))
-    evidence = Evidence(runs.oracle, runs.noise, pinned, free, gaps, allowed)
+    evidence = Evidence(alone.oracle, alone.noise, runs.pinned, runs.free, gaps, allowed)
     parting = first_parting(evidence)
     if parting is None:
         verdict, limit = _by_size(found, noise, tolerance)
         if verdict is not Verdict.DIFFERENT:
-            return Judgement(free, verdict, found)
+            return Judgement(runs.free, verdict, found)
         parting = first_drift(evidence, limit)
-    return Judgement(free, Verdict.DIFFERENT, found, parting, likely_cause(evidence))
+    return Judgement(runs.free, Verdict.DIFFERENT, found, parting, likely_cause(evidence))
 
 
 def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> tuple[Verdict, float]:
@@ -146,27 +142,33 @@ def usable_noise(reference: Run, backwards: Run) -> bool:
     return bool(gaps) and 0.0 < gaps[0].difference <= limit
 
 
-def not_repeated(oracle: Run, again: Run, tolerance: Tolerance) -> str | None:
+def unsteady(alone: Alone) -> str | None:
     """Why one process does not repeat itself; None if it does, up to rounding."""
+    oracle, again, tolerance = alone.oracle, alone.again, tolerance_for(alone.oracle)
     for k in range(min(oracle.steps, again.steps)):
         ours, theirs = oracle.at(k)[0], again.at(k)[0]
         place = f"two runs of one process differ from step {k + 1} on"
         apart, tensor = prints_apart(ours.parameters, theirs.parameters)
         if k == 0 and apart > tolerance.gradient:
-            return f"not deterministic: {place}, {tensor} starts differently; seed the script"
+            return f"not deterministic: {place}, {tensor} starts differently (seed the script)"
         if ours.samples != theirs.samples or rates_at(oracle, k) != rates_at(again, k):
             return f"not deterministic: {place}, in samples or learning rates"
         apart, tensor = prints_apart(ours.gradients, theirs.gradients)
         if apart > OF_ITS_NOISE * tolerance.gradient:
-            if ours.rows != theirs.rows:
-                return f"not deterministic: {place}, in their samples; seed the script"
-            if ours.random != theirs.random:
-                return f"not deterministic: {place}, in their random numbers; seed the script"
-            return (
-                f"non-deterministic kernels: {place}, with the same samples and random numbers, "
-                f"in the gradient of {tensor} (see torch.use_deterministic_algorithms)"
-            )
+            return f"{_why(ours, theirs)}: {place}, in the gradient of {tensor}"
     return None
+
+
+def _why(ours: Step, theirs: Step) -> str:
+    """Why two gradients of one process differ."""
+    if ours.random != theirs.random:
+        return "not deterministic (seed the script)"
+    if ours.rows != theirs.rows:
+        return "not deterministic in its samples"
+    return (
+        "non-deterministic kernels, with equal samples and random numbers "
+        "(see torch.use_deterministic_algorithms)"
+    )
 
 
 def unlike_python(oracle: Run, plain: Run | None, tolerance: Tolerance) -> str | None:
