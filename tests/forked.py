@@ -15,8 +15,11 @@ from instep.errors import ScriptFailedError, ScriptLateError
 from instep.verify.records import read_run
 
 _processes = multiprocessing.get_context("forkserver")
-# torch imports its compiler when the first optimizer is made: two seconds, once for all ranks.
-_processes.set_forkserver_preload(["torch._dynamo", "instep.verify.entry", "instep.replicas"])
+# What takes seconds to import, once for all ranks: torch imports its compiler when the first
+# optimizer is made.
+_processes.set_forkserver_preload(
+    ["torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "instep.verify.entry"]
+)
 
 
 class Forked:

@@ -178,7 +178,10 @@ def unlike_python(oracle: Run, plain: Run | None, tolerance: Tolerance) -> str |
     for k in range(min(oracle.steps, plain.steps)):
         ours, theirs = oracle.at(k)[0], plain.at(k)[0]
         if k == 0 and prints_apart(ours.parameters, theirs.parameters)[0] > tolerance.gradient:
-            return "the parameters start differently"
+            return (
+                "the parameters start differently (instep.shard takes a seed from torch's "
+                "generator, which plain Python does not)"
+            )
         if ours.samples != theirs.samples:
             return f"step {k + 1} has {ours.samples} samples instead of {theirs.samples}"
         if ours.rows != theirs.rows:
