@@ -254,6 +254,7 @@ def test_not_a_number_is_equal_to_itself_only():
     losses = made.run(1, lambda r, k, s: {"losses": ((math.nan, None),)})
     assert max(loss_differences(losses, losses)) == 0.0
     assert max(loss_differences(made.run(1), losses)) == math.inf
+    assert max(loss_differences(losses, made.run(1))) == math.inf
 
 
 def test_buffers_of_whole_numbers_must_be_equal():
@@ -342,6 +343,26 @@ def test_other_parameters_are_measured_by_the_scripts_own_noise(noise, verdict):
     runs = alone(noise=shifted(1, noise))
     report = judge(runs, [Together(made.run(2), shifted(2, 0.05))])
     assert str(report.verdict) == verdict
+
+
+def test_a_drift_is_found_where_it_begins():
+    def drift(rank, k, step):
+        other = {**step.parameters, "bias": Print(3.0, 2.0 + k + 0.5)}
+        return {"parameters": other} if k > 1 else {}
+
+    report = judge(
+        alone(), [Together(made.run(2), replace(shifted(2, 0.1), ranks=made.run(2, drift).ranks))]
+    )
+    assert (report.parting.step, report.parting.what, report.parting.tensor) == (
+        3,
+        "parameters",
+        "bias",
+    )
+    report = judge(alone(), [Together(made.run(2), shifted(2, 0.1))])
+    assert (report.parting.step, report.parting.what) == (3, "parameters")
+    buffers = {"1.running_mean": torch.ones(4) * 2, "1.num_batches_tracked": torch.tensor(3)}
+    report = judge(alone(), [Together(made.run(2), made.run(2, buffers=buffers))])
+    assert (report.parting.what, report.parting.tensor) == ("buffers", "1.running_mean")
 
 
 def test_noise_does_not_excuse_a_wrong_gradient_or_unsplit_batches():

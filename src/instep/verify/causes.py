@@ -113,7 +113,7 @@ def _asked_for_the_same(e: Evidence) -> bool:
 
 
 def _all_rows(run: Run) -> Counter[int]:
-    return sum((rows_at(run, k) for k in range(run.steps)), Counter())
+    return Counter(row for rank in run.ranks for step in rank.steps for row in step.rows)
 
 
 def other_start(e: Evidence) -> str | None:

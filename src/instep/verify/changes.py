@@ -68,9 +68,10 @@ def perturb(parameters: dict[str, Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in parameters.values():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            factor = 1 + noise * torch.finfo(tensor.dtype).eps
-            tensor.copy_(tensor.double() * factor.to(tensor.device))
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            noise = torch.randn(numbers.shape, generator=generator, dtype=torch.float64)
+            factor = 1 + noise * torch.finfo(numbers.dtype).eps
+            numbers.copy_(numbers.double() * factor.to(numbers.device))
 
 
 class Loaders:

@@ -57,7 +57,10 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     # Not on top: it brings torch, and `instep run` starts without.
     from instep.verify.proof import prove
 
-    return prove(job.command, asked.n, asked.steps, asked.json, asked.plot)
+    try:
+        return prove(job.command, asked.n, asked.steps, asked.json, asked.plot)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _sizes(value: str) -> list[int]:

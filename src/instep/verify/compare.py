@@ -132,31 +132,35 @@ def loss_differences(oracle: Run, run: Run) -> list[float]:
 
 
 def _relative(a: float, b: float, floor: float) -> float:
+    apart = _number_apart(a, b)
+    return apart if math.isinf(apart) else ratio(apart, max(abs(a), floor))
+
+
+def _number_apart(a: float, b: float) -> float:
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    apart = ratio(abs(a - b), max(abs(a), floor))
+    apart = abs(a - b)
     return math.inf if math.isnan(apart) else apart
 
 
 def parameter_differences(oracle: Run, run: Run) -> list[tuple[float, str]]:
-    """Before each step: the distance over the norm, by fingerprints, and the farthest tensor."""
+    """Before each step: the distance, by fingerprints, and the tensor farthest off."""
     pairs = zip(oracle.ranks[0].steps, run.ranks[0].steps, strict=False)
-    return [prints_apart(a.parameters, b.parameters) for a, b in pairs]
+    return [_prints_distance(a.parameters, b.parameters) for a, b in pairs]
 
 
 def prints_apart(ours: Prints, theirs: Prints) -> tuple[float, str]:
     """The distance over the norm that fingerprints suggest, and the tensor farthest off."""
+    apart, worst = _prints_distance(ours, theirs)
+    return ratio(apart, math.hypot(*(one.norm for one in ours.values()))), worst
+
+
+def _prints_distance(ours: Prints, theirs: Prints) -> tuple[float, str]:
     apart = {
-        name: max(
-            abs(ours[name].projection - theirs[name].projection),
-            abs(ours[name].norm - theirs[name].norm),
-        )
+        name: max(_number_apart(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
         for name in ours.keys() & theirs.keys()
     }
-    total = math.hypot(*(print_.norm for print_ in ours.values()))
-    worst = max(apart, key=lambda name: apart[name], default="")
-    value = ratio(math.hypot(*apart.values()), total)
-    return (math.inf if math.isnan(value) and not math.isnan(total) else value), worst
+    return math.hypot(*apart.values()), max(apart, key=lambda name: apart[name], default="")
 
 
 # -------------------------------------------------------------------------------- tensors
@@ -184,6 +188,13 @@ def distance(ours: Tensors, theirs: Tensors) -> float:
     return math.inf if math.isnan(total) else total
 
 
+def farthest(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
+    """The tensor that differs most, and by how much of its norm."""
+    apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
+    name = max(apart, key=lambda name: apart[name], default="")
+    return name, ratio(apart.get(name, 0.0), norm(_only(name, ours)))
+
+
 def _between(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
@@ -195,8 +206,8 @@ def _between(a: Tensor, b: Tensor) -> float:
 
 def ratio(part: float, whole: float) -> float:
     """part / whole, with 0 / 0 = 0 and x / 0 infinite."""
-    if part == 0.0:
-        return 0.0
+    if part == 0.0 or math.isinf(part):
+        return part
     return part / whole if whole else math.inf
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from instep.verify.compare import (
     Gap,
+    distance,
+    farthest,
     loss_differences,
     parameter_differences,
     prints_apart,
@@ -97,15 +99,24 @@ def first_parting(e: Evidence) -> Parting | None:
     return min(found, key=lambda parting: parting.step, default=None)
 
 
-def first_drift(e: Evidence, limit: float) -> Parting | None:
-    """Where the free run leaves the oracle by more than `limit`."""
+def first_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Parting:
+    """Where the free run leaves the oracle by more than these limits: the end at the latest."""
+    moved = distance(e.oracle.parameters, e.oracle.initial)
+    parameters = parameter_differences(e.oracle, e.free)
     for k, loss in enumerate(loss_differences(e.oracle, e.free)):
-        if loss > limit:
+        apart, tensor = parameters[k]
+        if ratio(apart, moved) > moved_limit:
+            return Parting(e.n, k + 1, "parameters", tensor, ratio(apart, moved))
+        if loss > loss_limit:
             return Parting(e.n, k + 1, "loss", None, loss)
-    for k, (apart, tensor) in enumerate(parameter_differences(e.oracle, e.free)):
-        if apart > limit:
-            return Parting(e.n, k + 1, "parameters", tensor, apart)
-    return None
+    for what, ours, theirs in (
+        ("parameters", e.oracle.parameters, e.free.parameters),
+        ("buffers", e.oracle.buffers, e.free.buffers),
+    ):
+        tensor, apart = farthest(ours, theirs)
+        if apart > 0:
+            return Parting(e.n, e.steps, what, tensor, apart)
+    raise AssertionError("nothing has drifted")
 
 
 def _first(found: Iterator[Parting]) -> list[Parting]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from instep.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
 from instep.verify.records import Plan, Run, read_run
 
 PINNED = 5
@@ -139,7 +139,7 @@ def steps_to_pin(oracle: Run) -> tuple[int, ...]:
 def _plain(rehearsal: Rehearsal, plan: Plan) -> Run | None:
     try:
         return rehearsal.run("plain python", 0, plan)
-    except (ScriptFailedError, StepsError):
+    except VerificationError:
         return None
 
 

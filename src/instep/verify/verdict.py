@@ -101,18 +101,19 @@ def _judge(alone: Alone, runs: Together, noise: Difference, tolerance: Tolerance
     found = difference(alone.oracle, runs.free, gaps)
     allowed = replace(tolerance, gradient=max(tolerance.gradient, OF_ITS_NOISE * noise.gradient))
     evidence = Evidence(alone.oracle, alone.noise, runs.pinned, runs.free, gaps, allowed)
+    verdict = _by_size(found, noise, tolerance)
     parting = first_parting(evidence)
+    if parting is None and verdict is Verdict.DIFFERENT:
+        limits = (max(tolerance.run, OF_ITS_NOISE * own) for own in (noise.loss, noise.moved))
+        parting = first_drift(evidence, *limits)
     if parting is None:
-        verdict, limit = _by_size(found, noise, tolerance)
-        if verdict is not Verdict.DIFFERENT:
-            return Judgement(runs.free, verdict, found)
-        parting = first_drift(evidence, limit)
+        return Judgement(runs.free, verdict, found)
     return Judgement(runs.free, Verdict.DIFFERENT, found, parting, likely_cause(evidence))
 
 
-def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> tuple[Verdict, float]:
-    """The verdict on the sizes alone, and what the first exceeded one might have been."""
-    verdict, limit = Verdict.SAME, 0.0
+def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> Verdict:
+    """The verdict on the sizes alone."""
+    verdict = Verdict.SAME
     for size, own, allowed in (
         (found.gradient, noise.gradient, tolerance.gradient),
         (found.loss, noise.loss, tolerance.run),
@@ -122,9 +123,9 @@ def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> tupl
         if size <= allowed:
             continue
         if not size <= OF_ITS_NOISE * own:
-            return Verdict.DIFFERENT, max(allowed, OF_ITS_NOISE * own)
+            return Verdict.DIFFERENT
         verdict = Verdict.NOISE
-    return verdict, limit
+    return verdict
 
 
 def tolerance_for(oracle: Run) -> Tolerance:
