@@ -21,7 +21,7 @@ from instep.verify.compare import difference, distance, gradient_gaps, loss_diff
 from instep.verify.fingerprints import fingerprint, row_hashes
 from instep.verify.names import Names
 from instep.verify.partings import FLOAT32, FLOAT64, Parting, first_parting
-from instep.verify.proof import verify
+from instep.verify.proof import prove, verify
 from instep.verify.records import Plan, Print, Step, global_loss, read_run
 from instep.verify.report import as_json, table
 from instep.verify.runs import (
@@ -83,27 +83,38 @@ def test_dropped_samples_are_told():
     assert told == "samples were dropped: 6 of the 7 in step 3 were computed"
 
 
+def other(step, rows):
+    """A step with other samples has another loss."""
+    return {"rows": tuple(rows), "losses": ((step.losses[0][0] + 0.3, step.losses[0][1]),)}
+
+
 def test_another_order_is_told():
     def swapped(rank, k, step):
-        return {"rows": made.honest(rank, 2, 1 - k).rows} if k < 2 else {}
+        return other(step, made.honest(rank, 2, 1 - k).rows) if k < 2 else {}
 
     assert cause(2, swapped).startswith("another order: from step 1 on")
 
 
 def test_an_order_of_one_rank_is_told_as_randomness_by_rank():
-    told = cause(2, lambda r, k, s: {"rows": tuple(row + 1000 * r for row in s.rows)})
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * r for row in s.rows)))
     assert told.startswith("randomness by rank: in step 1 the order of samples is one process's on")
     assert told.endswith("ranks 0, but another on 1")
 
 
 def test_samples_of_no_order_are_told_as_randomness_by_rank():
-    told = cause(2, lambda r, k, s: {"rows": tuple(row + 1000 * (r + 1) for row in s.rows)})
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * (r + 1) for row in s.rows)))
     assert told.startswith("randomness by rank: the samples of step 1 come from no order")
 
 
 def test_samples_that_one_process_does_not_repeat_are_not_held_against_ranks():
-    noise = made.run(1, lambda r, k, s: {"rows": tuple(row + 7 for row in s.rows)})
-    e = made.evidence(2, lambda r, k, s: {"rows": tuple(row + 9 for row in s.rows)}, noise=noise)
+    noise = made.run(1, lambda r, k, s: other(s, (row + 7 for row in s.rows)))
+    e = made.evidence(2, lambda r, k, s: other(s, (row + 9 for row in s.rows)), noise=noise)
+    assert first_parting(e) is None
+
+
+def test_inputs_that_differ_by_rounding_are_no_other_samples():
+    """One model's output is another one's input."""
+    e = made.evidence(2, lambda r, k, s: {"rows": tuple(row + 9 for row in s.rows)})
     assert first_parting(e) is None
 
 
@@ -347,8 +358,8 @@ def test_other_parameters_are_measured_by_the_scripts_own_noise(noise, verdict):
 
 def test_a_drift_is_found_where_it_begins():
     def drift(rank, k, step):
-        other = {**step.parameters, "bias": Print(3.0, 2.0 + k + 0.5)}
-        return {"parameters": other} if k > 1 else {}
+        moved = {**step.parameters, "bias": Print(3.0, 2.0 + k + 0.5)}
+        return {"parameters": moved} if k > 1 else {}
 
     report = judge(
         alone(), [Together(made.run(2), replace(shifted(2, 0.1), ranks=made.run(2, drift).ranks))]
@@ -548,6 +559,13 @@ def test_the_digits_example_is_the_same_at_2_3_and_5():
     assert [sum(j.run.samples_per_rank) for j in report.judgements] == [1437] * 3
 
 
+@pytest.mark.parametrize("kind", ["two_models", "accumulate", "clip", "autocast"])
+def test_other_loops_are_the_same(kind):
+    report = verify([str(SCRIPTS / "loops.py"), kind], [3], start=Forked())
+    assert report.verdict is not Verdict.DIFFERENT
+    assert sum(report.judgements[0].run.samples_per_rank) == sum(report.oracle.samples_per_rank)
+
+
 def test_an_endless_script_stops_at_the_steps_asked_for(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
@@ -567,6 +585,16 @@ while True:
     model(x).square().mean().backward()
     optimizer.step()
 """
+
+
+def test_the_exit_code_is_0_for_the_same_and_1_for_different(tmp_path, capsys):
+    assert prove([TRAIN], [2], 2, None, None, Forked()) == 0
+    assert capsys.readouterr().out.endswith("\nSAME\n")
+    picture, report = tmp_path / "curves.png", tmp_path / "report.json"
+    assert prove([TRAIN, "not_sharded"], [2], 2, str(report), str(picture), Forked()) == 1
+    assert "likely cause: a batch that was not split" in capsys.readouterr().out
+    assert json.loads(report.read_text())["first_divergence"]["step"] == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 # ------------------------------------------------------------------------ real launches

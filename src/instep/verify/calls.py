@@ -25,6 +25,7 @@ class Call:
     rows: tuple[int, ...]
     share: float | None
     drew: bool
+    half: bool
 
 
 class Calls:
@@ -55,19 +56,29 @@ class Calls:
         if self._depth or not graph or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
-        call = _call(_tensors((args, kwargs)), drew=generators_digest() != self._before)
+        drew, half = generators_digest() != self._before, _in_half_precision(output)
+        call = _call(_tensors((args, kwargs)), drew, half)
         for node in graph:
             _metadata(node)[_MARK] = call
 
 
-def _call(inputs: list[Tensor], drew: bool) -> Call:
+def _in_half_precision(output: object) -> bool:
+    return any(
+        tensor.dtype in (torch.float16, torch.bfloat16)
+        or torch.is_autocast_enabled(tensor.device.type)
+        for tensor in _tensors(output)
+    )
+
+
+def _call(inputs: list[Tensor], drew: bool, half: bool) -> Call:
     block = _block(inputs)
     share = None if block is None else (block.count / block.total if block.total else 0.0)
     batch = next((tensor for tensor in inputs if tensor.dim()), None)
     if batch is None or (block is not None and block.count == 0):
-        return Call(0, (), share, drew)
+        return Call(0, (), share, drew, half)
     dimension = _sample_dimension(batch, block)
-    return Call(batch.shape[dimension], row_hashes(batch.movedim(dimension, 0)), share, drew)
+    rows = row_hashes(batch.movedim(dimension, 0))
+    return Call(batch.shape[dimension], rows, share, drew, half)
 
 
 def _block(inputs: list[Tensor]) -> Block | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -18,6 +19,8 @@ class Names:
 
     def learn(self, module: nn.Module) -> None:
         """The script called `module` itself. The first is nameless, later ones are prefixes."""
+        while isinstance(module, DistributedDataParallel):
+            module = module.module
         new = [(n, p) for n, p in module.named_parameters() if p not in self._of_parameter]
         if not new:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -20,18 +22,19 @@ def draw(report: Report, path: str, title: str) -> None:
         # Wide lines below narrow ones: where curves agree, all of them are seen.
         width = 1.2 + 2.4 * (len(runs) - 1 - layer)
         label = "one process" if run is report.oracle else f"{run.n} ranks"
-        (line,) = curves.plot(*_points(run), linewidth=width, label=label, alpha=0.85)
+        (line,) = curves.plot(*_points(run), linewidth=width, label=label)
         if run is not report.oracle:
-            differences = loss_differences(report.oracle, run)
-            steps = range(1, len(differences) + 1)
-            apart.plot(steps, [max(d, 1e-17) for d in differences], color=line.get_color())
+            known = [d or math.nan for d in loss_differences(report.oracle, run)]  # no zero in logs
+            steps = range(1, len(known) + 1)
+            apart.plot(steps, known, ".-", color=line.get_color(), markersize=3, linewidth=0.8)
     apart.axhline(report.tolerance.run, color="grey", linestyle="--", label="rounding")
     if report.noise.loss > 0:
         apart.axhline(report.noise.loss, color="grey", linestyle=":", label="its own noise")
     apart.set(yscale="log", ylabel="relative difference", xlabel="optimizer step")
     curves.set(ylabel="loss of the global batch", title=f"{title}\n{report.verdict}")
+    curves.legend(frameon=False)
+    apart.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for axes in (curves, apart):
-        axes.legend(loc="best", frameon=False)
         axes.grid(alpha=0.2)
     figure.savefig(path, dpi=120)
 

@@ -40,9 +40,10 @@ def prove(
     steps: int | None,
     json: str | None,
     plot: str | None,
+    start: Starter | None = None,
 ) -> int:
     """What the command line asks for. Returns 0 for the same numbers, else 1."""
-    report = verify(command, sizes, steps, say=_say)
+    report = verify(command, sizes, steps, start, _say)
     if json is not None:
         Path(json).write_text(as_json(report), encoding="utf-8")
     if plot is not None:

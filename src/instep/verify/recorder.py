@@ -138,6 +138,7 @@ class Recorder:
             samples=sum(call.samples for call in used),
             rows=tuple(row for call in used for row in call.rows),
             drew=any(call.drew for call in used),
+            half=any(call.half for call in used),
             random=generators_digest(),
             gradients=_prints(gradients),
             parameters=_prints(parameters),

@@ -72,6 +72,8 @@ class Step:
     """A hash of each of these rows."""
     drew: bool = False
     """Whether random numbers were drawn during these calls."""
+    half: bool = False
+    """Whether they computed in half precision."""
     random: str = ""
     """A digest of the states of all global generators."""
     gradients: Prints = field(default_factory=dict)

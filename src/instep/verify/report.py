@@ -58,6 +58,11 @@ def _notes(report: Report) -> list[str]:
         "the run;\nparameters: in the end, relative to the distance that training moved them.",
         f"noise: one process against itself, {report.noise_by}.",
     ]
+    if not sum(report.oracle.samples_per_rank):
+        notes.append(
+            "no module with parameters was seen to make the loss: whether each rank computed only "
+            "its own samples cannot be told."
+        )
     if report.unlike_python:
         notes.append(f"one process of instep is not plain python: {report.unlike_python}.")
     return notes

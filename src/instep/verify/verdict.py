@@ -129,9 +129,10 @@ def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> Verd
 
 
 def tolerance_for(oracle: Run) -> Tolerance:
-    """By the least precise dtype that is trained."""
+    """By the least precise dtype that is trained or computed with."""
     kinds = {tensor.dtype for tensor in oracle.parameters.values()}
-    if kinds & {torch.float16, torch.bfloat16}:
+    computed_in_half = any(step.half for step in oracle.ranks[0].steps)
+    if computed_in_half or kinds & {torch.float16, torch.bfloat16}:
         return HALF
     return FLOAT64 if kinds and kinds <= {torch.float64, torch.complex128} else FLOAT32
 
