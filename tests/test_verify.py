@@ -78,6 +78,20 @@ def test_a_padded_tail_is_told():
     assert told.startswith("a padded tail: the 7 samples of step 3 cannot be divided evenly by 2")
 
 
+def test_a_tail_padded_with_samples_of_another_batch_is_told():
+    def pad(rank, k, step):
+        return {"samples": 4, "rows": (*step.rows, 0)[:4]} if k == 2 else {}
+
+    assert cause(2, pad).startswith("a padded tail: the 7 samples of step 3")
+
+
+def test_samples_from_nowhere_are_told():
+    def add(rank, k, step):
+        return {"samples": 4, "rows": (*step.rows, -1)[:4]} if k == 2 else {}
+
+    assert cause(2, add) == "samples were added: 8 instead of 7 in step 3"
+
+
 def test_dropped_samples_are_told():
     told = cause(2, lambda r, k, s: {"samples": 3, "rows": s.rows[:3]} if k == 2 else {})
     assert told == "samples were dropped: 6 of the 7 in step 3 were computed"

@@ -66,12 +66,13 @@ def other_number_of_steps(e: Evidence) -> str | None:
 
 def padded(e: Evidence) -> str | None:
     """Where a batch cannot be divided evenly, a sample counts twice, or one is missing."""
+    known = _all_rows(e.oracle)
     for k in range(e.steps):
         ours, theirs = samples_at(e.oracle, k), samples_at(e.free, k)
-        if theirs > ours and ours % e.n and set(rows_at(e.free, k)) <= set(rows_at(e.oracle, k)):
+        if 0 < theirs - ours < e.n and ours % e.n and _all_rows(e.free).keys() <= known.keys():
             return (
                 f"a padded tail: the {ours} samples of step {k + 1} cannot be divided evenly by "
-                f"{e.n}, and the ranks computed {theirs}, some of them twice"
+                f"{e.n}, and the ranks computed {theirs}: a sample counts twice"
             )
         if theirs < ours:
             return f"samples were dropped: {theirs} of the {ours} in step {k + 1} were computed"
