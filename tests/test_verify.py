@@ -140,6 +140,13 @@ def test_other_initial_parameters_are_told_by_name():
     assert cause(2, start).startswith("randomness by rank: bias on rank 1 does not start as")
 
 
+def test_ranks_that_agree_but_start_elsewhere_are_told():
+    def start(rank, k, step):
+        return {"parameters": {**step.parameters, "bias": Print(3.0, 2.5)}} if k == 0 else {}
+
+    assert cause(2, start).startswith("randomness by rank: bias on rank 0 does not start as")
+
+
 def test_a_scaled_learning_rate_is_told():
     told = cause(2, lambda r, k, s: {"rates": (2 * s.rates[0],)})
     assert told == "the learning rate is scaled: 2 times that of one process"
