@@ -495,6 +495,11 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
     assert sum(report.judgements[0].run.samples_per_rank) == 88
 
 
+@pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])
+def test_what_instep_reaches_is_the_same(kind, solo, tmp_path):
+    assert judged(3, (kind,), solo(kind), tmp_path).verdict is Verdict.SAME
+
+
 SABOTAGED_CORES = [
     ("never_reduced", 2, "gradients are not averaged over the ranks"),
     ("mean_of_means", 3, "a mean of means: in step 1 the ranks hold 2, 3, 3 samples"),
@@ -537,8 +542,14 @@ SUMMED = "a sum taken for a mean: the gradient of step 1 is 1/2 of"
 SABOTAGED_LOSSES = [
     ("sum", SUMMED),
     ("class_weights", "a sum or a weighted mean taken for a mean: in step 1 the ranks' losses"),
-    ("dropout", "randomness by rank: the model draws random numbers (dropout, noise) in step 1"),
-    ("augmentation", "randomness by rank: the ranks asked for the same samples as one process"),
+    (
+        "dropout_by_rank",
+        "randomness by rank: the model draws random numbers (dropout, noise) in step 1",
+    ),
+    (
+        "augmented_by_rank",
+        "randomness by rank: the ranks asked for the same samples as one process",
+    ),
     ("plateau", "decisions that differ by rank: the learning rate of step"),
 ]
 

@@ -1,7 +1,7 @@
 """Ways to break instep's core, inside the process of a rank."""
 
 import instep
-from instep import blocks, collectives, replicas, shards
+from instep import blocks, collectives, randomness, replicas, shards
 
 
 def mean_of_means():
@@ -49,6 +49,13 @@ def never_reduced():
     collectives._Together.all_reduce = only_statistics
 
 
+def augmented_by_rank():
+    def drawn_as_it_comes(dataset, sample):
+        return dataset.dataset[sample.index]
+
+    randomness.SeededDataset.__getitem__ = drawn_as_it_comes
+
+
 def unsynchronised_norm():
     replicas._statistics = lambda *tensors: "rank"
 
@@ -64,6 +71,7 @@ CORES = {
         shuffled_by_rank,
         shuffled_by_size,
         never_reduced,
+        augmented_by_rank,
         unsynchronised_norm,
     )
 }

@@ -33,14 +33,19 @@ def build_model(spoilt, norm):
     layers = [nn.Linear(FEATURES, 16, bias=norm)]
     layers += [nn.BatchNorm1d(16)] if norm else []
     layers += [nn.Tanh()]
-    layers += [nn.Dropout(0.3)] if "dropout" in spoilt else []
+    layers += [nn.Dropout(0.3)] if spoilt & {"dropout", "dropout_by_rank"} else []
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
 def loss_of(output, target, spoilt):
-    if "sum" in spoilt:
+    if "stated_sum" in spoilt:
+        instep.weight(None)
+    if spoilt & {"sum", "stated_sum"}:
         return cross_entropy(output, target, reduction="sum") / 8
-    weight = torch.tensor([0.1, 1.0, 5.0]) if "class_weights" in spoilt else None
+    weighted = spoilt & {"class_weights", "stated_class_weights"}
+    weight = torch.tensor([0.1, 1.0, 5.0]) if weighted else None
+    if "stated_class_weights" in spoilt:
+        instep.weight(weight[target].sum())
     return cross_entropy(output, target, weight=weight)
 
 
@@ -59,7 +64,7 @@ def main():
     torch.manual_seed(instep.rank if "seed_by_rank" in spoilt else 0)
     if "unseeded" in spoilt:
         torch.seed()
-    data = Points("augmentation" in spoilt, torch.float32)
+    data = Points(bool(spoilt & {"augmentation", "augmented_by_rank"}), torch.float32)
     model = build_model(spoilt, args.norm)
     loader = DataLoader(data, BATCH, shuffle=True)
     if "distributed_sampler" in spoilt and many:
@@ -69,7 +74,8 @@ def main():
         loader = instep.shard(loader)
     if not spoilt & {"not_replicated", "seed_by_rank"}:
         statistics = "rank" if "rank_statistics" in spoilt else "global"
-        model = instep.replicate(model, batch_statistics=statistics)
+        dropout = "rank" if "dropout_by_rank" in spoilt else "global"
+        model = instep.replicate(model, batch_statistics=statistics, dropout=dropout)
 
     rate = 0.05 * (instep.world_size if "scaled_rate" in spoilt else 1)
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), rate)

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.blocks import Block, current_block, inside_forward, known_block
+from instep import calls
+from instep.blocks import Block, known_block
+from instep.collectives import transport
+from instep.randomness import mixed
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
 
@@ -23,9 +26,20 @@ class Call:
 
     samples: int
     rows: tuple[int, ...]
-    share: float | None
+    block: Block | None
     drew: bool
     half: bool
+    replica: calls.Call | None
+    """What instep knows of it, if it is the call of a replicated model."""
+
+    @property
+    def share(self) -> float | None:
+        """This rank's part in the loss: as stated, else by rows; None where nobody knows."""
+        if self.replica is not None and self.replica.weight is not None:
+            return self.replica.weight
+        if self.block is None:
+            return None
+        return self.block.count / self.block.total if self.block.total else 0.0
 
 
 class Calls:
@@ -56,10 +70,22 @@ class Calls:
         if self._depth or not graph or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
-        drew, half = generators_digest() != self._before, _in_half_precision(output)
-        call = _call(_tensors((args, kwargs)), drew, half)
+        call = _call(_tensors((args, kwargs)), self._drew(), _in_half_precision(output))
         for node in graph:
             _metadata(node)[_MARK] = call
+
+    def _drew(self) -> bool:
+        """Whether the call that ends now has drawn random numbers.
+
+        A replica in training begins with its generator in a state of its own.
+        """
+        replica = calls.current()
+        if replica is None or replica.outer_generator is None:
+            return generators_digest() != self._before
+        own = torch.Generator().manual_seed(mixed(replica.stream, transport().rank)).get_state()
+        moved = not torch.equal(own, torch.get_rng_state())
+        others_moved = generators_digest(replica.outer_generator) != self._before
+        return replica.draws > 0 or moved or others_moved
 
 
 def _in_half_precision(output: object) -> bool:
@@ -71,19 +97,17 @@ def _in_half_precision(output: object) -> bool:
 
 
 def _call(inputs: list[Tensor], drew: bool, half: bool) -> Call:
-    block = _block(inputs)
-    share = None if block is None else (block.count / block.total if block.total else 0.0)
+    replica = calls.current()
+    block = replica.block if replica is not None else _block(inputs)
     batch = next((tensor for tensor in inputs if tensor.dim()), None)
     if batch is None or (block is not None and block.count == 0):
-        return Call(0, (), share, drew, half)
+        return Call(0, (), block, drew, half, replica)
     dimension = _sample_dimension(batch, block)
     rows = row_hashes(batch.movedim(dimension, 0))
-    return Call(batch.shape[dimension], rows, share, drew, half)
+    return Call(batch.shape[dimension], rows, block, drew, half, replica)
 
 
 def _block(inputs: list[Tensor]) -> Block | None:
-    if inside_forward():
-        return current_block()
     return next((block for block in map(known_block, inputs) if block is not None), None)
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from instep import replicas, shards
+from instep.randomness import Sample
 from instep.seams import Function, step_in
 from instep.verify.records import read_tensors
 
@@ -87,10 +88,10 @@ class Loaders:
 
     def _next_index(self, original: Function, loader: Any) -> Any:
         index = original(loader)
-        if not isinstance(index, list) or not all(isinstance(i, int) for i in index):
+        if not isinstance(index, list) or not all(isinstance(i, int | Sample) for i in index):
             return index
         if len(self.asked) < _REMEMBERED:
-            self.asked.append(tuple(index))
+            self.asked.append(tuple(i.index if isinstance(i, Sample) else i for i in index))
         return index[::-1] if self._reverse else index
 
 

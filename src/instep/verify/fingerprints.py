@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import random
 from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from instep.randomness import States
 from instep.verify.records import Print
 
 _WIDTH = 1024
@@ -56,12 +58,17 @@ def plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def generators_digest() -> str:
-    """Equal exactly if every global generator of this process is in the same state."""
-    states = States.now()
-    digest = blake2b(states.torch.numpy().tobytes(), digest_size=12)
+def generators_digest(of_torch: Tensor | None = None) -> str:
+    """Equal exactly if every global generator of this process is in the same state.
+
+    Args:
+        of_torch: what to take for the state of torch's generator on the CPU; default: its state.
+    """
+    state = torch.get_rng_state() if of_torch is None else of_torch
+    digest = blake2b(state.numpy().tobytes(), digest_size=12)
     if torch.cuda.is_initialized():
         digest.update(torch.cuda.get_rng_state().numpy().tobytes())
-    digest.update(repr(states.numpy["state"]["key"].tobytes()).encode())
-    digest.update(repr((states.numpy["state"]["pos"], states.python)).encode())
+    numpy: Any = np.random.get_state(legacy=False)
+    digest.update(numpy["state"]["key"].tobytes())
+    digest.update(repr((numpy["state"]["pos"], random.getstate())).encode())
     return digest.hexdigest()
