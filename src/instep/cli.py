@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from instep.errors import CommandLineError, LaunchError
+from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch import supervisor
 from instep.launch.job import Job
+from instep.verify.command import add_command
 
 RUN = """\
 Run a script on N processes of this host, as `python script.py` would on one.
@@ -26,7 +27,7 @@ rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
 
 
-WITH_VALUE = ("-n", "--output")
+WITH_VALUE = ("-n", "--output", "--steps", "--json", "--plot")
 """Our options that take the next word as their value."""
 
 
@@ -42,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ours, program = _split(sys.argv[1:] if argv is None else argv)
         asked = _parser().parse_args(ours)
-        return supervisor.run(Job(asked.n, tuple(program), asked.output))
-    except LaunchError as error:
+        code: int = asked.command(asked, tuple(program))
+        return code
+    except (LaunchError, VerificationError) as error:
         print(f"instep: {error}", file=sys.stderr)
         return 2
+
+
+def _run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
+    return supervisor.run(Job(asked.n, program, asked.output))
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -78,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
+    run.set_defaults(command=_run)
     run.add_argument("-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks")
     run.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
+    add_command(commands)
     return parser

@@ -18,6 +18,10 @@ InstepError
 │   ├── NotAMemberError           (ValueError) a rank talks in a group of others
 │   ├── InsideScopeError          a collective inside of a run-once scope
 │   └── DisagreementError         the ranks mean different things
+├── VerificationError             what `instep verify` cannot judge
+│   ├── ScriptFailedError         the script failed at some number of ranks
+│   ├── ScriptLateError           it took far longer there than in one process
+│   └── StepsError                it does no training step
 └── TrainingError                 the script's use of replicate and shard
     ├── ReplicatedTwiceError
     ├── ShardedTwiceError
@@ -82,6 +86,26 @@ class CommandLineError(LaunchError):
     def output_folder(cls, path: str, why: str) -> CommandLineError:
         """A folder for the output that cannot be written."""
         return cls(f"cannot write the ranks' output to {path}: {why}. Choose another folder.")
+
+    @classmethod
+    def numbers_of_ranks(cls, value: str) -> CommandLineError:
+        """-n of `instep verify` with something else than positive whole numbers."""
+        return cls(f"-n takes numbers of ranks such as 1,2,3, not {value!r}.")
+
+    @classmethod
+    def steps(cls, value: str) -> CommandLineError:
+        """--steps with something else than a positive whole number."""
+        return cls(f"--steps takes a whole number from 1 up, not {value!r}.")
+
+    @classmethod
+    def report_file(cls, path: str) -> CommandLineError:
+        """A file for the report that cannot be written."""
+        return cls(f"cannot write {path}: its folder may not be written, or it is a folder.")
+
+    @classmethod
+    def no_matplotlib(cls) -> CommandLineError:
+        """--plot without the library that plots."""
+        return cls("--plot needs matplotlib. Install it with: pip install 'instep[plot]'")
 
 
 class StartError(LaunchError):
@@ -293,6 +317,51 @@ class DisagreementError(CollectiveError):
     def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
         sides = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in seen.items())
         super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
+
+
+class VerificationError(InstepError):
+    """`instep verify` cannot judge this script."""
+
+
+def _at(n: int) -> str:
+    return f"at n = {n}" if n else "in plain Python"
+
+
+class ScriptFailedError(VerificationError):
+    """A run of the script ended with an error."""
+
+    def __init__(self, n: int, words: str, steps: Iterable[int]) -> None:
+        made = ", ".join(map(str, steps))
+        hint = ""
+        if any(sign in words for sign in ("EOFError", "Inappropriate ioctl", "not a tty")):
+            hint = (
+                "\nThe script reads its standard input or needs a terminal; here it has neither. "
+                "Give it what it asks for as arguments."
+            )
+        super().__init__(
+            f"the script fails {_at(n)}, after {made or 'no'} steps on its ranks:\n{words}{hint}"
+        )
+
+
+class ScriptLateError(VerificationError):
+    """A run of the script was ended because it took too long."""
+
+    def __init__(self, n: int, seconds: float, steps: Iterable[int]) -> None:
+        made = ", ".join(map(str, steps))
+        super().__init__(
+            f"the script has not ended {_at(n)} after {seconds:.0f} seconds, far longer than one "
+            f"process needs; its ranks have made {made} steps. Do all ranks decide alike?"
+        )
+
+
+class StepsError(VerificationError):
+    """There is nothing to compare."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(
+            f"the script makes no step of a torch.optim optimizer {_at(n)}, so there is no "
+            "training to compare."
+        )
 
 
 class TrainingError(InstepError):

@@ -15,17 +15,20 @@ import torch
 Function = Callable[..., Any]
 
 _originals: dict[tuple[object, str], Function] = {}
+_replacements: set[tuple[object, str, Function]] = set()
 
 
 def step_in(owner: object, name: str, replacement: Function) -> bool:
     """Let `replacement(original, *args, **kwargs)` answer calls of `owner.name`.
 
-    Returns False, and does nothing, where somebody has stepped in already.
+    The last one that stepped in is asked first, and has the one before it as its original.
+    Returns False, and does nothing, where this replacement has stepped in already.
     """
-    if (owner, name) in _originals:
+    if (owner, name, replacement) in _replacements:
         return False
+    _replacements.add((owner, name, replacement))
     original: Function = getattr(owner, name)
-    _originals[owner, name] = original
+    _originals.setdefault((owner, name), original)
 
     @functools.wraps(original)
     def seam(*args: Any, **kwargs: Any) -> Any:
@@ -46,3 +49,4 @@ def step_out() -> None:
     for (owner, name), original in _originals.items():
         setattr(owner, name, original)
     _originals.clear()
+    _replacements.clear()

@@ -92,10 +92,10 @@ def _leave_failure(line: int, *, code: int, raised: bool = False, text: str = ""
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:
-    """Its traceback without our own frames."""
-    here = os.path.dirname(__file__)
+    """Its traceback without our own frames before the user's first."""
+    ours = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
     frames = error.__traceback__
-    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == here:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames
 

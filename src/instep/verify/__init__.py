@@ -1,0 +1,1 @@
+"""The proof: run a script at several numbers of ranks, record, compare, explain."""

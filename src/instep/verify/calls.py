@@ -1,0 +1,143 @@
+"""Which module calls a loss came from, and with which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from instep import calls
+from instep.blocks import Block, known_block
+from instep.collectives import transport
+from instep.randomness import mixed
+from instep.verify.fingerprints import generators_digest, row_hashes
+from instep.verify.names import Names
+
+_MARK = "instep.verify.call"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an outermost module with parameters, under gradients."""
+
+    samples: int
+    rows: tuple[int, ...]
+    block: Block | None
+    drew: bool
+    half: bool
+    replica: calls.Call | None
+    """What instep knows of it, if it is the call of a replicated model."""
+
+    @property
+    def share(self) -> float | None:
+        """This rank's part in the loss: as stated, else by rows; None where nobody knows."""
+        if self.replica is not None and self.replica.weight is not None:
+            return self.replica.weight
+        if self.block is None:
+            return None
+        return self.block.count / self.block.total if self.block.total else 0.0
+
+
+class Calls:
+    """Watches module calls through torch's global hooks."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._depth = 0
+        self._before = ""
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
+        torch.nn.modules.module.register_module_forward_hook(
+            self._leave, with_kwargs=True, always_call=True
+        )
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._names.learn(module)
+            self._before = generators_digest()
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        self._depth -= 1
+        output = rest[-1]
+        graph = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        if self._depth or not graph or next(module.parameters(), None) is None:
+            return
+        kwargs = rest[0] if len(rest) == 2 else {}
+        call = _call(_tensors((args, kwargs)), self._drew(), _in_half_precision(output))
+        for node in graph:
+            _metadata(node)[_MARK] = call
+
+    def _drew(self) -> bool:
+        """Whether the call that ends now has drawn random numbers.
+
+        A replica in training begins with its generator in a state of its own.
+        """
+        replica = calls.current()
+        if replica is None or replica.outer_generator is None:
+            return generators_digest() != self._before
+        own = torch.Generator().manual_seed(mixed(replica.stream, transport().rank)).get_state()
+        moved = not torch.equal(own, torch.get_rng_state())
+        others_moved = generators_digest(replica.outer_generator) != self._before
+        return replica.draws > 0 or moved or others_moved
+
+
+def _in_half_precision(output: object) -> bool:
+    return any(
+        tensor.dtype in (torch.float16, torch.bfloat16)
+        or torch.is_autocast_enabled(tensor.device.type)
+        for tensor in _tensors(output)
+    )
+
+
+def _call(inputs: list[Tensor], drew: bool, half: bool) -> Call:
+    replica = calls.current()
+    block = replica.block if replica is not None else _block(inputs)
+    batch = next((tensor for tensor in inputs if tensor.dim()), None)
+    if batch is None or (block is not None and block.count == 0):
+        return Call(0, (), block, drew, half, replica)
+    dimension = _sample_dimension(batch, block)
+    rows = row_hashes(batch.movedim(dimension, 0))
+    return Call(batch.shape[dimension], rows, block, drew, half, replica)
+
+
+def _block(inputs: list[Tensor]) -> Block | None:
+    return next((block for block in map(known_block, inputs) if block is not None), None)
+
+
+def _sample_dimension(batch: Tensor, block: Block | None) -> int:
+    """0, unless only dimension 1 can be the samples (sequences first)."""
+    expected = () if block is None else (block.count, block.total)
+    return next((d for d in (0, 1) if d < batch.dim() and batch.shape[d] in expected), 0)
+
+
+def calls_below(roots: Iterable[Tensor]) -> set[Call]:
+    """The calls whose outputs these tensors were computed from; looks no deeper than they."""
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(stack), set()
+    while stack:
+        node = stack.pop()
+        call = _metadata(node).get(_MARK)
+        if call is not None:
+            found.add(call)
+            continue
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
+    return notes

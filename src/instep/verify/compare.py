@@ -1,0 +1,224 @@
+"""How far runs are apart. Pure: records in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from instep.verify.records import Prints, Run, Tensors
+
+_SMALL_LOSS = 1e-2
+"""A loss below this fraction of the largest one is measured against that fraction."""
+_OF_ONE_TENSOR = 1e-3
+_OF_ITS_NOISE = 100.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the gradient of one step is from the oracle's, at the same parameters."""
+
+    step: int
+    difference: float
+    """Norm of the difference over the norm of the oracle's gradient, all tensors together."""
+    tensor: str
+    """The tensor that contributes most."""
+    scale: float = 1.0
+    """The factor c for which c times the oracle's gradient comes closest."""
+    rest: float = 0.0
+    """How far that is from the run's gradient, over its norm."""
+    hidden: str | None = None
+    """A tensor that is far off by its own norm and noise, though small beside the others."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a run is from the oracle. Relative numbers; 0 is equal."""
+
+    gradient: float
+    """The largest of the compared steps, relative to the gradient's norm."""
+    loss: float
+    """The largest along the curve, relative to the oracle's loss."""
+    parameters: float
+    """At the end: norm of the difference over the norm of all parameters."""
+    moved: float
+    """At the end: norm of the difference over the distance that training moved them."""
+    buffers: float
+    """At the end: norm of the difference over the norm of all floating-point buffers."""
+
+
+def difference(oracle: Run, run: Run, gaps: Iterable[Gap]) -> Difference:
+    """Of a whole run."""
+    apart = distance(oracle.parameters, run.parameters)
+    return Difference(
+        gradient=max((gap.difference for gap in gaps), default=0.0),
+        loss=max(loss_differences(oracle, run), default=0.0),
+        parameters=ratio(apart, norm(oracle.parameters)),
+        moved=ratio(apart, distance(oracle.parameters, oracle.initial)),
+        buffers=ratio(distance(oracle.buffers, run.buffers), norm(oracle.buffers)),
+    )
+
+
+# ----------------------------------------------------------------------------- gradients
+
+
+def gradient_gaps(reference: Run, run: Run, noise: Tensors | None = None) -> list[Gap]:
+    """Of every step of which both runs have whole gradients.
+
+    Args:
+        noise: the reference's first gradient, computed in another order; shows what a small
+            tensor's own rounding is.
+    """
+    steps = sorted(reference.gradients.keys() & run.gradients.keys())
+    rounding = None
+    if noise is not None and 0 in reference.gradients:
+        rounding = {name: _apart(reference.gradients[0], noise, name) for name in noise}
+    return [_gap(k, reference.gradients[k], run.gradients[k], rounding) for k in steps]
+
+
+def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float] | None) -> Gap:
+    apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
+    own = {name: norm({name: tensor}) for name, tensor in ours.items()}
+    total, whole = norm(ours), math.hypot(*apart.values())
+    product = sum(
+        float((ours[name].double() * theirs[name].double()).sum())
+        for name in ours.keys() & theirs.keys()
+    )
+    scale = ratio(product, total**2)
+    scaled = {name: tensor.double() * scale for name, tensor in ours.items()}
+    return Gap(
+        step,
+        ratio(whole, total),
+        max(apart, key=lambda name: apart[name], default=""),
+        scale,
+        ratio(distance(scaled, theirs), norm(theirs)),
+        next((name for name in apart if _far_off(name, apart, own, rounding)), None),
+    )
+
+
+def _far_off(
+    name: str, apart: dict[str, float], own: dict[str, float], rounding: dict[str, float] | None
+) -> bool:
+    """Of one tensor beside its own norm; what its own rounding explains is no sign."""
+    if rounding is None or not rounding.get(name):
+        return False
+    return apart[name] > max(_OF_ONE_TENSOR * own.get(name, 0.0), _OF_ITS_NOISE * rounding[name])
+
+
+def _apart(ours: Tensors, theirs: Tensors, name: str) -> float:
+    """The distance of one tensor; one that is missing counts as zeros."""
+    return distance(_only(name, ours), _only(name, theirs))
+
+
+def _only(name: str, tensors: Tensors) -> Tensors:
+    return {name: tensors[name]} if name in tensors else {}
+
+
+# --------------------------------------------------------------------------------- curves
+
+
+def loss_differences(oracle: Run, run: Run) -> list[float]:
+    """Step by step, as far as both runs go; steps without a loss count as equal."""
+    known = [abs(loss) for loss in oracle.losses if loss is not None and math.isfinite(loss)]
+    floor = _SMALL_LOSS * max(known, default=0.0)
+    return [
+        0.0 if a is None or b is None else _relative(a, b, floor)
+        for a, b in zip(oracle.losses, run.losses, strict=False)
+    ]
+
+
+def _relative(a: float, b: float, floor: float) -> float:
+    apart = _number_apart(a, b)
+    return apart if math.isinf(apart) else ratio(apart, max(abs(a), floor))
+
+
+def _number_apart(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    apart = abs(a - b)
+    return math.inf if math.isnan(apart) else apart
+
+
+def parameter_differences(oracle: Run, run: Run) -> list[tuple[float, str]]:
+    """Before each step: the distance, by fingerprints, and the tensor farthest off."""
+    pairs = zip(oracle.ranks[0].steps, run.ranks[0].steps, strict=False)
+    return [_prints_distance(a.parameters, b.parameters) for a, b in pairs]
+
+
+def prints_apart(ours: Prints, theirs: Prints) -> tuple[float, str]:
+    """The distance over the norm that fingerprints suggest, and the tensor farthest off."""
+    apart, worst = _prints_distance(ours, theirs)
+    return ratio(apart, math.hypot(*(one.norm for one in ours.values()))), worst
+
+
+def _prints_distance(ours: Prints, theirs: Prints) -> tuple[float, str]:
+    apart = {
+        name: max(_number_apart(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
+        for name in ours.keys() & theirs.keys()
+    }
+    return math.hypot(*apart.values()), max(apart, key=lambda name: apart[name], default="")
+
+
+# -------------------------------------------------------------------------------- tensors
+
+
+def norm(tensors: Tensors) -> float:
+    """Of all floating-point tensors together, in float64."""
+    return math.hypot(
+        *(float(t.double().norm()) for t in tensors.values() if t.is_floating_point())
+    )
+
+
+def distance(ours: Tensors, theirs: Tensors) -> float:
+    """Norm of the difference; infinite where whole numbers, shapes or NaNs differ."""
+    total = 0.0
+    for name in {**ours, **theirs}:
+        a = ours.get(name)
+        b = theirs.get(name)
+        if a is None or b is None:
+            only = a if a is not None else b
+            assert only is not None
+            total = math.hypot(total, norm({name: only}))
+        else:
+            total = math.hypot(total, _between(a, b))
+    return math.inf if math.isnan(total) else total
+
+
+def farthest(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
+    """The tensor that differs most, and by how much of its norm."""
+    apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
+    name = max(apart, key=lambda name: apart[name], default="")
+    return name, ratio(apart.get(name, 0.0), norm(_only(name, ours)))
+
+
+def _between(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    if not a.is_floating_point():
+        return 0.0 if torch.equal(a, b) else math.inf
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities of the same sign too
+    return float(torch.where(same, 0.0, a.double() - b.double()).norm())
+
+
+def ratio(part: float, whole: float) -> float:
+    """part / whole, with 0 / 0 = 0 and x / 0 infinite."""
+    if part == 0.0 or math.isinf(part):
+        return part
+    return part / whole if whole else math.inf
+
+
+# -------------------------------------------------------------------------------- samples
+
+
+def rows_at(run: Run, step: int) -> Counter[int]:
+    """The samples of a step, on all ranks together."""
+    return Counter(row for one in run.at(step) for row in one.rows)
+
+
+def samples_at(run: Run, step: int) -> int:
+    """How many samples all ranks together computed in a step."""
+    return sum(one.samples for one in run.at(step))

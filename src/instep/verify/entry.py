@@ -1,0 +1,32 @@
+"""The entry of each rank that is recorded.
+
+`instep run -n N -m instep.verify.entry FOLDER script.py args…` runs the script as
+`instep run -n N script.py args…` would, with the recorder in place; FOLDER holds the plan and
+receives the record.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from instep import rendezvous
+from instep.launch import script
+from instep.verify.recorder import Recorder
+from instep.verify.records import Plan
+
+
+def main(folder: str, *command: str) -> None:
+    """Run `command` (`script.py args…` or `-m module args…`) and record it."""
+    where = Path(folder)
+    recorder = Recorder(Plan.read(where), where, rendezvous.current().rank)
+    recorder.install()
+    try:
+        script.run(command)
+    finally:
+        recorder.finish()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder that `-m` put there; the script brings its own
+    main(*sys.argv[1:])

@@ -1,0 +1,52 @@
+"""What the tensors of a training script are called, in every run alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Names:
+    """Names from the modules that the script calls; learnt when they are first called."""
+
+    def __init__(self) -> None:
+        self._of_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._roots: dict[str, nn.Module] = {}
+
+    def learn(self, module: nn.Module) -> None:
+        """The script called `module` itself. The first is nameless, later ones are prefixes."""
+        while isinstance(module, DistributedDataParallel):
+            module = module.module
+        new = [(n, p) for n, p in module.named_parameters() if p not in self._of_parameter]
+        if not new:
+            return
+        prefix = self._prefix(module)
+        self._roots[prefix] = module
+        for name, parameter in new:
+            self._of_parameter[parameter] = prefix + name
+
+    def _prefix(self, module: nn.Module) -> str:
+        if not self._roots:
+            return ""
+        kind = type(module).__name__
+        count = sum(prefix.startswith(kind) for prefix in self._roots)
+        return f"{kind}{count + 1 if count else ''}."
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers of these modules, as they are now."""
+        return {
+            prefix + name: buffer
+            for prefix, module in self._roots.items()
+            for name, buffer in module.named_buffers()
+        }
+
+    def parameters(self, optimizer: Optimizer, which: int) -> Iterator[tuple[str, Tensor]]:
+        """What `optimizer`, the script's `which`-th, trains."""
+        for g, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                known = self._of_parameter.get(parameter)
+                yield known or f"optimizer{which}.group{g}.{k}", parameter

@@ -1,0 +1,129 @@
+"""The report: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from instep.verify.compare import Difference
+from instep.verify.records import Run
+from instep.verify.verdict import OF_ITS_NOISE, Judgement, Report, Verdict
+
+_HEADER = ("n", "seconds", "steps", "samples per rank", "final loss")
+_SIZES = ("gradient", "loss curve", "parameters", "buffers")
+
+
+def table(report: Report) -> str:
+    """For the screen."""
+    rows = [
+        (*_HEADER, *_SIZES),
+        (*_figures(report.oracle), *["-"] * len(_SIZES)),
+        *[(*_figures(j.run), *_sizes(j.difference)) for j in report.judgements],
+        ("its own noise", "", "", "", "", *_sizes(report.noise)),
+        ("rounding is", "", "", "", "", *_tolerances(report)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join([*lines, "", *_notes(report), "", *_verdict(report)])
+
+
+def _figures(run: Run) -> tuple[str, ...]:
+    final = run.losses[-1]
+    return (
+        str(run.n),
+        f"{run.seconds:.1f}",
+        str(run.steps),
+        " ".join(map(str, run.samples_per_rank)),
+        "-" if final is None else f"{final:.6g}",
+    )
+
+
+def _sizes(found: Difference) -> tuple[str, ...]:
+    sizes = (found.gradient, found.loss, found.moved, found.buffers)
+    return tuple("0" if size == 0 else f"{size:.1e}" for size in sizes)
+
+
+def _tolerances(report: Report) -> tuple[str, ...]:
+    run = f"<{report.tolerance.run:.0e}"
+    return (f"<{report.tolerance.gradient:.0e}", run, run, run)
+
+
+def _notes(report: Report) -> list[str]:
+    notes = [
+        "gradient: at the oracle's own parameters, relative to its norm; loss curve: largest of "
+        "the run;\nparameters: in the end, relative to the distance that training moved them.",
+        f"noise: one process against itself, {report.noise_by}.",
+    ]
+    if not sum(report.oracle.samples_per_rank):
+        notes.append(
+            "no module with parameters was seen to make the loss: whether each rank computed only "
+            "its own samples cannot be told."
+        )
+    if report.unlike_python:
+        notes.append(f"one process of instep is not plain python: {report.unlike_python}.")
+    return notes
+
+
+def _verdict(report: Report) -> list[str]:
+    lines = [str(report.verdict)]
+    if report.verdict is Verdict.NOISE:
+        lines[0] += f" (at most {OF_ITS_NOISE:.0f} times as far off as one process from itself)"
+    if report.parting is not None:
+        parting = report.parting
+        tensor = f" of {parting.tensor}" if parting.tensor else ""
+        size = f" (relative {parting.difference:.1e})" if math.isfinite(parting.difference) else ""
+        lines.append(
+            f"  first at n = {parting.n}, step {parting.step}: {parting.what}{tensor}{size}"
+        )
+    if report.verdict is Verdict.DIFFERENT:
+        lines.append(f"  likely cause: {report.cause or 'none of those known'}")
+    return lines
+
+
+def as_json(report: Report) -> str:
+    """For programs; numbers that are not finite are null."""
+    worst = report.worst
+    value = {
+        "verdict": str(report.verdict),
+        "runs": [_run(report.oracle, None), *(_run(j.run, j) for j in report.judgements)],
+        "gradient_difference": _number(worst.gradient),
+        "loss_difference": _number(worst.loss),
+        "max_relative_difference": _number(worst.parameters),
+        "difference_of_distance_moved": _number(worst.moved),
+        "buffer_difference": _number(worst.buffers),
+        "noise": {"by": report.noise_by, **_difference(report.noise)},
+        "tolerance": {"gradient": report.tolerance.gradient, "run": report.tolerance.run},
+        "first_divergence": None,
+        "cause": report.cause,
+        "unlike_python": report.unlike_python,
+    }
+    if report.parting is not None:
+        parting = vars(report.parting)
+        value["first_divergence"] = parting | {"difference": _number(parting["difference"])}
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def _run(run: Run, judgement: Judgement | None) -> dict[str, Any]:
+    final = run.losses[-1]
+    figures = {
+        "n": run.n,
+        "seconds": round(run.seconds, 3),
+        "steps": run.steps,
+        "samples_per_rank": run.samples_per_rank,
+        "final_loss": None if final is None else _number(final),
+    }
+    if judgement is None:
+        return figures
+    return figures | {"verdict": str(judgement.verdict), **_difference(judgement.difference)}
+
+
+def _difference(found: Difference) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in vars(found).items()}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,729 @@
+"""`instep verify`: what it tells of honest, chaotic and sabotaged trainings."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import verify_records as made
+from forked import Forked
+from instep.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.verify.causes import likely_cause
+from instep.verify.compare import difference, distance, gradient_gaps, loss_differences
+from instep.verify.fingerprints import fingerprint, row_hashes
+from instep.verify.names import Names
+from instep.verify.partings import FLOAT32, FLOAT64, Parting, first_parting
+from instep.verify.proof import prove, verify
+from instep.verify.records import Plan, Print, Step, global_loss, read_run
+from instep.verify.report import as_json, table
+from instep.verify.runs import (
+    PERTURBED,
+    REVERSED,
+    Alone,
+    InstepRun,
+    Rehearsal,
+    Together,
+    run_alone,
+    run_together,
+    steps_to_pin,
+)
+from instep.verify.verdict import Verdict, judge, tolerance_for, unsteady, usable_noise
+
+SCRIPTS = Path(__file__).parent / "verify_scripts"
+TRAIN = str(SCRIPTS / "train.py")
+DIGITS = str(Path(__file__).parents[1] / "examples" / "digits.py")
+launch = pytest.mark.launch
+
+
+# -------------------------------------------------------------------------- causes, by rule
+
+
+def cause(n, change=made.nothing, spoil=None, **runs):
+    """The cause that is told; a case without a parting would be no case."""
+    e = made.evidence(n, change, spoil, **runs)
+    assert first_parting(e) is not None
+    return likely_cause(e)
+
+
+def test_an_honest_run_has_no_parting_and_no_cause():
+    for n in (1, 2, 3, 5):
+        e = made.evidence(n)
+        assert first_parting(e) is None
+        assert likely_cause(e) is None
+
+
+def test_unsplit_batches_are_told_though_gradients_agree():
+    told = cause(2, lambda r, k, s: {"samples": made.BATCHES[k]})
+    assert told.startswith("a batch that was not split: in step 1 each of 2 ranks computed all 8")
+
+
+def test_one_unsplit_batch_is_enough():
+    told = cause(2, lambda r, k, s: {"samples": 7} if k == 2 else {})
+    assert told.startswith("a batch that was not split: in step 3")
+
+
+def test_a_padded_tail_is_told():
+    def pad(rank, k, step):
+        return {"samples": 4, "rows": (*step.rows, 200)[:4]} if k == 2 else {}
+
+    told = cause(2, pad)
+    assert told.startswith("a padded tail: the 7 samples of step 3 cannot be divided evenly by 2")
+
+
+def test_a_tail_padded_with_samples_of_another_batch_is_told():
+    def pad(rank, k, step):
+        return {"samples": 4, "rows": (*step.rows, 0)[:4]} if k == 2 else {}
+
+    assert cause(2, pad).startswith("a padded tail: the 7 samples of step 3")
+
+
+def test_samples_from_nowhere_are_told():
+    def add(rank, k, step):
+        return {"samples": 4, "rows": (*step.rows, -1)[:4]} if k == 2 else {}
+
+    assert cause(2, add) == "samples were added: 8 instead of 7 in step 3"
+
+
+def test_dropped_samples_are_told():
+    told = cause(2, lambda r, k, s: {"samples": 3, "rows": s.rows[:3]} if k == 2 else {})
+    assert told == "samples were dropped: 6 of the 7 in step 3 were computed"
+
+
+def other(step, rows):
+    """A step with other samples has another loss."""
+    return {"rows": tuple(rows), "losses": ((step.losses[0][0] + 0.3, step.losses[0][1]),)}
+
+
+def test_another_order_is_told():
+    def swapped(rank, k, step):
+        return other(step, made.honest(rank, 2, 1 - k).rows) if k < 2 else {}
+
+    assert cause(2, swapped).startswith("another order: from step 1 on")
+
+
+def test_an_order_of_one_rank_is_told_as_randomness_by_rank():
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * r for row in s.rows)))
+    assert told.startswith("randomness by rank: in step 1 the order of samples is one process's on")
+    assert told.endswith("ranks 0, but another on 1")
+
+
+def test_samples_of_no_order_are_told_as_randomness_by_rank():
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * (r + 1) for row in s.rows)))
+    assert told.startswith("randomness by rank: the samples of step 1 come from no order")
+
+
+def test_samples_that_one_process_does_not_repeat_are_not_held_against_ranks():
+    noise = made.run(1, lambda r, k, s: other(s, (row + 7 for row in s.rows)))
+    e = made.evidence(2, lambda r, k, s: other(s, (row + 9 for row in s.rows)), noise=noise)
+    assert first_parting(e) is None
+
+
+def test_inputs_that_differ_by_rounding_are_no_other_samples():
+    """One model's output is another one's input."""
+    e = made.evidence(2, lambda r, k, s: {"rows": tuple(row + 9 for row in s.rows)})
+    assert first_parting(e) is None
+
+
+def test_other_initial_parameters_are_told_by_name():
+    def start(rank, k, step):
+        other = {**step.parameters, "bias": Print(3.0, 2.5)}
+        return {"parameters": other} if rank == 1 and k == 0 else {}
+
+    assert cause(2, start).startswith("randomness by rank: bias on rank 1 does not start as")
+
+
+def test_ranks_that_agree_but_start_elsewhere_are_told():
+    def start(rank, k, step):
+        return {"parameters": {**step.parameters, "bias": Print(3.0, 2.5)}} if k == 0 else {}
+
+    assert cause(2, start).startswith("randomness by rank: bias on rank 0 does not start as")
+
+
+def test_a_scaled_learning_rate_is_told():
+    told = cause(2, lambda r, k, s: {"rates": (2 * s.rates[0],)})
+    assert told == "the learning rate is scaled: 2 times that of one process"
+
+
+def test_a_schedule_that_is_stepped_too_often_is_told():
+    told = cause(3, lambda r, k, s: {"rates": (0.1 * 0.9 ** (2 * k),)})
+    assert told.startswith("the schedule is stepped too often: the learning rates of step 2")
+    assert "2 times as late" in told
+
+
+def test_an_adaptive_schedule_that_one_process_does_not_repeat_is_no_parting():
+    noise = made.run(1, lambda r, k, s: {"rates": (0.01,)})
+    assert first_parting(made.evidence(2, lambda r, k, s: {"rates": (0.02,)}, noise=noise)) is None
+
+
+def test_decisions_that_differ_by_rank_are_told():
+    told = cause(2, lambda r, k, s: {"rates": (0.1 * 0.5**r,)} if k else {})
+    assert told.startswith(
+        "decisions that differ by rank: the learning rate of step 2 is 0.1, 0.05"
+    )
+    free = made.run(2)
+    free = replace(
+        free, ranks=(free.ranks[0], replace(free.ranks[1], steps=free.ranks[1].steps[:2]))
+    )
+    assert cause(2, free=free) == "decisions that differ by rank: the ranks made 3, 2 steps"
+
+
+def test_another_number_of_steps_is_told():
+    assert cause(2, free=made.run(2, steps=2)) == "another number of steps: 2 instead of 3"
+
+
+def test_randomness_of_the_model_is_told():
+    oracle = made.run(1, lambda r, k, s: {"drew": True})
+    told = cause(2, spoil=lambda k, g: g + 0.3, oracle=oracle)
+    assert told.startswith("randomness by rank: the model draws random numbers (dropout, noise)")
+
+
+def test_unsynchronised_batch_norm_is_told():
+    def local(rank, k, step):
+        return {"buffers": {**step.buffers, "1.running_mean": Print(1.0, 0.1 * k + 0.2 * rank)}}
+
+    told = cause(2, local, lambda k, g: g + 0.3)
+    assert told.startswith("BatchNorm is not synchronised: in step 1 1.running_mean on rank 1")
+
+
+def test_gradients_that_are_not_averaged_are_told():
+    def own(rank, k, step):
+        return {"gradients": {**step.gradients, "weight": Print(4.0 + rank, 1.0)}}
+
+    told = cause(2, own, lambda k, g: g + 0.3)
+    assert told.startswith("gradients are not averaged over the ranks: in step 1 that of weight")
+
+
+def test_a_change_on_one_rank_between_steps_is_told():
+    def touched(rank, k, step):
+        other = {**step.parameters, "bias": Print(3.0, 9.0)}
+        return {"parameters": other} if rank == 1 and k == 1 else {}
+
+    told = cause(2, touched)
+    assert told == (
+        "the ranks hold different parameters: before step 2 something changes bias on some ranks "
+        "only"
+    )
+
+
+@pytest.mark.parametrize(("factor", "words"), [(3, "3 times"), (1 / 3, "1/3 of")])
+def test_a_sum_taken_for_a_mean_is_told(factor, words):
+    told = cause(3, spoil=lambda k, g: g * factor)
+    assert told.startswith("a sum taken for a mean: the gradient of step 1 is " + words)
+
+
+def test_a_mean_of_means_is_told_where_only_ragged_batches_differ():
+    told = cause(2, spoil=lambda k, g: g + 0.02 if k == 2 else g)
+    assert told.startswith("a mean of means: in step 3 the ranks hold 3, 4 samples")
+
+
+def test_a_weighted_mean_taken_for_a_mean_is_told():
+    told = cause(
+        2, lambda r, k, s: {"losses": ((1.0 + r, s.losses[0][1]),)}, lambda k, g: g + 0.1 * k + 0.1
+    )
+    assert told.startswith("a sum or a weighted mean taken for a mean: in step 1 the ranks' losses")
+
+
+def test_what_no_rule_explains_has_no_cause():
+    assert cause(2, spoil=lambda k, g: g + 0.1 * (k + 1)) is None
+
+
+def test_the_first_parting_names_step_and_tensor():
+    parting = first_parting(made.evidence(2, spoil=lambda k, g: g + 0.1 if k == 1 else g))
+    assert isinstance(parting, Parting)
+    assert (parting.n, parting.step, parting.what) == (2, 2, "gradient")
+    assert parting.tensor in ("weight", "bias")
+
+
+# ------------------------------------------------------------------------------ comparing
+
+
+def test_a_gap_is_relative_to_the_whole_gradient_and_finds_a_factor():
+    ours = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([0.0, 4.0])}
+    reference = made.run(1, gradients={0: ours})
+    (gap,) = gradient_gaps(
+        reference, made.run(2, gradients={0: {n: 2 * t for n, t in ours.items()}})
+    )
+    assert gap.difference == pytest.approx(1.0)
+    assert gap.scale == pytest.approx(2.0)
+    assert gap.rest == pytest.approx(0.0, abs=1e-12)
+    assert gap.tensor == "b"
+
+
+def test_a_missing_gradient_counts_as_zeros():
+    ours = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    reference = made.run(1, gradients={0: ours})
+    (gap,) = gradient_gaps(reference, made.run(2, gradients={0: {"a": ours["a"]}}))
+    assert gap.difference == pytest.approx(0.8)
+    assert gap.tensor == "b"
+
+
+def test_a_small_tensor_cannot_hide_behind_a_large_one():
+    ours = {"large": torch.full((9,), 1e4), "small": torch.full((9,), 1e-3)}
+    theirs = {"large": ours["large"], "small": ours["small"] * 1.5}
+    noise = {"large": ours["large"] * (1 + 1e-7), "small": ours["small"] * (1 + 1e-6)}
+    reference, spoilt = made.run(1, gradients={0: ours}), made.run(2, gradients={0: theirs})
+    (gap,) = gradient_gaps(reference, spoilt, noise)
+    assert gap.difference < FLOAT32.gradient
+    assert gap.hidden == "small"
+    rounding = {"large": ours["large"], "small": ours["small"] * 1.5}
+    assert gradient_gaps(reference, spoilt, rounding)[0].hidden is None
+
+
+def test_not_a_number_is_equal_to_itself_only():
+    nan, one = torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0])
+    assert distance({"x": nan}, {"x": nan.clone()}) == 0.0
+    assert distance({"x": one}, {"x": nan}) == math.inf
+    e = made.evidence(2, spoil=lambda k, g: g * math.nan)
+    assert first_parting(e) is not None
+    losses = made.run(1, lambda r, k, s: {"losses": ((math.nan, None),)})
+    assert max(loss_differences(losses, losses)) == 0.0
+    assert max(loss_differences(made.run(1), losses)) == math.inf
+    assert max(loss_differences(losses, made.run(1))) == math.inf
+
+
+def test_buffers_of_whole_numbers_must_be_equal():
+    other = made.run(
+        2, buffers={"1.running_mean": torch.ones(4), "1.num_batches_tracked": torch.tensor(4)}
+    )
+    assert difference(made.run(1), made.run(2), []).buffers == 0.0
+    assert difference(made.run(1), other, []).buffers == math.inf
+
+
+def test_the_loss_of_the_global_batch_weighs_ranks_by_their_samples():
+    ranks = [Step(losses=((1.0, 0.25),)), Step(losses=((2.0, 0.75),))]
+    assert global_loss(ranks) == pytest.approx(1.75)
+    ghost = [Step(losses=((1.0, 1.0),)), Step(losses=((math.nan, 0.0),))]
+    assert global_loss(ghost) == 1.0
+    unknown = [Step(losses=((1.0, None),)), Step(losses=((2.0, None),))]
+    assert global_loss(unknown) == 1.5
+    accumulated = [Step(losses=((1.0, 0.5), (2.0, 0.5)))] * 2
+    assert global_loss(accumulated) == 3.0
+    assert global_loss([Step(), Step()]) is None
+
+
+def test_fingerprints_measure_distances():
+    generator = torch.Generator().manual_seed(1)
+    ratios = []
+    for _ in range(200):
+        a, b = torch.randn(2, 3000, generator=generator)
+        apart = fingerprint(a).projection - fingerprint(b).projection
+        ratios.append(apart**2 / float((a - b).square().sum()))
+    assert 0.7 < sum(ratios) / len(ratios) < 1.4
+    assert fingerprint(torch.tensor([3.0, 4.0])).norm == 5.0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+)
+def test_row_hashes_belong_to_rows(dtype):
+    rows = torch.arange(35).view(5, 7).fmod(6).to(dtype)
+    rows[0, 0] = 1
+    hashes = row_hashes(rows)
+    assert row_hashes(rows.flip(0)) == hashes[::-1]
+    assert row_hashes(rows[2:4]) == hashes[2:4]
+    assert len({tuple(row.tolist()) for row in rows}) == len(set(hashes))
+    assert row_hashes(torch.rand(3, 10_000)) != row_hashes(torch.rand(3, 10_000))
+
+
+def test_names_come_from_the_modules_that_are_called():
+    names = Names()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    names.learn(first)
+    names.learn(second)
+    optimizer = torch.optim.SGD(
+        [*first.parameters(), *second.parameters(), nn.Parameter(torch.ones(1))]
+    )
+    assert [name for name, _ in names.parameters(optimizer, 0)] == [
+        *("weight", "bias", "Linear.weight", "Linear.bias"),
+        "optimizer0.group0.4",
+    ]
+
+
+# --------------------------------------------------------------------------------- verdicts
+
+
+def alone(oracle=None, **fields):
+    oracle = oracle or made.run(1)
+    return replace(Alone(oracle, oracle, None, oracle, PERTURBED, ""), **fields)
+
+
+def shifted(n, size):
+    """A run that ends this far off, relative to the distance moved."""
+    end = {name: t * (1 + size) for name, t in made.run(1).parameters.items()}
+    return made.run(n, parameters=end)
+
+
+def test_equal_runs_are_the_same():
+    report = judge(alone(), [Together(made.run(n), made.run(n)) for n in (2, 3)])
+    assert report.verdict is Verdict.SAME
+    assert report.cause is report.parting is None
+
+
+@pytest.mark.parametrize(
+    ("noise", "verdict"),
+    [(0.0, "DIFFERENT"), (0.001, "DIFFERENT"), (0.02, "SAME WITHIN ITS OWN NOISE")],
+)
+def test_other_parameters_are_measured_by_the_scripts_own_noise(noise, verdict):
+    runs = alone(noise=shifted(1, noise))
+    report = judge(runs, [Together(made.run(2), shifted(2, 0.05))])
+    assert str(report.verdict) == verdict
+
+
+def test_a_drift_is_found_where_it_begins():
+    def drift(rank, k, step):
+        moved = {**step.parameters, "bias": Print(3.0, 2.0 + k + 0.5)}
+        return {"parameters": moved} if k > 1 else {}
+
+    report = judge(
+        alone(), [Together(made.run(2), replace(shifted(2, 0.1), ranks=made.run(2, drift).ranks))]
+    )
+    assert (report.parting.step, report.parting.what, report.parting.tensor) == (
+        3,
+        "parameters",
+        "bias",
+    )
+    report = judge(alone(), [Together(made.run(2), shifted(2, 0.1))])
+    assert (report.parting.step, report.parting.what) == (3, "parameters")
+    buffers = {"1.running_mean": torch.ones(4) * 2, "1.num_batches_tracked": torch.tensor(3)}
+    report = judge(alone(), [Together(made.run(2), made.run(2, buffers=buffers))])
+    assert (report.parting.what, report.parting.tensor) == ("buffers", "1.running_mean")
+
+
+def test_noise_does_not_excuse_a_wrong_gradient_or_unsplit_batches():
+    runs = alone(noise=shifted(1, 0.5))
+    gradients = {0: {name: g * 1.0001 for name, g in made.gradient(0).items()}}
+    wrong = Together(made.run(2, gradients=gradients), made.run(2))
+    assert judge(runs, [wrong]).verdict is Verdict.DIFFERENT
+    unsplit = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
+    assert judge(runs, [Together(unsplit, unsplit)]).verdict is Verdict.DIFFERENT
+
+
+def test_the_worst_of_several_verdicts_counts():
+    bad = Together(made.run(3), shifted(3, 0.1))
+    report = judge(alone(), [Together(made.run(2), made.run(2)), bad])
+    assert report.verdict is Verdict.DIFFERENT
+    assert [str(j.verdict) for j in report.judgements] == ["SAME", "DIFFERENT"]
+
+
+def test_one_process_that_does_not_repeat_itself_is_not_compared():
+    again = made.run(1, lambda r, k, s: {"gradients": {"weight": Print(1.0, 1.0)}} if k else {})
+    report = judge(alone(again=again), [Together(made.run(2), made.run(2))])
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.judgements == ()
+    assert report.cause.startswith("non-deterministic kernels")
+    other_state = made.run(
+        1, lambda r, k, s: {"random": "x", "gradients": {"weight": Print(1.0, 1.0)}}
+    )
+    assert unsteady(alone(again=other_state)).startswith("not deterministic (seed the script)")
+
+
+def test_tolerance_follows_the_dtype():
+    assert tolerance_for(made.run(1)) == FLOAT32
+    wide = {"weight": torch.ones(2, dtype=torch.float64)}
+    assert tolerance_for(made.run(1, parameters=wide)) == FLOAT64
+
+
+def test_reversed_batches_serve_as_noise_only_if_they_change_the_rounding():
+    oracle = made.run(1)
+
+    def backwards(factor):
+        return made.run(1, gradients={0: {n: g * factor for n, g in made.gradient(0).items()}})
+
+    assert usable_noise(oracle, backwards(1 + 1e-6))
+    assert not usable_noise(oracle, backwards(1.0))
+    assert not usable_noise(oracle, backwards(1.1))
+
+
+def test_the_first_ragged_batch_is_pinned_too():
+    assert steps_to_pin(made.run(1)) == (0, 1, 2)
+    steps = tuple(Step(samples=8 if k != 9 else 3) for k in range(12))
+    long = replace(made.run(1), ranks=(replace(made.run(1).ranks[0], steps=steps),))
+    assert steps_to_pin(long) == (0, 1, 2, 3, 4, 9)
+
+
+def test_the_reports_hold_what_they_promise():
+    report = judge(alone(), [Together(made.run(2), shifted(2, 0.1))])
+    value = json.loads(as_json(report))
+    promised = {"verdict", "runs", "gradient_difference", "loss_difference", "cause", "noise"}
+    assert promised | {"max_relative_difference", "first_divergence"} <= value.keys()
+    assert value["verdict"] == "DIFFERENT"
+    assert value["max_relative_difference"] == pytest.approx(0.1, rel=1e-4)
+    assert [run["n"] for run in value["runs"]] == [1, 2]
+    assert value["runs"][1]["samples_per_rank"] == [11, 12]
+    assert {"seconds", "steps", "final_loss"} <= value["runs"][1].keys()
+    assert "DIFFERENT" in table(report)
+    assert "11 12" in table(report)
+
+
+# -------------------------------------------------------- real trainings, on forked ranks
+
+
+@pytest.fixture(scope="module")
+def solo(tmp_path_factory):
+    """One process's runs of the training script, by its arguments."""
+    known = {}
+
+    def runs_of(*arguments):
+        if arguments not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            rehearsal = Rehearsal([TRAIN, *arguments], folder, Forked(), lambda name: None)
+            known[arguments] = run_alone(rehearsal, None, usable_noise)
+        return known[arguments]
+
+    return runs_of
+
+
+def judged(n, arguments, alone, folder):
+    rehearsal = Rehearsal([TRAIN, *arguments], folder, Forked(), lambda name: None)
+    return judge(alone, [run_together(rehearsal, n, None, alone)])
+
+
+def test_an_honest_training_is_the_same(solo, tmp_path):
+    runs = solo()
+    assert runs.noise_by == REVERSED
+    report = judged(3, (), runs, tmp_path)
+    assert report.verdict is Verdict.SAME
+    assert "the samples come in another order" in report.unlike_python
+    assert sum(report.judgements[0].run.samples_per_rank) == 88
+
+
+@pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])
+def test_what_instep_reaches_is_the_same(kind, solo, tmp_path):
+    assert judged(3, (kind,), solo(kind), tmp_path).verdict is Verdict.SAME
+
+
+SABOTAGED_CORES = [
+    ("never_reduced", 2, "gradients are not averaged over the ranks"),
+    ("mean_of_means", 3, "a mean of means: in step 1 the ranks hold 2, 3, 3 samples"),
+    ("summed", 2, "a sum taken for a mean: the gradient of step 1 is 2 times"),
+    ("unsplit", 2, "a batch that was not split"),
+    ("padded", 3, "a padded tail: the 8 samples of step 1"),
+    ("dropped", 3, "samples were dropped: 6 of the 8"),
+    ("shuffled_by_rank", 2, "randomness by rank: in step 1 the order of samples is one process's"),
+    ("shuffled_by_size", 2, "another order"),
+]
+SABOTAGED_SCRIPTS = [
+    ("not_replicated", 2, "gradients are not averaged over the ranks"),
+    ("not_sharded", 2, "a batch that was not split"),
+    ("seed_by_rank", 2, "randomness by rank: 0.weight on rank 1 does not start"),
+    ("schedule_by_ranks", 2, "the schedule is stepped too often"),
+    ("scaled_rate", 2, "the learning rate is scaled: 2 times"),
+    ("distributed_sampler", 3, "another number of steps: 16 instead of 12"),
+    ("stepped_by_rank", 2, "the ranks hold different parameters: before step 2"),
+    ("stops_early", 2, "another number of steps: 1 instead of 12"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "n", "told"), SABOTAGED_CORES + SABOTAGED_SCRIPTS)
+def test_sabotage_is_different_with_the_right_cause(sabotage, n, told, solo, tmp_path):
+    report = judged(n, (sabotage,), solo(), tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.parting is not None
+    assert report.cause.startswith(told)
+
+
+@pytest.mark.parametrize("sabotage", ["unsynchronised_norm", "rank_statistics"])
+def test_unsynchronised_batch_norm_is_different(sabotage, solo, tmp_path):
+    report = judged(2, ("--norm", "--optimizer=Adam", sabotage), solo(*CHAOTIC), tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.cause.startswith("BatchNorm is not synchronised: in step 1 1.running_")
+
+
+# One process sees these too: its own runs are of the same sabotaged script.
+SUMMED = "a sum taken for a mean: the gradient of step 1 is 1/2 of"
+SABOTAGED_LOSSES = [
+    ("sum", SUMMED),
+    ("class_weights", "a sum or a weighted mean taken for a mean: in step 1 the ranks' losses"),
+    (
+        "dropout_by_rank",
+        "randomness by rank: the model draws random numbers (dropout, noise) in step 1",
+    ),
+    (
+        "augmented_by_rank",
+        "randomness by rank: the ranks asked for the same samples as one process",
+    ),
+    ("plateau", "decisions that differ by rank: the learning rate of step"),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "told"), SABOTAGED_LOSSES)
+def test_what_ranks_cannot_do_alike_is_different(sabotage, told, solo, tmp_path):
+    report = judged(2, (sabotage,), solo(sabotage), tmp_path)
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.cause.startswith(told)
+
+
+def test_an_unseeded_script_is_told_so_and_not_compared(solo):
+    report = judge(solo("unseeded"), [])
+    assert report.verdict is Verdict.DIFFERENT
+    assert report.cause.startswith("not deterministic: two runs of one process differ from step 1")
+
+
+CHAOTIC = ("--norm", "--optimizer=Adam")
+
+
+def test_adam_with_a_bias_before_batch_norm_is_not_different(solo, tmp_path):
+    """That bias has no gradient but rounding, of which Adam makes steps."""
+    report = judged(3, CHAOTIC, solo(*CHAOTIC), tmp_path)
+    assert report.verdict is Verdict.NOISE
+    assert report.worst.gradient < FLOAT32.gradient
+    assert report.worst.moved > FLOAT32.run
+
+
+def test_lbfgs_is_the_same_in_float64():
+    report = verify([str(SCRIPTS / "lbfgs.py")], [3], start=Forked())
+    assert report.verdict is not Verdict.DIFFERENT
+    assert report.worst.gradient < FLOAT64.gradient
+    assert report.judgements[0].run.samples_per_rank == [10, 10, 11]
+
+
+def test_the_digits_example_is_the_same_at_2_3_and_5():
+    report = verify([DIGITS, "--epochs", "1", "--batch-size", "128"], [1, 2, 3, 5], start=Forked())
+    assert [str(j.verdict) for j in report.judgements] == ["SAME"] * 3
+    assert [sum(j.run.samples_per_rank) for j in report.judgements] == [1437] * 3
+
+
+@pytest.mark.parametrize("kind", ["two_models", "accumulate", "clip", "autocast"])
+def test_other_loops_are_the_same(kind):
+    report = verify([str(SCRIPTS / "loops.py"), kind], [3], start=Forked())
+    assert report.verdict is not Verdict.DIFFERENT
+    assert sum(report.judgements[0].run.samples_per_rank) == sum(report.oracle.samples_per_rank)
+
+
+def test_an_endless_script_stops_at_the_steps_asked_for(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    report = verify([str(script)], [2], steps=3, start=Forked())
+    assert report.verdict is Verdict.SAME
+    assert [run.steps for run in (report.oracle, report.judgements[0].run)] == [3, 3]
+
+
+ENDLESS = """
+import torch, instep
+torch.manual_seed(0)
+model = instep.replicate(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+while True:
+    x = instep.shard(torch.arange(12.0).view(4, 3) / 12)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_exit_code_is_0_for_the_same_and_1_for_different(tmp_path, capsys):
+    assert prove([TRAIN], [2], 2, None, None, Forked()) == 0
+    assert capsys.readouterr().out.endswith("\nSAME\n")
+    picture, report = tmp_path / "curves.png", tmp_path / "report.json"
+    assert prove([TRAIN, "not_sharded"], [2], 2, str(report), str(picture), Forked()) == 1
+    assert "likely cause: a batch that was not split" in capsys.readouterr().out
+    assert json.loads(report.read_text())["first_divergence"]["step"] == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------ real launches
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "instep", "verify", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **options,
+    )
+
+
+@launch
+@pytest.mark.timeout(120)
+def test_the_command_writes_table_json_and_picture(tmp_path):
+    report, picture = tmp_path / "report.json", tmp_path / "curves.png"
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    told = command("-n", "2", "--steps", 2, "--json", report, "--plot", picture, script)
+    assert told.stdout.endswith("\nSAME\n"), told.stderr
+    assert told.returncode == 0
+    assert json.loads(report.read_text())["runs"][1]["samples_per_rank"] == [4, 4]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@launch
+def test_a_failing_rank_is_reported_with_n_and_its_traceback(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no good')\n")
+    Plan().write(tmp_path)
+    with pytest.raises(ScriptFailedError) as caught:
+        InstepRun()(2, tmp_path, [str(script)], None)
+    told = str(caught.value)
+    assert told.startswith("the script fails at n = 2, after 0, 0 steps on its ranks:\n")
+    assert 'fails.py", line 3, in <module>\n' in told
+    assert told.endswith("ValueError: no good")
+    assert "entry.py" not in told
+
+
+@launch
+def test_a_script_that_asks_a_question_is_told_that_nobody_answers(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text("input('name? ')\n")
+    told = command("-n", "2", script, stdin=subprocess.DEVNULL)
+    assert told.returncode == 2
+    assert "the script fails at n = 1" in told.stderr
+    assert "reads its standard input or needs a terminal" in told.stderr
+
+
+@launch
+def test_a_script_that_does_not_end_is_ended(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import signal\nsignal.pause()\n")
+    Plan().write(tmp_path)
+    with pytest.raises(ScriptLateError, match="has not ended at n = 2 after 1 seconds"):
+        InstepRun()(2, tmp_path, [str(script)], 1.0)
+
+
+def test_a_script_without_training_is_refused(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("print('nothing to learn')\n")
+    with pytest.raises(StepsError, match=r"makes no step of a torch\.optim optimizer at n = 1"):
+        verify([str(script)], [2], start=Forked())
+
+
+def test_a_killed_rank_leaves_what_it_had(tmp_path):
+    Plan().write(tmp_path)
+    script = tmp_path / "dies.py"
+    script.write_text(
+        ENDLESS.replace("while True:", "import os\nfor k in range(9):\n    k < 2 or os._exit(3)")
+    )
+    with pytest.raises(ScriptFailedError, match="after 2 steps"):
+        Forked()(1, tmp_path, [str(script)], None)
+    assert read_run(tmp_path, 1, 0.0).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0,2", "x.py"], "-n takes numbers of ranks such as 1,2,3, not '0,2'"),
+        (["-n", "two", "x.py"], "not 'two'"),
+        (["-n", "2", "--steps", "0", "x.py"], "--steps takes a whole number from 1 up, not '0'"),
+        (["-n", "2", "nowhere.py"], "nowhere.py: there is no such file"),
+        (["-n", "2", "--json", "/nowhere/x.json", __file__], "cannot write /nowhere/x.json"),
+        (["-n", "2"], "nothing to run"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
+    told = command(*arguments)
+    assert told.returncode == 2
+    assert words in told.stderr
+    assert told.stderr.count("\n") == 1
+
+
+def test_instep_run_starts_without_torch():
+    program = "import sys, instep.cli; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

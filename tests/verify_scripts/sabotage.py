@@ -1,0 +1,77 @@
+"""Ways to break instep's core, inside the process of a rank."""
+
+import instep
+from instep import blocks, collectives, randomness, replicas, shards
+
+
+def mean_of_means():
+    blocks.Block.share = property(lambda block: 1 / block.size)
+
+
+def summed():
+    blocks.Block.share = property(lambda block: 1.0)
+
+
+def unsplit():
+    blocks.Block.rows = lambda block, batch: batch
+
+
+def padded():
+    def rows(block, batch):
+        count = -(-block.total // block.size)
+        return [batch[(block.rank * count + k) % block.total] for k in range(count)]
+
+    blocks.Block.rows = rows
+
+
+def dropped():
+    def rows(block, batch):
+        count = block.total // block.size
+        return batch[block.rank * count : (block.rank + 1) * count]
+
+    blocks.Block.rows = rows
+
+
+def shuffled_by_rank():
+    honest = shards.agreed_seed
+    shards.agreed_seed = lambda: honest() + instep.rank
+
+
+def shuffled_by_size():
+    honest = shards.agreed_seed
+    shards.agreed_seed = lambda: honest() + instep.world_size
+
+
+def never_reduced():
+    def only_statistics(self, tensor, op):
+        return collectives._Done()
+
+    collectives._Together.all_reduce = only_statistics
+
+
+def augmented_by_rank():
+    def drawn_as_it_comes(dataset, sample):
+        return dataset.dataset[sample.index]
+
+    randomness.SeededDataset.__getitem__ = drawn_as_it_comes
+
+
+def unsynchronised_norm():
+    replicas._statistics = lambda *tensors: "rank"
+
+
+CORES = {
+    sabotage.__name__: sabotage
+    for sabotage in (
+        mean_of_means,
+        summed,
+        unsplit,
+        padded,
+        dropped,
+        shuffled_by_rank,
+        shuffled_by_size,
+        never_reduced,
+        augmented_by_rank,
+        unsynchronised_norm,
+    )
+}
