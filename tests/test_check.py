@@ -109,7 +109,7 @@ def instep(*words: str) -> int:
     parser = argparse.ArgumentParser(prog="instep")
     add_command(parser.add_subparsers(required=True))
     arguments = parser.parse_args(["check", *words])
-    code: int = arguments.function(arguments)
+    code: int = arguments.command(arguments)
     return code
 
 

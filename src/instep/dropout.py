@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,15 +44,6 @@ class Draw:
 _drawn: OrderedDict[int, Draw] = OrderedDict()
 """Masks by what torch's generator said when they were drawn. Gradient checkpointing sets the
 generator back and computes again: it must find the same masks."""
-
-
-def seams() -> Iterator[tuple[str, Function]]:
-    """Every dropout function of torch.nn.functional that is stepped into, with what answers."""
-    yield "dropout", partial(_dropout, _every_unit)
-    for name, dims in (("dropout1d", (3,)), ("dropout2d", (3, 4)), ("dropout3d", (5,))):
-        yield name, partial(_dropout, partial(_feature_maps, dims))
-    yield "alpha_dropout", partial(_alpha_dropout, _every_unit)
-    yield "feature_alpha_dropout", partial(_alpha_dropout, partial(_feature_maps, range(2, 9)))
 
 
 def _every_unit(x: Tensor) -> Shape:
@@ -96,6 +87,17 @@ def _alpha_dropout(
     shift = scale * _SELU_FLOOR * (1 - kept - p)
     factor = kept.mul_(scale)
     return input.mul_(factor).add_(shift) if inplace else input * factor + shift
+
+
+SEAMS: dict[str, Function] = {
+    "dropout": partial(_dropout, _every_unit),
+    "dropout1d": partial(_dropout, partial(_feature_maps, (3,))),
+    "dropout2d": partial(_dropout, partial(_feature_maps, (3, 4))),
+    "dropout3d": partial(_dropout, partial(_feature_maps, (5,))),
+    "alpha_dropout": partial(_alpha_dropout, _every_unit),
+    "feature_alpha_dropout": partial(_alpha_dropout, partial(_feature_maps, range(2, 9))),
+}
+"""Every dropout function of torch.nn.functional that is stepped into, with what answers."""
 
 
 def _mask(

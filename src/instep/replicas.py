@@ -21,7 +21,7 @@ from instep import batchnorm, calls, gradients
 from instep.agreement import agree_on_each
 from instep.blocks import block_of
 from instep.calls import Call, Scope
-from instep.dropout import seams as dropout_seams
+from instep.dropout import SEAMS as DROPOUT_SEAMS
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
 from instep.randomness import agreed_seed, mixed
 from instep.reducer import Reducer
@@ -185,7 +185,7 @@ def _step_in() -> None:
         register_module_module_registration_hook(_grow)
     step_in(nn.functional, "batch_norm", _batch_norm)
     step_in(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm)
-    for name, seam in dropout_seams():
+    for name, seam in DROPOUT_SEAMS.items():
         step_in(nn.functional, name, seam)
 
 

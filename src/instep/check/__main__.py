@@ -9,4 +9,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="instep")
     add_command(parser.add_subparsers(required=True))
     arguments = parser.parse_args(["check", *sys.argv[1:]])
-    sys.exit(arguments.function(arguments))
+    sys.exit(arguments.command(arguments))

@@ -19,7 +19,7 @@ CLEAN, FOUND, UNREADABLE = 0, 1, 2
 
 
 def add_command(subparsers: Subparsers) -> None:
-    """Add `check` to the subcommands of `instep`; it sets `function(arguments) -> exit code`."""
+    """Add `check` to the subcommands of `instep`; it sets `command(arguments, ()) -> exit code`."""
     parser = subparsers.add_parser(
         "check",
         help="read a training script and name what will go wrong in parallel",
@@ -39,7 +39,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--ignore", type=_codes, default=(), metavar="CODES", help="without these rules"
     )
     parser.add_argument("--explain", metavar="CODE", help="print the page of a rule")
-    parser.set_defaults(function=run, parser=parser)
+    parser.set_defaults(command=run, parser=parser)
 
 
 def _codes(given: str) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def _codes(given: str) -> tuple[str, ...]:
     return codes
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     """Do what the command line asks; returns the exit code. Prints to standard output."""
     parser: argparse.ArgumentParser = arguments.parser
     if arguments.explain is not None:

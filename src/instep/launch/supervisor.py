@@ -48,8 +48,10 @@ AFTER_SIGNAL = {
 }
 
 
-def run(job: Job) -> int:
+def run(job: Job, *, started: Callable[[], None]) -> int:
     """Run `job` to its end and return the exit code for the shell.
+
+    `started` is called once, when all ranks have been started.
 
     That is 0 when every rank ended with 0; the code of the rank that failed first, or 128 + n
     where signal n ended it; 128 + n also when this process was asked to end by signal n. Reports
@@ -61,14 +63,16 @@ def run(job: Job) -> int:
         watch = Watch(mailbox)
         with tempfile.TemporaryDirectory(prefix="instep-") as folder:
             files = [Path(folder, f"rank{rank}") for rank in range(job.size)]
-            _run_ranks(job, watch, output, files)
+            _run_ranks(job, watch, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
         mailbox.obey()
         output.finish(failures)
         return _conclude(watch, failures)
 
 
-def _run_ranks(job: Job, watch: Watch, output: Output, files: Sequence[Path]) -> None:
+def _run_ranks(
+    job: Job, watch: Watch, output: Output, files: Sequence[Path], started: Callable[[], None]
+) -> None:
     """Start the ranks and wait for their end; nothing of them is left, whatever happens."""
     name = job_name(os.environ)
     guard = Guard(name, files[0].parent)
@@ -80,6 +84,7 @@ def _run_ranks(job: Job, watch: Watch, output: Output, files: Sequence[Path]) ->
                 guard.watch(rank.pid)
                 rank.go()
         output.begin()
+        started()
         watch.until_ended(ranks)
     finally:
         end_ranks((rank.pid for rank in ranks), name)

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from instep import calls
 from instep.blocks import Block, known_block
-from instep.collectives import transport
 from instep.randomness import mixed
+from instep.transport import transport
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
 

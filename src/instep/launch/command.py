@@ -1,0 +1,66 @@
+"""`instep run` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from instep.errors import CommandLineError
+from instep.launch import supervisor
+from instep.launch.job import Job
+
+RUN = """\
+Run a script on N processes of this host, as `python script.py` would on one.
+
+Each rank finds its place in the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+When a rank fails, the others are stopped and its traceback is printed, once and last; the exit
+code is that of the rank that failed first. Everything after the script's name belongs to the
+script. `-m module` runs a module, as `python -m module` would.
+"""
+OUTPUT = """\
+what becomes of the other ranks' output; rank 0 has this terminal.
+prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
+rank0: nothing, except the traceback of the rank that failed.
+DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `instep`."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script on several processes of this host",
+        description=RUN,
+        usage="instep run -n N [--output prefix|rank0|DIR] (script.py | -m module) [args ...]",
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    parser.add_argument(
+        "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks"
+    )
+    parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
+
+
+def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
+    """Do it and return the exit code. Raises CommandLineError, StartError."""
+    job = Job(asked.n, tuple(program), asked.output)
+    return supervisor.run(job, started=lambda: _mention_findings(job.command[0]))
+
+
+def _mention_findings(script: str) -> None:
+    """One line where the script shows a severe mistake; read while the ranks start."""
+    from instep.check.checker import severe_findings  # costs what a start should not wait for
+
+    findings = severe_findings(script)
+    if findings:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
+        print(f"instep: {codes} in this script; see: instep check {script}", file=sys.stderr)
+
+
+def _number_of_ranks(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise CommandLineError.number_of_ranks(value) from None
