@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick nightly lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest
+
+nightly: .venv/ready
+	INSTEP_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -m "not slow and not launch" -x -q

@@ -23,36 +23,68 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep.reducer import Backward as Collected
+from instep.reducer import Reducer, collecting
+from instep.transport import transport
 from models import workload
 
 Step = Callable[[], None]
-Wrap = Callable[[nn.Module], nn.Module]
+Backward = Callable[[Tensor], None]
+Strategy = Callable[[nn.Module], tuple[nn.Module, Backward]]
 
-STRATEGIES: dict[str, Wrap] = {
-    "none": lambda model: model,
-    "ddp": DistributedDataParallel,
-    "ddp_view": lambda model: DistributedDataParallel(
-        model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
-    ),
-    "instep": instep.replicate,
-    "instep_local_bn": lambda model: instep.replicate(model, batch_statistics="rank"),
+
+def engine(loss: Tensor) -> None:
+    """Backward without anything of instep's, which has stepped into torch.autograd.backward."""
+    ones = (torch.ones_like(loss),)
+    _engine_run_backward(
+        (loss,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def ddp(**options: Any) -> Strategy:
+    return lambda model: (DistributedDataParallel(model, **options), engine)
+
+
+def replicated(**options: Any) -> Strategy:
+    return lambda model: (instep.replicate(model, **options), torch.Tensor.backward)
+
+
+def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
+    """instep's sums of gradients and nothing else: what exactness costs is measured against it."""
+    Reducer(list(model.parameters()), transport())
+
+    def backward(loss: Tensor) -> None:
+        with collecting(Collected(ghost=False, communicating=True)):
+            engine(loss / dist.get_world_size())
+
+    return model, backward
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "none": lambda model: (model, engine),
+    "ddp": ddp(),
+    "ddp_view": ddp(gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False),
+    "instep": replicated(),
+    "instep_local_bn": replicated(batch_statistics="rank"),
+    "instep_inexact": inexact,
 }
 
 
-def training_step(name: str, wrap: Wrap) -> Step:
+def training_step(name: str, strategy: Strategy) -> Step:
     """One step of SGD with momentum on one rank's batch."""
     torch.manual_seed(0)
     load = workload(name)
-    model = wrap(load.model)
+    model, backward = strategy(load.model)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(load.inputs), load.targets).backward()
+        backward(nn.functional.cross_entropy(model(load.inputs), load.targets))
         optimizer.step()
 
     return step
@@ -94,7 +126,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for strategy, values in times.items():
         result[strategy] = {"median_ms": statistics.median(values)}
-        for base in ("none", "ddp"):
+        for base in ("none", "ddp", "instep_inexact"):
             if strategy != base and base in times:
                 ratios = [a / b for a, b in zip(values, times[base], strict=True)]
                 q1, median, q3 = statistics.quantiles(ratios, n=4)

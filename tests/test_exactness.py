@@ -1,6 +1,7 @@
 """The laws in every corner: failures that were found in peers, or in naive versions of ours."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import instep
 from instep.errors import InstepWarning, TrainingError
@@ -570,6 +572,27 @@ def other_loaders(log, kind):
 )
 def test_loaders_whose_batches_are_cut(kind):
     exactly(other_loaders, kind)
+
+
+def resume(state):
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own
+        loader = instep.shard(StatefulDataLoader(rows(40), 8, shuffle=True))
+    if state is not None:
+        loader.load_state_dict(state)
+    taken, states = [], []
+    for x, _ in loader:
+        taken.append(instep.all_gather_object(x[:, 0].tolist()))
+        states.append(loader.state_dict())
+    return taken, states
+
+
+@ranks(2)
+def test_a_stateful_loader_goes_on_where_it_was():
+    taken, states = resume(None)
+    rest, _ = resume(states[1])
+    assert rest == taken[2:]
 
 
 def zipped(log):

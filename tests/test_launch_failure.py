@@ -78,9 +78,12 @@ def test_a_killed_rank_is_named_though_its_peer_complains_first(launch: Launch) 
     script = launch.script("""
         import socket
         if rank == 0:
-            peer = socket.socket(fileno=int(os.environ["INSTEP_STORE_FD"])).accept()[0]
-            peer.recv(1)
+            store = socket.socket(fileno=int(os.environ["INSTEP_STORE_FD"]))
+            store.listen()
+            meeting.come()
+            store.accept()[0].recv(1)
             raise ConnectionError("connection closed by peer")
+        meeting.wait_for(1)
         connection = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])))
         os.kill(os.getpid(), signal.SIGKILL)
     """)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -26,6 +27,44 @@ def test_evaluation_is_that_of_one_process(n):
     for size in (2, 3, 4):
         for theirs in run(size, evaluate, n, 4):
             assert theirs == pytest.approx(whole, rel=1e-12)
+
+
+def add_up(n, how):
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(n, 7, generator=generator), torch.arange(n) % 7)
+    loader = instep.shard(DataLoader(data, 4))
+    with torch.no_grad():
+        return ADDING_UP[how](loader)
+
+
+def by_hand(loader):
+    hits = total = loss = 0.0
+    for x, y in loader:
+        hits += (x.argmax(1) == y).sum().item()
+        loss += torch.nn.functional.cross_entropy(x, y).item() * len(y)
+        total += len(y)
+    hits, loss, total = instep.all_reduce(torch.tensor([hits, loss, total]).double()).tolist()
+    return hits / total, loss / total, total
+
+
+def by_torchmetrics(loader):
+    metric = torchmetrics.classification.MulticlassAccuracy(7, average="micro")
+    for x, y in loader:
+        metric.update(x, y)
+    return (metric.compute().item(),)
+
+
+ADDING_UP = {"by hand": by_hand, "by torchmetrics": by_torchmetrics}
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("how", ADDING_UP)
+@pytest.mark.parametrize("n", [9, 22])
+def test_without_gradients_whatever_a_script_adds_up_counts_once(how, n):
+    (whole,) = run(1, add_up, n, how)
+    for size in (2, 3):
+        for theirs in run(size, add_up, n, how):
+            assert theirs == pytest.approx(whole, rel=1e-6)
 
 
 @ranks(1, 3)

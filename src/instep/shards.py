@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep import rendezvous
@@ -37,7 +38,9 @@ def shard(what: Any) -> Any:
     The batch is that of the whole job: rank r of N gets the samples [r*n//N, (r+1)*n//N) of each
     batch of n, in the order in which one process would see them. No sample is padded, dropped or
     counted twice. A rank without samples gets one ghost sample that leaves no trace in gradients
-    or batch statistics, so that its loop runs as the others do.
+    or batch statistics, so that its loop runs as the others do. Where gradients are switched off
+    (evaluation under torch.no_grad()) it gets nothing instead: whatever the script adds up counts
+    every sample once.
 
     Args:
         what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last,
@@ -228,14 +231,17 @@ class Delivering(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        try:
-            batch = self._load()
-        except StopIteration:
-            deliver(None, None, self._deliveries)
-            raise
-        self._last = batch
-        deliver(batch, self._planned.popleft(), self._deliveries)
-        return batch
+        while True:
+            try:
+                batch = self._load()
+            except StopIteration:
+                deliver(None, None, self._deliveries)
+                raise
+            self._last = batch
+            block = self._planned.popleft()
+            if _wanted(block):
+                deliver(batch, block, self._deliveries)
+                return batch
 
     def _load(self) -> T:
         try:
@@ -293,13 +299,20 @@ class Slicing(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        try:
-            with self._stream.drawing():
-                batch = next(self._batches)
-        except StopIteration:
-            deliver(None, None, self._deliveries)
-            raise
-        block = replace(self._place, total=rows_of(batch))
-        mine = cut(batch, block)
-        deliver(mine, block, self._deliveries)
-        return mine
+        while True:
+            try:
+                with self._stream.drawing():
+                    batch = next(self._batches)
+            except StopIteration:
+                deliver(None, None, self._deliveries)
+                raise
+            block = replace(self._place, total=rows_of(batch))
+            if _wanted(block):
+                mine = cut(batch, block)
+                deliver(mine, block, self._deliveries)
+                return mine
+
+
+def _wanted(block: Block) -> bool:
+    """Whether the loop gets this block: a ghost is for training only."""
+    return torch.is_grad_enabled() or not block.empty
