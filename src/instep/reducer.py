@@ -94,7 +94,7 @@ def _sparse_sum(grad: Tensor) -> Tensor:
 
 def _load(parameters: Sequence[tuple[int, nn.Parameter]]) -> list[_Cargo]:
     """Buckets for parameters given with their indices."""
-    widest = max(p.element_size() for _, p in parameters)
+    widest = max((p.element_size() for _, p in parameters), default=1)
     plans = plan_buckets(
         [(index, p.numel()) for index, p in parameters],
         [(p.dtype, p.device) for _, p in parameters],
@@ -117,6 +117,7 @@ class Reducer:
         self._launched = 0
         self._before: dict[int, Tensor] = {}
         self._partial: set[int] = set()
+        self._sparse: set[int] = set()
         self._summed: set[int] = set()
         self._hooks: list[_Hook] = []
         for index, parameter in enumerate(self._parameters):
@@ -125,7 +126,11 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward has reached the first parameter: plan for what is trained now."""
-        live = [(i, p) for i, p in enumerate(self._parameters) if p.requires_grad]
+        live = [
+            (i, p)
+            for i, p in enumerate(self._parameters)
+            if p.requires_grad and not (i in self._sparse or self._hooks[i].observed(p))
+        ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
         if kinds not in self._plans:
             self._plans[kinds] = _load(live)
@@ -168,7 +173,7 @@ class Reducer:
 
     def _sum_now(self, index: int, grad: Tensor) -> Tensor:
         """The sum over ranks on the spot: for hooks of the user's, which must see it, and for
-        sparse gradients, which have no place in a bucket."""
+        sparse gradients, which do not travel in buckets."""
         parameter = self._parameters[index]
         if index in self._partial and parameter.grad is not None:
             grad = grad + parameter.grad
@@ -176,6 +181,7 @@ class Reducer:
         self._partial.discard(index)
         self._summed.add(index)
         if grad.is_sparse:
+            self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return _sparse_sum(grad)
         total = grad.clone(memory_format=torch.contiguous_format)
         self.transport.all_reduce(_real(total), "sum").wait()
@@ -219,9 +225,16 @@ class Reducer:
     def _add_kept(self) -> None:
         """Parameters that only earlier backwards, without communication, have reached."""
         for index in sorted(self._partial):
+            parameter = self._parameters[index]
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if index not in self._where:
+                parameter.grad = None
+                parameter.grad = self._sum_now(index, grad)
+                continue
             cargo, slot = self._where[index]
-            grad = self._parameters[index].grad
-            if index not in cargo.filled and grad is not None:
+            if index not in cargo.filled:
                 cargo.flat[slot.start : slot.stop].view(grad.shape).copy_(grad)
                 cargo.filled.add(index)
 
