@@ -251,10 +251,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
 def _reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction | None:
     """How to reduce these tensors in shared memory, or None if Gloo should answer."""
-    dtype = tensors[0].dtype
-    if not all(is_plain(tensor) and tensor.dtype == dtype for tensor in tensors):
+    first = tensors[0]
+    if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
-    return find_reduction(op.op, dtype)
+    return find_reduction(op.op, first.dtype)
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:

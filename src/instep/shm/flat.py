@@ -24,9 +24,9 @@ def are_alike(tensors: Sequence[Tensor], model: Tensor) -> bool:
 def flat(tensor: Tensor) -> Tensor:
     """The elements in row-major order: 1-D, contiguous, no gradient; a copy only where it must."""
     plain = _unguarded(tensor)
-    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        return plain.view(-1)
-    return plain.resolve_conj().resolve_neg().reshape(-1)
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        return plain.resolve_conj().resolve_neg().reshape(-1)
+    return plain if plain.dim() == 1 else plain.view(-1)
 
 
 def write_back(values: Tensor, tensor: Tensor) -> None:
@@ -37,4 +37,6 @@ def write_back(values: Tensor, tensor: Tensor) -> None:
 
 def _unguarded(tensor: Tensor) -> Tensor:
     """The same memory outside autograd, writable also where it is an inference tensor."""
-    return torch.from_dlpack(tensor.detach()) if tensor.is_inference() else tensor.detach()
+    if tensor.is_inference():
+        return torch.from_dlpack(tensor.detach())
+    return tensor.detach() if tensor.requires_grad else tensor

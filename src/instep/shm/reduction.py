@@ -33,7 +33,7 @@ class Reduction:
 
 
 _REDUCTIONS = {
-    op: Reduction(op.name, combine, dtypes, op == ReduceOp.RedOpType.AVG)
+    int(op): Reduction(op.name, combine, dtypes, op == ReduceOp.RedOpType.AVG)
     for op, combine, dtypes in (
         (ReduceOp.RedOpType.SUM, torch.add, _ALL),
         (ReduceOp.RedOpType.AVG, torch.add, _FLOATS),
@@ -49,7 +49,7 @@ _REDUCTIONS = {
 
 def find_reduction(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction | None:
     """How to do `op` on tensors of `dtype`, or None if only Gloo can tell."""
-    reduction = _REDUCTIONS.get(op)
+    reduction = _REDUCTIONS.get(int(op))
     return reduction if reduction is not None and dtype in reduction.dtypes else None
 
 
