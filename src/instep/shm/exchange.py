@@ -12,7 +12,6 @@ others reduce, and puts the result of its share where its own staging has been l
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,16 +64,16 @@ class Exchange:
 
     def __init__(
         self,
-        memory: mmap.mmap,
+        memory: Tensor,
         rank: int,
         peers: Sequence[Peer],
         default_timeout: Callable[[], timedelta],
     ) -> None:
+        self._memory = memoryview(memory.numpy())
         self.rank = rank
         self.size = len(peers)
-        self.signals = Signals(memoryview(memory), rank, peers, default_timeout)
+        self.signals = Signals(self._memory, rank, peers, default_timeout)
         self._others = [other for other in range(self.size) if other != rank]
-        self._memory = memory
         self._staging = round_up(self.size * BYTES_PER_RANK)
         self._part = part_bytes(self.size)
         self._turn = 0

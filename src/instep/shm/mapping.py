@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 PAGE = mmap.PAGESIZE
 
 
@@ -48,13 +51,16 @@ def new_memory(size: int) -> Iterator[Place]:
         os.close(descriptor)
 
 
-def map_memory(place: Place, size: int) -> mmap.mmap:
-    """The memory at `place`, in this process. Unmapped when the last tensor on it is gone.
+def map_memory(place: Place, size: int) -> Tensor:
+    """The memory at `place` as a uint8 tensor; unmapped when the last tensor on it is gone.
 
     Raises OSError if this process may not open it.
     """
     descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(descriptor, size)
+        # Not mmap.mmap: it would keep a descriptor open as long as the memory is mapped.
+        return torch.from_file(
+            f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8
+        )
     finally:
         os.close(descriptor)

@@ -7,7 +7,6 @@ result to every rank's bucket. Nothing else moves.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class SharedBucket:
         stride = round_up(max(numel, 1) * dtype.itemsize)
         memory = _map_together(exchange, stride * exchange.size)
         self.parts = [
-            torch.frombuffer(memory, dtype=dtype, count=max(numel, 1), offset=rank * stride)[:numel]
+            memory[rank * stride : (rank + 1) * stride].view(dtype)[:numel]
             for rank in range(exchange.size)
         ]
         self.mine = self.parts[exchange.rank]
@@ -105,7 +104,7 @@ class SharedBucket:
         ]
 
 
-def _map_together(exchange: Exchange, size: int) -> mmap.mmap:
+def _map_together(exchange: Exchange, size: int) -> Tensor:
     """New memory that all ranks have mapped, or SharedMemoryError on all of them."""
     problem, memory = "", None
     with ExitStack() as held:

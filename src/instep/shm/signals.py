@@ -26,7 +26,7 @@ from instep.shm.peers import Peer
 BYTES_PER_RANK = 1024
 _WORDS = BYTES_PER_RANK // 8
 _STATE, _TEXT_TURN = 1, 2  # words of a rank beside word 0
-_TEXT = 128  # a rank's text starts at this byte of its part
+_CALL, _REASON = slice(128, 384), slice(384, BYTES_PER_RANK)  # a rank's texts, in bytes
 _LEFT, _GAVE_UP = 1, 2
 
 _SPINS = 400
@@ -77,7 +77,7 @@ class Signals:
 
     def give_up(self, why: str) -> None:
         """Tell whoever still waits for this rank that an error stopped it."""
-        self._write_text(why)
+        self._write(_REASON, why)
         self._words[self._mine + _STATE] = _GAVE_UP
 
     def _wait(self, place: int, word: int, call: Call, timeout: timedelta | None) -> None:
@@ -122,7 +122,7 @@ class Signals:
             if self._words[other * _WORDS] >> TAG_BITS >= turn:
                 continue  # it came while this rank looked
             if state == _GAVE_UP:
-                raise PeerGaveUpError(str(peer), call.text, self._read_text(other))
+                raise PeerGaveUpError(str(peer), call.text, self._read(_REASON, other))
             if state == _LEFT:
                 raise PeerLeftError(str(peer), call.text)
             if not alive:
@@ -133,7 +133,7 @@ class Signals:
 
     def _disagreement(self, turn: int, call: Call) -> DisagreementError:
         """Collect what every rank does at this turn; whoever disagrees writes it down."""
-        self._write_text(call.text)
+        self._write(_CALL, call.text)
         self._words[self._mine + _TEXT_TURN] = turn
         seen: dict[str, list[int]] = {}
         deadline = time.monotonic() + _DESCRIBE_SECONDS
@@ -142,7 +142,7 @@ class Signals:
             while self._words[place] != turn and peer.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.001)
             said = self._words[place] == turn
-            text = self._read_text(other) if said else "something else"
+            text = self._read(_CALL, other) if said else "something else"
             seen.setdefault(text, []).append(peer.rank)
         return DisagreementError(
             "which collective comes next",
@@ -150,12 +150,12 @@ class Signals:
             "Every rank must call the same collectives in the same order, with equal sizes.",
         )
 
-    def _write_text(self, text: str) -> None:
-        start = self._rank * BYTES_PER_RANK + _TEXT
-        room = BYTES_PER_RANK - _TEXT
-        encoded = text.encode()[:room]
-        self._bytes[start : start + room] = encoded.ljust(room, b"\0")
+    def _write(self, where: slice, text: str) -> None:
+        room = where.stop - where.start
+        self._part(self._rank)[where] = text.encode()[:room].ljust(room, b"\0")
 
-    def _read_text(self, other: int) -> str:
-        part = self._bytes[other * BYTES_PER_RANK + _TEXT : (other + 1) * BYTES_PER_RANK]
-        return bytes(part).rstrip(b"\0").decode(errors="replace")
+    def _read(self, where: slice, other: int) -> str:
+        return bytes(self._part(other)[where]).rstrip(b"\0").decode(errors="replace")
+
+    def _part(self, rank: int) -> memoryview:
+        return self._bytes[rank * BYTES_PER_RANK : (rank + 1) * BYTES_PER_RANK]

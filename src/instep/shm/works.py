@@ -17,7 +17,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from instep.errors import BrokenGroupError, CollectiveTimeoutError, ForkedChildError
+from instep.errors import (
+    BrokenGroupError,
+    CollectiveTimeoutError,
+    ForkedChildError,
+    SharedMemoryError,
+)
 
 
 class Done(Work):
@@ -156,6 +161,8 @@ class IssueOrder:
             raise self._obstacle
         try:
             job()
+        except SharedMemoryError:  # on all ranks alike: they are still in step
+            raise
         except BaseException as error:
             self._obstacle = BrokenGroupError(str(error) or type(error).__name__)
             self._tell(str(error) or type(error).__name__)
