@@ -32,27 +32,36 @@ SIZES = (1, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
 REPEATS = {1: 200, 1 << 10: 200, 1 << 16: 50, 1 << 20: 20, 1 << 24: 3}
 
 
-def contenders(numel: int, gloo: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    """Everything that is timed for float32 tensors of `numel` elements."""
+Contender = tuple[Callable[[], object], Callable[[], object]]
+
+
+def contenders(numel: int, gloo: dist.ProcessGroup) -> dict[str, Contender]:
+    """What is timed for float32 tensors of `numel` elements, and what is done before, untimed.
+
+    Each rank writes its values anew before each call, as a backward pass would: otherwise a part
+    of a resident bucket stays in the cache of the rank that reduced it last.
+    """
     tensor, other = torch.ones(numel), torch.empty(numel)
     bucket = dist.group.WORLD.resident(numel)
 
-    def over(group: dist.ProcessGroup | None, values: Tensor) -> Callable[[], object]:
-        return lambda: dist.all_reduce(values, group=group)
+    def over(group: dist.ProcessGroup | None, values: Tensor) -> Contender:
+        return lambda: dist.all_reduce(values, group=group), lambda: values.fill_(1.0)
 
     return {
         "gloo": over(gloo, torch.zeros(numel)),
         "instep": over(None, torch.zeros(numel)),
-        "resident": bucket.all_reduce,
-        "copy": lambda: other.copy_(tensor),
+        "resident": (bucket.all_reduce, lambda: bucket.tensor.fill_(1.0)),
+        "copy": (lambda: other.copy_(tensor), lambda: tensor.fill_(1.0)),
     }
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median time of one call, all ranks starting at once."""
-    dist.barrier()
+def seconds(contender: Contender, repeats: int) -> float:
+    """Median time of one call; the ranks start at once."""
+    call, prepare = contender
     times = []
     for _ in range(repeats):
+        prepare()
+        dist.barrier()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-import instep.shm
 from instep.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -94,7 +93,7 @@ def test_all_reduce_takes_complex_tensors():
 
 @ranks(2)
 def test_what_gloo_refuses_is_refused_in_its_words():
-    with pytest.raises(RuntimeError, match="Cannot use ReduceOp.BAND with non-integral dtype"):
+    with pytest.raises(RuntimeError, match=r"Cannot use ReduceOp\.BAND with non-integral dtype"):
         dist.all_reduce(torch.ones(3), ReduceOp.BAND, group=group())
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         dist.all_reduce(torch.ones(3, dtype=torch.int16), group=group())
@@ -274,12 +273,16 @@ def test_ddp_ends_where_ddp_over_gloo_ends():
     ends = []
     for which in (None, group()):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5)
+        )
         model = DistributedDataParallel(model, process_group=which, bucket_cap_mb=0.01)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(3):
             optimizer.zero_grad()
-            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step + dist.get_rank()))
+            inputs = torch.randn(
+                8, 20, generator=torch.Generator().manual_seed(step + dist.get_rank())
+            )
             model(inputs).square().mean().backward()
             optimizer.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -294,7 +297,9 @@ def test_fsdp2_trains_over_it():
     losses = []
     for which in (dist.group.WORLD, group()):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1)
+        )
         mesh = DeviceMesh.from_group(which, "cpu")
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -347,8 +352,12 @@ def test_sub_groups_share_memory_too_and_name_the_ranks_of_the_job():
 def test_every_method_of_torchs_trampoline_is_defined():
     header = "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
     text = (Path(torch.__file__).parent / header).read_text()
-    looked_up = set(re.findall(r"WORK_OVERRIDE\(\s*(?://.*\n\s*)?ProcessGroup,[^\n]*\n\s*(\w+),", text))
-    looked_up |= set(re.findall(r'get_override\(\s*static_cast<const ProcessGroup\*>\(this\), "(\w+)"', text))
+    looked_up = set(
+        re.findall(r"WORK_OVERRIDE\(\s*(?://.*\n\s*)?ProcessGroup,[^\n]*\n\s*(\w+),", text)
+    )
+    looked_up |= set(
+        re.findall(r'get_override\(\s*static_cast<const ProcessGroup\*>\(this\), "(\w+)"', text)
+    )
     assert {"allreduce", "broadcast", "send", "recv", "barrier"} <= looked_up
     for kind in (ProcessGroupOverGloo, InstepProcessGroup):
         missing = [name for name in looked_up if name not in dir_of_python(kind)]
@@ -356,7 +365,9 @@ def test_every_method_of_torchs_trampoline_is_defined():
 
 
 def dir_of_python(kind):
-    return {name for cls in kind.__mro__ if cls.__module__.startswith("instep") for name in vars(cls)}
+    return {
+        name for cls in kind.__mro__ if cls.__module__.startswith("instep") for name in vars(cls)
+    }
 
 
 def random_sequence(seed, which):
@@ -472,7 +483,8 @@ def test_a_killed_rank_is_named(tmp_path, numel, is_async):
     first, then = launch(tmp_path, 2, lose_rank_one, numel, is_async)[0].splitlines()
     assert re.fullmatch(
         rf"PeerDiedError: rank 1 \(pid \d+\) died; this rank was waiting for it in "
-        rf"all_reduce\(SUM, float32, {numel} elements\). Its own output says why.", first
+        rf"all_reduce\(SUM, float32, {numel} elements\). Its own output says why.",
+        first,
     )
     assert then.startswith("BrokenGroupError: an earlier collective of this process group failed")
 
@@ -538,11 +550,13 @@ def test_a_rank_that_does_not_come_is_named_and_its_peers_hear_who_gave_up(tmp_p
     early, late = launch(tmp_path, 2, come_late, str(tmp_path / "fifo"))
     assert re.match(
         r"CollectiveTimeoutError: rank 1 \(pid \d+\) did not come to all_reduce\(SUM, float32, "
-        r"3 elements\) within 1 s, but is alive", early
+        r"3 elements\) within 1 s, but is alive",
+        early,
     )
     assert re.match(
         r"PeerGaveUpError: rank 0 \(pid \d+\) gave up; this rank was waiting for it in barrier. "
-        r"It said: rank 1 .*did not come to all_reduce", late
+        r"It said: rank 1 .*did not come to all_reduce",
+        late,
     )
 
 
@@ -659,8 +673,11 @@ def look_for_files(rank, store, size):
     bucket = dist.group.WORLD.resident(1000)
     dist.barrier()
     named = [f for f in set(os.listdir("/dev/shm")) - before if "instep" in f]
-    open_files = [os.readlink(f.path) for f in os.scandir("/proc/self/fd") if f.is_symlink()
-                  and os.path.lexists(f.path)]
+    open_files = [
+        os.readlink(f.path)
+        for f in os.scandir("/proc/self/fd")
+        if f.is_symlink() and os.path.lexists(f.path)
+    ]
     mapped = Path("/proc/self/maps").read_text().count("memfd:instep")
     bucket.all_reduce()
     return named, [f for f in open_files if "instep" in f], mapped

@@ -5,6 +5,9 @@ what is one rank's own affair (strides, gradients, inference mode): otherwise so
 and others in Gloo.
 """
 
+# mypy: disable-error-code="override"
+# torch's stubs list overloads for callers; c10d itself calls the one that is defined here.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -46,9 +49,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     `resident` and `shares_memory` are for users; `torch.distributed` calls the rest.
     """
 
-    def __init__(
-        self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange
-    ) -> None:
+    def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange) -> None:
         super().__init__(store, gloo, name)
         self._exchange = exchange
         self._order = IssueOrder(exchange.signals.give_up, exchange.signals.leave)
@@ -254,7 +255,8 @@ def _reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction | None:
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
-    return find_reduction(op.op, first.dtype)
+    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return find_reduction(kind, first.dtype)
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:

@@ -69,7 +69,7 @@ class Exchange:
         peers: Sequence[Peer],
         default_timeout: Callable[[], timedelta],
     ) -> None:
-        self._memory = memoryview(memory.numpy())
+        self._memory = memory.numpy().data
         self.rank = rank
         self.size = len(peers)
         self.signals = Signals(self._memory, rank, peers, default_timeout)
@@ -88,13 +88,10 @@ class Exchange:
         """Replace `flat` by the reduction of all ranks' `flat`: the same bits on every rank."""
         numel = flat.numel()
         what = call("all_reduce", flat.dtype, numel, reduction.name)
-        if not 0 < numel * flat.itemsize * self.size <= _AT_ONCE_BYTES:
+        if numel * flat.itemsize * self.size <= _AT_ONCE_BYTES or self.size == 2:
+            self._reduce_at_once(flat, reduction, what, timeout)
+        else:
             self._reduce_by_shares(flat, reduction, what, timeout, self.rank)
-            return
-        views = self._whole_views(flat.dtype, numel)
-        views[self.rank].copy_(flat)
-        self.signals.meet(what, timeout)
-        reduce_into(flat, views, reduction, self._scratch_tensors(flat.dtype, numel))
 
     def reduce(
         self, flat: Tensor, reduction: Reduction, root: int, timeout: timedelta | None
@@ -141,7 +138,7 @@ class Exchange:
         reduction: Reduction,
         timeout: timedelta | None,
     ) -> None:
-        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r; `out` may be an input."""
+        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r."""
         what = call("reduce_scatter", out.dtype, out.numel(), reduction.name)
         room = self._room(out.dtype)
         for chunk in self._chunks(out.numel(), room):
@@ -158,6 +155,19 @@ class Exchange:
             parts[self.rank].copy_(own)
             scratch = self._scratch_tensors(out.dtype, numel)
             reduce_into(out[chunk.start : chunk.stop], parts, reduction, scratch)
+
+    def _reduce_at_once(
+        self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
+    ) -> None:
+        """Every rank reduces everything: one meeting, but each reads what all have staged."""
+        numel = flat.numel()
+        longest = self._part // flat.itemsize
+        for start in range(0, max(numel, 1), longest):
+            piece = flat if numel <= longest else flat[start : start + longest]
+            views = self._whole_views(flat.dtype, piece.numel())
+            views[self.rank].copy_(piece)
+            self.signals.meet(what, timeout)
+            reduce_into(piece, views, reduction, self._scratch_tensors(flat.dtype, piece.numel()))
 
     def _reduce_by_shares(
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int
@@ -232,9 +242,7 @@ class Exchange:
             self._views[key] = views
         return views
 
-    def _staged(
-        self, rank: int, turn: int, dtype: torch.dtype, start: int, numel: int
-    ) -> Tensor:
+    def _staged(self, rank: int, turn: int, dtype: torch.dtype, start: int, numel: int) -> Tensor:
         """`numel` elements from element `start` on in a rank's staging part of this turn."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)

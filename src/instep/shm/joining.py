@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
@@ -69,13 +70,15 @@ def _plan(held: ExitStack, hosts: Sequence[tuple[tuple[str, str], dict[str, int]
     if obstacles:
         return json.dumps(obstacles[0])
     if len({host for (_, host), _ in hosts}) > 1:
-        return json.dumps("the ranks are on several hosts, or in containers with pids of their own")
+        return json.dumps("the ranks are on several hosts, or in several containers")
     try:
         place = held.enter_context(new_memory(mapping_bytes(len(hosts))))
     except OSError as error:
-        return json.dumps(f"{mapping_bytes(len(hosts))} bytes of memory are not to be had ({error})")
+        return json.dumps(
+            f"{mapping_bytes(len(hosts))} bytes of memory are not to be had ({error})"
+        )
     return json.dumps({"place": asdict(place), "peers": [peer for _, peer in hosts]})
 
 
-def _read(store: Store, key: str) -> object:
+def _read(store: Store, key: str) -> Any:
     return json.loads(store.get(key))

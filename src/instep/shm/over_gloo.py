@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
+from torch.distributed.distributed_c10d import GroupName
 
 from instep.shm.resident import Resident
 
@@ -36,12 +37,12 @@ class ProcessGroupOverGloo(ProcessGroup):
 
     def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str) -> None:
         rank, size = gloo.rank(), gloo.size()
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one of two
         self._plain = ProcessGroup(store, rank, size)
         for group in (self, self._plain):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self._set_group_name(name)
+        self._set_group_name(GroupName(name))
 
     def shares_memory(self) -> bool:
         """Whether the ranks of this group share memory, or all goes through Gloo."""

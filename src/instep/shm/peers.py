@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +35,9 @@ def myself(rank: int) -> Peer:
 
 
 def this_host() -> str:
-    """Equal on two ranks if they can share memory: same kernel, same pids, same kind of processor."""
+    """Equal on two ranks that can share memory: one kernel, one numbering of processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.machine()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

@@ -33,23 +33,23 @@ class Reduction:
 
 
 _REDUCTIONS = {
-    int(op): Reduction(op.name, combine, dtypes, op == ReduceOp.RedOpType.AVG)
+    op.value: Reduction(op.name, combine, dtypes, op == ReduceOp.AVG)
     for op, combine, dtypes in (
-        (ReduceOp.RedOpType.SUM, torch.add, _ALL),
-        (ReduceOp.RedOpType.AVG, torch.add, _FLOATS),
-        (ReduceOp.RedOpType.PRODUCT, torch.mul, _ALL),
-        (ReduceOp.RedOpType.MIN, torch.minimum, _ALL),
-        (ReduceOp.RedOpType.MAX, torch.maximum, _ALL),
-        (ReduceOp.RedOpType.BAND, torch.bitwise_and, _INTEGERS),
-        (ReduceOp.RedOpType.BOR, torch.bitwise_or, _INTEGERS),
-        (ReduceOp.RedOpType.BXOR, torch.bitwise_xor, _INTEGERS),
+        (ReduceOp.SUM, torch.add, _ALL),
+        (ReduceOp.AVG, torch.add, _FLOATS),
+        (ReduceOp.PRODUCT, torch.mul, _ALL),
+        (ReduceOp.MIN, torch.minimum, _ALL),
+        (ReduceOp.MAX, torch.maximum, _ALL),
+        (ReduceOp.BAND, torch.bitwise_and, _INTEGERS),
+        (ReduceOp.BOR, torch.bitwise_or, _INTEGERS),
+        (ReduceOp.BXOR, torch.bitwise_xor, _INTEGERS),
     )
 }
 
 
 def find_reduction(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction | None:
     """How to do `op` on tensors of `dtype`, or None if only Gloo can tell."""
-    reduction = _REDUCTIONS.get(int(op))
+    reduction = _REDUCTIONS.get(op.value)
     return reduction if reduction is not None and dtype in reduction.dtypes else None
 
 

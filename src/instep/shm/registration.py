@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import GroupName
 
 from instep.shm.backend import InstepProcessGroup
 from instep.shm.joining import CannotShareMemory, join
@@ -35,7 +36,7 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
-    gloo.options.group_name = options.group_id
+    gloo.options.group_name = GroupName(options.group_id)
     gloo._set_sequence_number_for_group()
     ranks = options.global_ranks_in_group or range(size)
     try:

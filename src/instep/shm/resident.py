@@ -35,9 +35,7 @@ class Resident:
     """This rank's values, 1-D, zeros at first. Write to it, take views of it, keep it."""
     _all_reduce: Callable[[ReduceOp.RedOpType, bool], Work]
 
-    def all_reduce(
-        self, op: ReduceOp.RedOpType = ReduceOp.RedOpType.SUM, async_op: bool = False
-    ) -> Work:
+    def all_reduce(self, op: ReduceOp.RedOpType = ReduceOp.SUM, async_op: bool = False) -> Work:
         """Replace every rank's `tensor` by their reduction: the same bits on all ranks.
 
         Until it is over, no rank may touch its tensor: the others write to it.
@@ -70,7 +68,9 @@ class SharedBucket:
         """How to do `op` here; ValueError if that is not known for this dtype."""
         reduction = find_reduction(op, self.mine.dtype)
         if reduction is None:
-            raise ValueError(f"a resident bucket of {self.mine.dtype} cannot be reduced by {op.name}")
+            raise ValueError(
+                f"a resident bucket of {self.mine.dtype} cannot be reduced by {op.name}"
+            )
         return reduction
 
     def all_reduce(self, reduction: Reduction) -> None:

@@ -113,7 +113,8 @@ class Signals:
         """Has anybody who is missing died, left or given up, or is the time over?"""
         turn = word >> TAG_BITS
         missing = [
-            other for other, place in enumerate(range(0, len(self._words), _WORDS))
+            other
+            for other, place in enumerate(range(0, len(self._words), _WORDS))
             if self._words[place] >> TAG_BITS < turn
         ]
         for other in missing:

@@ -74,7 +74,7 @@ class Pending(Work):
         self._finished.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when it has succeeded; raises its error, or CollectiveTimeoutError after `timeout`."""
+        """True when it has succeeded. Raises its error, or CollectiveTimeoutError."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._finished.wait(seconds if seconds > 0 else None):
             raise CollectiveTimeoutError([], self._text, seconds)
@@ -129,7 +129,7 @@ class IssueOrder:
         _living.add(self)
 
     def issue(self, job: Job, text: str, result: list[Tensor], is_async: bool) -> Work:
-        """Run `job` now; or queue it, if `is_async` (then return at once) or if others are queued."""
+        """Run `job` now, or queue it if `is_async` (then return at once) or others are queued."""
         if is_async or self._pending:
             work = self._enqueue(job, text, result)
             if not is_async:
