@@ -337,6 +337,19 @@ def test_functional_collectives_objects_and_point_to_point_work():
     assert swapped.tolist() == [*range(size)]
 
 
+@ranks(2)
+def test_compiled_collectives_work():
+    import torch.distributed._functional_collectives as functional
+
+    which = group()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(values):
+        return functional.all_reduce(values * 2, "sum", which) + 1
+
+    assert step(torch.ones(4)).tolist() == [5.0] * 4
+
+
 @ranks(3)
 def test_sub_groups_share_memory_too_and_name_the_ranks_of_the_job():
     mine = dist.new_group([1, 2], backend="instep")

@@ -109,6 +109,7 @@ class Pending(Work):
         return self._result
 
 
+_CLOSE_SECONDS = 10.0  # a job that still waits for its peers then is left to the group's timeout
 Job = Callable[[], None]
 
 
@@ -140,13 +141,14 @@ class IssueOrder:
         return Done(result)
 
     def close(self) -> None:
-        """Leave the group after the jobs that are queued."""
+        """Leave the group after the jobs that are queued, which may take a moment."""
         if isinstance(self._obstacle, ForkedChildError):
             return
         if self._thread is None:
             self._leave()
         else:
             self._queue.put(None)
+            self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
     def forget(self) -> None:
