@@ -453,8 +453,13 @@ def launch(folder, size, body, *args):
     ]
     for process in running:
         process.start()
-    for process in running:
-        process.join()
+    try:
+        for process in running:
+            process.join()
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
     said = [folder / f"rank{rank}" for rank in range(size)]
     return [path.read_text() if path.exists() else "" for path in said]
 
