@@ -1,5 +1,6 @@
 """The shared-memory backend: Gloo's results, nobody hangs, nothing is left behind."""
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -29,6 +30,7 @@ from instep.errors import (
     PeerLeftError,
 )
 from instep.shm.backend import InstepProcessGroup
+from instep.shm.joining import obstacle, plan
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count
 from pool import ranks
@@ -73,7 +75,7 @@ def noise(*shape):
 def test_all_reduce_gives_what_gloo_gives(op):
     kinds = INTEGERS if op.startswith("B") else FLOATS if op == "AVG" else FLOATS + INTEGERS
     for dtype in kinds:
-        for shape in SHAPES:
+        for shape in SHAPES if dtype in (torch.float32, torch.int64) else SHAPES[:-1]:
             ours, theirs = values(shape, dtype), values(shape, dtype)
             dist.all_reduce(ours, getattr(ReduceOp, op), group=group())
             dist.all_reduce(theirs, getattr(ReduceOp, op))
@@ -195,7 +197,7 @@ def test_reduce_and_reduce_scatter_give_what_gloo_gives(numel):
 def test_results_stay_right_when_sizes_follow_each_other_at_random():
     order = random.Random(5)
     size = dist.get_world_size()
-    for _ in range(300):
+    for _ in range(200):
         numel = order.choice([1, 3, 1000, 8_192, 60_000, 262_147, 600_001])
         dtype = order.choice([torch.float32, torch.int64, torch.uint8])
         kind = order.choice(["all_reduce", "broadcast", "gather", "scatter", "barrier"])
@@ -426,7 +428,7 @@ def random_sequence(seed, which):
 
 @ranks(2, 3)
 def test_random_sequences_of_collectives_never_stall():
-    for seed in range(60):
+    for seed in range(40):
         random_sequence(seed, group())
 
 
@@ -568,7 +570,7 @@ def test_a_rank_that_does_not_come_is_named_and_its_peers_hear_who_gave_up(tmp_p
     early, late = launch(tmp_path, 2, come_late, str(tmp_path / "fifo"))
     assert re.match(
         r"CollectiveTimeoutError: rank 1 \(pid \d+\) did not come to all_reduce\(SUM, float32, "
-        r"3 elements\) within 1 s, but is alive",
+        r"3 elements\) within 1 s, though every rank is alive",
         early,
     )
     assert re.match(
@@ -667,6 +669,16 @@ def test_without_memory_the_group_talks_over_gloo_and_says_so_in_one_line(tmp_pa
         "([Errno 27] File too large)"
     ]
     assert "instep" not in (tmp_path / "stderr1").read_text()
+
+
+def test_another_processor_or_host_is_a_reason_for_gloo():
+    assert obstacle("linux", "x86_64") == ""
+    refusal = obstacle("linux", "aarch64")
+    assert refusal == "it needs linux on x86_64, this is linux on aarch64"
+    with contextlib.ExitStack() as held:
+        assert refusal in plan(held, [("", "here", {}), (refusal, "", {})])
+        assert "several hosts" in plan(held, [("", "here", {}), ("", "there", {})])
+        assert "place" in plan(held, [("", "here", {}), ("", "here", {})])
 
 
 def too_large_a_bucket(rank, store, size):

@@ -236,11 +236,12 @@ class CollectiveTimeoutError(BrokenGroupError):
     """A rank did not come to a collective in time."""
 
     def __init__(self, peers: Iterable[str], call: str, seconds: float) -> None:
-        missing = ", ".join(peers) or "another rank"
+        missing = ", ".join(peers)
+        late = f"{missing} did not come to {call}" if missing else f"{call} was not over"
         CollectiveError.__init__(
             self,
-            f"{missing} did not come to {call} within {seconds:g} s, but is alive. "
-            "Find out what it is doing, or give the process group a longer timeout.",
+            f"{late} within {seconds:g} s, though every rank is alive. "
+            "Find out what the ranks are doing, or give the process group a longer timeout.",
         )
 
 

@@ -22,6 +22,8 @@ from instep.shm.exchange import Exchange, mapping_bytes
 from instep.shm.mapping import Place, map_memory, new_memory
 from instep.shm.peers import Peer, myself, this_host
 
+Introduction = tuple[str, str, dict[str, int]]  # obstacle or "", host, the rank as a Peer
+
 
 class CannotShareMemory(Exception):  # noqa: N818 - not a failure: a reason to use Gloo
     """Why these ranks cannot use one mapping; the same on all of them."""
@@ -34,16 +36,16 @@ def join(
 
     Raises CannotShareMemory on all ranks or on none.
     """
-    store.set(f"host/{rank}", json.dumps([_supported_host(), asdict(myself(ranks[rank]))]))
     size = len(ranks)
+    store.set(f"host/{rank}", json.dumps(_introduction(ranks[rank])))
     with ExitStack() as held:
         if rank == 0:
-            store.set("plan", _plan(held, [_read(store, f"host/{r}") for r in range(size)]))
-        plan = _read(store, "plan")
-        if isinstance(plan, str):
-            raise CannotShareMemory(plan)
+            store.set("plan", plan(held, [_read(store, f"host/{r}") for r in range(size)]))
+        agreed = _read(store, "plan")
+        if isinstance(agreed, str):
+            raise CannotShareMemory(agreed)
         try:
-            memory = map_memory(Place(**plan["place"]), mapping_bytes(size))
+            memory = map_memory(Place(**agreed["place"]), mapping_bytes(size))
             problem = ""
         except OSError as error:
             problem = f"rank {ranks[rank]} cannot map the shared memory ({error})"
@@ -54,30 +56,37 @@ def join(
         verdict = _read(store, "verdict")
     if verdict:
         raise CannotShareMemory(verdict)
-    return Exchange(memory, rank, [Peer(**peer) for peer in plan["peers"]], default_timeout)
+    return Exchange(memory, rank, [Peer(**peer) for peer in agreed["peers"]], default_timeout)
 
 
-def _supported_host() -> list[str]:
-    """[what is in the way or "", which host this is]."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return [f"it needs Linux on x86-64, not {sys.platform} on {platform.machine()}", ""]
-    return ["", this_host()]
+def obstacle(system: str, processor: str) -> str:
+    """What keeps this kind of machine from sharing memory, or ""."""
+    if (system, processor) == ("linux", "x86_64"):
+        return ""
+    return f"it needs linux on x86_64, this is {system} on {processor}"
 
 
-def _plan(held: ExitStack, hosts: Sequence[tuple[tuple[str, str], dict[str, int]]]) -> str:
-    """Group rank 0's answer: the peers and the place of the memory, or a reason against it."""
-    obstacles = [obstacle for (obstacle, _), _ in hosts if obstacle]
+def _introduction(rank: int) -> Introduction:
+    hindrance = obstacle(sys.platform, platform.machine())
+    return (hindrance, "", {}) if hindrance else ("", this_host(), asdict(myself(rank)))
+
+
+def plan(held: ExitStack, introductions: Sequence[Introduction]) -> str:
+    """Group rank 0's answer in JSON: the peers and the place of the memory, or why there is none.
+
+    The memory stays open as long as `held`.
+    """
+    obstacles = [hindrance for hindrance, _, _ in introductions if hindrance]
     if obstacles:
         return json.dumps(obstacles[0])
-    if len({host for (_, host), _ in hosts}) > 1:
+    if len({host for _, host, _ in introductions}) > 1:
         return json.dumps("the ranks are on several hosts, or in several containers")
+    size = mapping_bytes(len(introductions))
     try:
-        place = held.enter_context(new_memory(mapping_bytes(len(hosts))))
+        place = held.enter_context(new_memory(size))
     except OSError as error:
-        return json.dumps(
-            f"{mapping_bytes(len(hosts))} bytes of memory are not to be had ({error})"
-        )
-    return json.dumps({"place": asdict(place), "peers": [peer for _, peer in hosts]})
+        return json.dumps(f"{size} bytes of memory are not to be had ({error})")
+    return json.dumps({"place": asdict(place), "peers": [peer for _, _, peer in introductions]})
 
 
 def _read(store: Store, key: str) -> Any:
