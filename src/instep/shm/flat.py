@@ -31,7 +31,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def write_back(values: Tensor, tensor: Tensor) -> None:
     """Bring what stands in `values`, the `flat` of `tensor`, home if it was a copy."""
-    if values.data_ptr() != tensor.data_ptr():
+    if values is not tensor and values.data_ptr() != tensor.data_ptr():
         _unguarded(tensor).copy_(values.view(tensor.shape))
 
 
