@@ -17,7 +17,14 @@ InstepError
 │   ├── OverflowedError           (OverflowError) a sum of integers that its dtype cannot hold
 │   ├── NotAMemberError           (ValueError) a rank talks in a group of others
 │   ├── InsideScopeError          a collective inside of a run-once scope
-│   └── DisagreementError         the ranks mean different things
+│   ├── DisagreementError         the ranks mean different things
+│   ├── SharedMemoryError         (RuntimeError) not enough of it for all ranks
+│   └── BrokenGroupError          (RuntimeError) the ranks are out of step for good
+│       ├── PeerDiedError         a rank's process ended
+│       ├── PeerLeftError         a rank destroyed its process group
+│       ├── PeerGaveUpError       a rank stopped with an error
+│       ├── CollectiveTimeoutError   a rank did not come in time
+│       └── ForkedChildError      a forked child is not a rank
 ├── VerificationError             what `instep verify` cannot judge
 │   ├── ScriptFailedError         the script failed at some number of ranks
 │   ├── ScriptLateError           it took far longer there than in one process
@@ -361,6 +368,79 @@ class StepsError(VerificationError):
         super().__init__(
             f"the script makes no step of a torch.optim optimizer {_at(n)}, so there is no "
             "training to compare."
+        )
+
+
+class SharedMemoryError(CollectiveError, RuntimeError):
+    """There is not enough shared memory for all ranks."""
+
+    def __init__(self, size: int, ranks: int, reason: str) -> None:
+        super().__init__(
+            f"{ranks} rank{'s' * (ranks != 1)} cannot map {size} bytes of shared memory "
+            f"({reason or 'this rank could'}). Use smaller buckets or fewer ranks on this host."
+        )
+
+
+class BrokenGroupError(CollectiveError, RuntimeError):
+    """The ranks of a process group are out of step for good."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"an earlier collective of this process group failed: {cause} "
+            "Destroy the group and make a new one, or end the job."
+        )
+
+
+class PeerDiedError(BrokenGroupError):
+    """A rank's process ended while another waited for it."""
+
+    def __init__(self, peer: str, call: str) -> None:
+        CollectiveError.__init__(
+            self, f"{peer} died; this rank was waiting for it in {call}. Its own output says why."
+        )
+
+
+class PeerLeftError(BrokenGroupError):
+    """A rank destroyed its process group while another waited for it."""
+
+    def __init__(self, peer: str, call: str) -> None:
+        CollectiveError.__init__(
+            self,
+            f"{peer} destroyed its process group; this rank was waiting for it in {call}. "
+            "Every rank must call the same collectives.",
+        )
+
+
+class PeerGaveUpError(BrokenGroupError):
+    """A rank stopped with an error while another waited for it."""
+
+    def __init__(self, peer: str, call: str, reason: str) -> None:
+        CollectiveError.__init__(
+            self, f"{peer} gave up; this rank was waiting for it in {call}. It said: {reason}"
+        )
+
+
+class CollectiveTimeoutError(BrokenGroupError):
+    """A rank did not come to a collective in time."""
+
+    def __init__(self, peers: Iterable[str], call: str, seconds: float) -> None:
+        missing = ", ".join(peers)
+        late = f"{missing} did not come to {call}" if missing else f"{call} was not over"
+        CollectiveError.__init__(
+            self,
+            f"{late} within {seconds:g} s, though every rank is alive. "
+            "Find out what the ranks are doing, or give the process group a longer timeout.",
+        )
+
+
+class ForkedChildError(BrokenGroupError):
+    """A forked child called a collective of its parent's process group."""
+
+    def __init__(self) -> None:
+        CollectiveError.__init__(
+            self,
+            "this process was forked from a rank and is none itself. "
+            "Call collectives in the rank's own process, not in its loader workers.",
         )
 
 

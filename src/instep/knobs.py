@@ -30,5 +30,10 @@ class Knob:
 
 
 DEVICE = Knob("INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: never.")
+BACKEND = Knob(
+    "INSTEP_BACKEND",
+    "gloo",
+    "What CPU ranks of one host talk through: gloo, or shm (shared memory).",
+)
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import knobs, launchers
+from instep import knobs, launchers, shm
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -84,7 +84,7 @@ def init(
     store = _store(method, world, timeout)
     with _loopback_only(world):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            _backend(world, device),
             store=store,
             rank=world.rank,
             world_size=world.size,
@@ -114,6 +114,16 @@ def world_of_one(source: str) -> Iterator[None]:
 def store() -> dist.Store:
     """The store of the default process group, whoever made it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def _backend(world: World, device: torch.device) -> str:
+    """What the ranks talk through, in torch's words."""
+    asked = str(knobs.BACKEND)
+    if asked not in ("gloo", "shm"):
+        raise RendezvousError(f"INSTEP_BACKEND={asked} is unknown; it is gloo or shm.")
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return shm.NAME if asked == "shm" and world.one_host else "gloo"
 
 
 def _leave() -> None:

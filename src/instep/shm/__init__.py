@@ -1,0 +1,18 @@
+"""A c10d backend for the ranks of one host: collectives through shared memory.
+
+Importing this package makes it known to torch; that is what the import is for:
+
+    import instep.shm
+    torch.distributed.init_process_group("instep")
+
+DDP, FSDP2, functional collectives, point-to-point and sub-groups then work as over Gloo, which does
+whatever is not done here. See docs/shm.md.
+"""
+
+from instep.shm.over_gloo import NAME
+from instep.shm.registration import register
+from instep.shm.resident import Resident
+
+__all__ = ["NAME", "Resident", "register"]
+
+register()

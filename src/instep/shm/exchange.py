@@ -1,0 +1,261 @@
+"""The collectives themselves, over one mapping: signals, then two staging parts for each rank.
+
+Whatever its size, a tensor goes through its rank's staging in chunks that stay in cache. A chunk
+takes one of the two parts and the next chunk the other, so one meeting per chunk is enough: when a
+rank writes to a part again, all ranks have met since it was last read.
+
+To reduce a large tensor, each rank reduces its own share of every chunk. It stages only what the
+others reduce, and puts the result of its share where its own staging has been left free:
+
+    step k    fetch the results of chunk k-2; reduce my share of k-1; stage chunk k; meet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from instep.shm.calls import Call, call
+from instep.shm.mapping import round_up
+from instep.shm.peers import Peer
+from instep.shm.reduction import Reduction, reduce_into, scratch_count
+from instep.shm.signals import BYTES_PER_RANK, Signals
+
+_PART_BYTES = 1 << 20
+_ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
+_SMALLEST_PART_BYTES = 64 << 10
+_AT_ONCE_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
+_ALIGNMENT = 64  # bytes: a cache line has one writer
+_KEPT_VIEWS = 256
+
+
+def part_bytes(size: int) -> int:
+    """How much of a tensor a rank stages at a time, in a group of `size` ranks."""
+    share = _ALL_PARTS_BYTES // (2 * size)
+    return max(_SMALLEST_PART_BYTES, min(_PART_BYTES, 1 << share.bit_length() - 1))
+
+
+def mapping_bytes(size: int) -> int:
+    """The mapping that `Exchange` needs for `size` ranks."""
+    return round_up(size * BYTES_PER_RANK) + 2 * size * part_bytes(size)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stretch of a tensor that is staged at once."""
+
+    turn: int
+    start: int
+    stop: int
+    cuts: list[int]
+    """Where each rank's share begins, and the end of the last one."""
+
+
+class Exchange:
+    """This rank's end of the shared mapping. One thread at a time may use it.
+
+    All tensors are 1-D, contiguous and on the CPU. Every method is a collective and raises what
+    `Signals.meet` raises.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        rank: int,
+        peers: Sequence[Peer],
+        default_timeout: Callable[[], timedelta],
+    ) -> None:
+        self._memory = memory.numpy().data
+        self.rank = rank
+        self.size = len(peers)
+        self.signals = Signals(self._memory, rank, peers, default_timeout)
+        self._others = [other for other in range(self.size) if other != rank]
+        self._staging = round_up(self.size * BYTES_PER_RANK)
+        self._part = part_bytes(self.size)
+        self._turn = 0
+        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._scratch: dict[torch.dtype, list[Tensor]] = {}
+
+    def barrier(self, timeout: timedelta | None) -> None:
+        """Wait for all ranks."""
+        self.signals.meet(call("barrier"), timeout)
+
+    def all_reduce(self, flat: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
+        """Replace `flat` by the reduction of all ranks' `flat`: the same bits on every rank."""
+        numel = flat.numel()
+        what = call("all_reduce", flat.dtype, numel, reduction.name)
+        if numel * flat.itemsize * self.size <= _AT_ONCE_BYTES or self.size == 2:
+            self._reduce_at_once(flat, reduction, what, timeout)
+        else:
+            self._reduce_by_shares(flat, reduction, what, timeout, self.rank)
+
+    def reduce(
+        self, flat: Tensor, reduction: Reduction, root: int, timeout: timedelta | None
+    ) -> None:
+        """Replace `flat` on rank `root` by the reduction of all ranks' `flat`."""
+        what = call("reduce", flat.dtype, flat.numel(), reduction.name, root)
+        self._reduce_by_shares(flat, reduction, what, timeout, root)
+
+    def broadcast(self, flat: Tensor, root: int, timeout: timedelta | None) -> None:
+        """Replace `flat` by that of rank `root`."""
+        what = call("broadcast", flat.dtype, flat.numel(), root=root)
+        raw = flat.view(torch.uint8)
+        for chunk in self._chunks(raw.numel(), self._part):
+            staged = self._staged(root, chunk.turn, torch.uint8, 0, chunk.stop - chunk.start)
+            piece = raw[chunk.start : chunk.stop]
+            if self.rank == root:
+                staged.copy_(piece)
+            self.signals.meet(what, timeout)
+            if self.rank != root:
+                piece.copy_(staged)
+
+    def all_gather(
+        self, outputs: Sequence[Tensor], flat: Tensor, timeout: timedelta | None
+    ) -> None:
+        """Write the `flat` of rank r to `outputs[r]`, for every r."""
+        what = call("all_gather", flat.dtype, flat.numel())
+        raw = flat.view(torch.uint8)
+        targets = [output.view(torch.uint8) for output in outputs]
+        for chunk in self._chunks(raw.numel(), self._part):
+            numel = chunk.stop - chunk.start
+            views = [
+                self._staged(rank, chunk.turn, torch.uint8, 0, numel) for rank in range(self.size)
+            ]
+            views[self.rank].copy_(raw[chunk.start : chunk.stop])
+            self.signals.meet(what, timeout)
+            views[self.rank] = raw[chunk.start : chunk.stop]
+            for target, view in zip(targets, views, strict=True):
+                target[chunk.start : chunk.stop].copy_(view)
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        inputs: Sequence[Tensor],
+        reduction: Reduction,
+        timeout: timedelta | None,
+    ) -> None:
+        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r."""
+        what = call("reduce_scatter", out.dtype, out.numel(), reduction.name)
+        room = self._room(out.dtype)
+        for chunk in self._chunks(out.numel(), room):
+            numel = chunk.stop - chunk.start
+            for other in self._others:
+                staged = self._staged(self.rank, chunk.turn, out.dtype, other * room, numel)
+                staged.copy_(inputs[other][chunk.start : chunk.stop])
+            self.signals.meet(what, timeout)
+            mine = self.rank * room
+            parts = [
+                self._staged(rank, chunk.turn, out.dtype, mine, numel) for rank in range(self.size)
+            ]
+            own = inputs[self.rank][chunk.start : chunk.stop]
+            parts[self.rank].copy_(own)
+            scratch = self._scratch_tensors(out.dtype, numel)
+            reduce_into(out[chunk.start : chunk.stop], parts, reduction, scratch)
+
+    def _reduce_at_once(
+        self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
+    ) -> None:
+        """Every rank reduces everything: one meeting, but each reads what all have staged."""
+        numel = flat.numel()
+        longest = self._part // flat.itemsize
+        for start in range(0, max(numel, 1), longest):
+            piece = flat if numel <= longest else flat[start : start + longest]
+            views = self._whole_views(flat.dtype, piece.numel())
+            views[self.rank].copy_(piece)
+            self.signals.meet(what, timeout)
+            reduce_into(piece, views, reduction, self._scratch_tensors(flat.dtype, piece.numel()))
+
+    def _reduce_by_shares(
+        self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int
+    ) -> None:
+        """Reduce `flat` chunk by chunk; the result goes to the ranks whose `root` is their own."""
+        chunks = list(self._chunks(flat.numel(), self._room(flat.dtype) * self.size))
+        for step in range(len(chunks) + 2):
+            if step >= 2 and root == self.rank:
+                self._fetch(flat, chunks[step - 2])
+            if 1 <= step <= len(chunks):
+                self._reduce_share(flat, chunks[step - 1], reduction)
+            if step < len(chunks):
+                self._stage(flat, chunks[step])
+            if step <= len(chunks):
+                self.signals.meet(what, timeout)
+
+    def _stage(self, flat: Tensor, chunk: _Chunk) -> None:
+        """Put where the others see it what they reduce of my chunk."""
+        for other in self._others:
+            staged, piece = self._share(flat, chunk, self.rank, other)
+            staged.copy_(piece)
+
+    def _reduce_share(self, flat: Tensor, chunk: _Chunk, reduction: Reduction) -> None:
+        """Reduce my share of a chunk that all have staged, into my own staging."""
+        out, own = self._share(flat, chunk, self.rank, self.rank)
+        parts = [
+            own if rank == self.rank else self._share(flat, chunk, rank, self.rank)[0]
+            for rank in range(self.size)
+        ]
+        reduce_into(out, parts, reduction, self._scratch_tensors(flat.dtype, out.numel()))
+
+    def _fetch(self, flat: Tensor, chunk: _Chunk) -> None:
+        """Take everybody's results of a chunk."""
+        for rank in range(self.size):
+            staged, piece = self._share(flat, chunk, rank, rank)
+            piece.copy_(staged)
+
+    def _share(self, flat: Tensor, chunk: _Chunk, rank: int, of: int) -> tuple[Tensor, Tensor]:
+        """The share of rank `of`: in the staging of `rank`, and in my tensor."""
+        start, stop = chunk.cuts[of], chunk.cuts[of + 1]
+        place = of * self._room(flat.dtype)
+        staged = self._staged(rank, chunk.turn, flat.dtype, place, stop - start)
+        return staged, flat[start:stop]
+
+    def _room(self, dtype: torch.dtype) -> int:
+        """How many elements fit into one of `size` equal pieces of a staging part.
+
+        A share has the same place in every chunk, also in a short last one: while one rank fetches
+        a result, the next chunk's shares are written around it.
+        """
+        return self._part // self.size // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
+
+    def _chunks(self, numel: int, longest: int) -> Iterator[_Chunk]:
+        """Cut a tensor into chunks, at least one, and take a turn for each."""
+        for start in range(0, max(numel, 1), longest):
+            stop = min(start + longest, numel)
+            cuts = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
+            yield _Chunk(self._next_turn(), start, stop, cuts)
+
+    def _next_turn(self) -> int:
+        self._turn ^= 1
+        return self._turn
+
+    def _whole_views(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """The first `numel` elements of every rank's staging at the next turn."""
+        key = (dtype, numel, self._next_turn())
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            views = [self._staged(rank, key[2], dtype, 0, numel) for rank in range(self.size)]
+            self._views[key] = views
+        return views
+
+    def _staged(self, rank: int, turn: int, dtype: torch.dtype, start: int, numel: int) -> Tensor:
+        """`numel` elements from element `start` on in a rank's staging part of this turn."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        offset = self._staging + (2 * rank + turn) * self._part + start * dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+
+    def _scratch_tensors(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """This rank's own memory for the inner nodes of the tree."""
+        if self.size <= 2:
+            return []
+        if dtype not in self._scratch:
+            longest = max(self._room(dtype), _AT_ONCE_BYTES // self.size // dtype.itemsize)
+            self._scratch[dtype] = [
+                torch.empty(longest, dtype=dtype) for _ in range(scratch_count(self.size))
+            ]
+        return [tensor[:numel] for tensor in self._scratch[dtype]]
