@@ -4,6 +4,6 @@ import signal
 
 
 def pytest_configure() -> None:
-    """A run in the background of a shell is told to ignore SIGINT, and its children would be too."""
+    """A shell tells what it runs in the background to ignore SIGINT; the children must not."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,7 @@ from typing import Any
 
 SECONDS = 50.0
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "numpy", "instep.replicas"])
+_processes.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "instep.replicas"])
 _pools: dict[int, Pool] = {}
 
 

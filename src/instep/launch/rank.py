@@ -44,10 +44,18 @@ class Rank:
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number`. A rank that has not begun knows no SIGINT: it gets SIGTERM instead."""
-        if number is signal.SIGINT and not self._ready:
+        if number is signal.SIGINT and not self._has_begun():
             number = signal.SIGTERM
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def _has_begun(self) -> bool:
+        """Whether it has said so, also where nobody has listened yet."""
+        if not self._ready:
+            with suppress(BlockingIOError, ConnectionResetError):
+                said = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                self._ready = READY in said
+        return self._ready
 
     def see_end(self, *, stopped: bool) -> End:
         """Note how it ended, once `pidfd` is readable.
