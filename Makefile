@@ -8,13 +8,14 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not nightly"
 
 nightly: .venv/ready
 	INSTEP_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
+	$(BIN)/python -m pytest -m nightly
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -m "not slow and not launch" -x -q
+	$(BIN)/python -m pytest -m "not slow and not launch and not nightly" -x -q
 
 lint: .venv/ready
 	$(BIN)/ruff check

@@ -8,6 +8,8 @@ import instep
 from instep.errors import CollectiveError
 from pool import ranks
 
+pytestmark = pytest.mark.slow
+
 
 class _World(torch.autograd.Function):
     """A function of all ranks' inputs, whose outputs are all ranks' outputs.

@@ -16,6 +16,8 @@ from instep.errors import InstepWarning, TrainingError
 from oracle import compare, same_as_one_process
 from pool import ranks, run
 
+pytestmark = pytest.mark.slow
+
 float64 = torch.float64
 
 
@@ -687,7 +689,6 @@ def compiled(log, backend):
         log.step(optimizer, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend):
     assert compare(compiled, (backend,), size=2, nudge=True).gradient < 1e-13

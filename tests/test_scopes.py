@@ -15,6 +15,8 @@ from instep import rendezvous
 from instep.errors import InsideScopeError, RunOnceError, UnknownOpError
 from pool import RankError, ranks, run
 
+pytestmark = pytest.mark.slow
+
 
 @ranks(1, 2, 3)
 def test_the_value_reaches_every_rank_and_only_one_ran():

@@ -35,9 +35,12 @@ from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count
 from pool import ranks
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs Linux on x86-64"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs Linux on x86-64"
+    ),
+]
 
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -432,7 +435,7 @@ def test_random_sequences_of_collectives_never_stall():
         random_sequence(seed, group())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(10))
 @ranks(2)
@@ -763,8 +766,10 @@ def many_small_ones(rank, store, size, rounds):
     [
         (make_and_destroy, 20),
         (many_small_ones, 5_000),
-        pytest.param(make_and_destroy, 1_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        pytest.param(many_small_ones, 10**6, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(
+            make_and_destroy, 1_000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]
+        ),
+        pytest.param(many_small_ones, 10**6, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],
 )
 def test_groups_and_collectives_leak_nothing(tmp_path, body, rounds):

@@ -20,6 +20,8 @@ from instep.errors import (
 from oracle import compare, same_as_one_process
 from pool import RankError, ranks, run
 
+pytestmark = pytest.mark.slow
+
 
 def images(n, classes=5, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)

@@ -37,6 +37,8 @@ from instep.verify.runs import (
 )
 from instep.verify.verdict import Verdict, judge, tolerance_for, unsteady, usable_noise
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parent / "verify_scripts"
 TRAIN = str(SCRIPTS / "train.py")
 DIGITS = str(Path(__file__).parents[1] / "examples" / "digits.py")
