@@ -41,6 +41,8 @@ class Replica:
     seed: int
     steps: int = 0
     """How many training calls it has had."""
+    named: bool = False
+    """Whether randomness out of reach has been warned of."""
     grown: bool = False
     """Whether a parameter or a module was added since the last call."""
 
@@ -91,7 +93,7 @@ def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = 
     _adopt(model, replica)
     _replica_of[model] = replica
     if dropout == "global":
-        _warn_of_unreachable(model)
+        replica.named = _warn_of_layers(model)
     model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
     _step_in()
@@ -127,7 +129,8 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
     replica.grown = False
 
 
-def _warn_of_unreachable(model: nn.Module) -> None:
+def _warn_of_layers(model: nn.Module) -> bool:
+    """Name the layers that draw where nobody can step in; returns whether there are any."""
     names = [
         f"{name or type(module).__name__} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -139,6 +142,22 @@ def _warn_of_unreachable(model: nn.Module) -> None:
             "of one process. Dropout of its own (nn.Dropout) around it would be.",
             InstepWarning,
             stacklevel=3,
+        )
+    return bool(names)
+
+
+def _warn_of_draws(model: nn.Module, call: Call, seed: int) -> None:
+    """Say so, where a call has drawn more from torch's generator than its dropout masks."""
+    expected = torch.Generator().manual_seed(seed)
+    for _ in range(call.draws):
+        torch.empty((), dtype=torch.int64).random_(generator=expected)
+    if not torch.equal(expected.get_state(), torch.get_rng_state()):
+        warnings.warn(
+            f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
+            "draws its own, so the numbers are not those of one process. Draw them outside, for "
+            "the whole batch, and shard them: instep.shard(noise).",
+            InstepWarning,
+            stacklevel=2,
         )
 
 
@@ -164,10 +183,14 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @uncompiled
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    if module not in _replica_of:
+    replica = _replica_of.get(module)
+    if replica is None:
         return
     call = calls.leave()
     if call.outer_generator is not None:
+        if replica.dropout == "global" and not replica.named:
+            replica.named = True
+            _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
         torch.set_rng_state(call.outer_generator)
     calls.mark(output, call)
 
