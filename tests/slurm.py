@@ -43,8 +43,8 @@ ReturnToService=2
 SlurmdTimeout=30
 InactiveLimit=0
 KillWait=5
-NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=3
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=3
+NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

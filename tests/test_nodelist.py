@@ -47,10 +47,10 @@ def test_a_list_of_hosts_is_written_out(text, names):
         "n[[1]]",
         "a b",
         "n[1-2-3]",
-    ],  # fmt: skip
+    ],
 )
 def test_what_is_no_list_of_hosts_is_said(text):
-    with pytest.raises(LaunchVariablesError, match="SLURM_STEP_NODELIST=.* is not a list of hosts"):
+    with pytest.raises(LaunchVariablesError, match="is not a list of hosts such as"):
         list(hosts(text))
 
 
