@@ -429,11 +429,13 @@ def test_under_srun_on_one_node(folder, cluster):
 @pytest.mark.launch
 @real_slurm
 def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folder, cluster):
-    job = folder / "job.sh"
+    job, ended, output = folder / "job.sh", folder / "ended", folder / "output"
     alone, together = (" ".join(program(folder, name)) for name in ("alone", "together"))
-    job.write_text(f"#!/bin/sh\n{alone}\nexport WORLD_SIZE=$SLURM_NTASKS\nsrun {together}\n")
-    output = folder / "output"
-    start_in(cluster, folder, "sbatch", "--wait", "-N2", "-n3", f"--output={output}", str(job))
+    lines = [f"trap 'echo $? > {ended}' EXIT", "set -e", alone, "export WORLD_SIZE=$SLURM_NTASKS"]
+    job.write_text("\n".join(["#!/bin/sh", *lines, f"srun {together}", ""]))
+    os.mkfifo(ended)  # sbatch --wait looks every ten seconds
+    start_in(cluster, folder, "sbatch", "-Q", "-N2", "-n3", f"--output={output}", str(job))
+    assert ended.read_text() == "0\n", output.read_text()
     assert reports(folder, 1, "alone") == [World()]
     assert reports(folder, 3, "together") == [
         World(0, 3, 0, 2, 0, 2, "srun"),
