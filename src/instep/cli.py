@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
+from instep.launch import script
 
 COMMANDS = {
     "run": "instep.launch.command",
@@ -33,9 +35,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 2 when it cannot be done as asked."""
+    """Run one command and return its exit code; 2 when it cannot be done as asked.
+
+    `script.py args…` or `-m module args…` instead of a command is run in this process, as a rank
+    of whoever started it (`mpirun -n 2 python -m instep script.py`); what it raises escapes.
+    """
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else ""
+    if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
+        if not sys.flags.safe_path:
+            del sys.path[0]  # this command's own folder
+        script.run(words)
+        return 0
     try:
         ours, program = _split(words) if name in WITH_PROGRAM else (words, ())
         asked = _parser(name).parse_args(ours)

@@ -151,6 +151,22 @@ class LaunchVariablesError(LaunchError):
             "Check who sets these variables; two launchers inside each other are the usual cause."
         )
 
+    @classmethod
+    def node_list(cls, text: str) -> LaunchVariablesError:
+        """Hosts in a notation that is not Slurm's."""
+        return cls(
+            f"SLURM_STEP_NODELIST={text!r} is not a list of hosts such as node[1-3],login. "
+            "Export MASTER_ADDR and MASTER_PORT (an address of rank 0's host) instead."
+        )
+
+    @classmethod
+    def task_list(cls, text: str) -> LaunchVariablesError:
+        """Numbers of tasks in a notation that is not Slurm's, or for too few hosts."""
+        return cls(
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many tasks this host has; "
+            "it should read like 2(x3),1, with a number for each host of the step."
+        )
+
 
 class PortInUseError(LaunchError):
     """The port at which the ranks should meet is taken."""
@@ -174,6 +190,49 @@ class LeftoverRendezvousError(LaunchError):
 
 class RendezvousError(LaunchError):
     """The ranks cannot meet in the way that was asked for."""
+
+    @classmethod
+    def no_master(cls, source: str, size: int) -> RendezvousError:
+        """Nobody says where."""
+        return cls(f"{source} started {size} ranks, but does not say where they meet. {_SAY_WHERE}")
+
+    @classmethod
+    def several_hosts(cls, source: str, here: int, size: int) -> RendezvousError:
+        """Nobody says where, and a file of this host is no place for the others."""
+        return cls(
+            f"{source} started {size} ranks on several hosts ({here} on this one), but does not "
+            f"say where they meet. {_SAY_WHERE}"
+        )
+
+    @classmethod
+    def unresolved(cls, host: str, why: str) -> RendezvousError:
+        """The master's name is not known here."""
+        return cls(
+            f"the master's name {host!r} does not resolve: {why}. Export MASTER_ADDR and "
+            "MASTER_PORT with an address of rank 0's host that every host knows."
+        )
+
+    @classmethod
+    def private_file(cls, path: str, why: str) -> RendezvousError:
+        """The file of a job on one host cannot be written, or is not ours."""
+        return cls(
+            f"cannot meet in the file {path}: {why}. Set TMPDIR to a folder of your own, the same "
+            "on every rank, or export MASTER_ADDR and MASTER_PORT."
+        )
+
+    @classmethod
+    def absent(cls, ranks: Iterable[int], size: int, seconds: float) -> RendezvousError:
+        """Some ranks never came."""
+        return cls(
+            f"{_ranks(ranks)} of {size} did not come within {seconds:.0f} seconds. Their own "
+            "output may say why; INSTEP_TIMEOUT sets how long the others wait."
+        )
+
+
+_SAY_WHERE = (
+    "Export MASTER_ADDR (an address of rank 0's host) and MASTER_PORT on every rank, or call "
+    "instep.init('file:///path') with a new file on a file system that all hosts share."
+)
 
 
 class DeviceError(LaunchError):

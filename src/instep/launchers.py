@@ -1,4 +1,8 @@
-"""One row per launcher: which of its variables say what. Detection is looking down the table."""
+"""One row per launcher: which of its variables say what. Detection is looking down the table.
+
+Two launchers are often visible at once. The innermost comes first: torchrun inside srun, or mpirun
+inside salloc, leaves in SLURM_PROCID the number of the node.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from instep import meeting, nodelist
 from instep.errors import LaunchVariablesError
 from instep.identity import World
 
@@ -22,36 +27,49 @@ class Launcher:
     """What one launcher calls things. `None`: it does not say, and one host is assumed."""
 
     name: str
-    marker: str
-    """The row holds for a process that has this variable."""
+    markers: tuple[str, ...]
+    """The row holds for a process that has all of these variables."""
     rank: str
     size: str
     local_rank: str | None = None
     local_size: str | None = None
+    tasks_per_node: str | None = None
+    """Instead of `local_size`: how many ranks each host has, as Slurm writes it."""
     node_rank: str | None = None
     nodes: str | None = None
+    """Unsaid, hosts are taken to be alike and filled one after the other."""
+    meeting: meeting.Meeting = meeting.nowhere
+    """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
 
     def describes(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher started the process with these variables."""
-        return self.marker in environ
+        return all(name in environ for name in self.markers)
 
     def world(self, environ: Mapping[str, str]) -> World:
         """Read the row. Raises LaunchVariablesError for half-set or impossible variables."""
         pair = (self.rank, self.size)
         missing = [name for name in pair if name not in environ]
         if missing:
-            present = {name: environ[name] for name in (self.marker, *pair) if name in environ}
+            present = {n: environ[n] for n in (*self.markers, *pair) if n in environ}
             raise LaunchVariablesError.half_set(self.name, present, missing)
         rank, size = _number(environ, self.rank), _number(environ, self.size)
+        node_rank = None if self.node_rank is None else _number(environ, self.node_rank, default=0)
+        local_size = self._local_size(environ, node_rank or 0, size)
+        alike = max(local_size, 1)
         return World(
             rank=rank,
             size=size,
             local_rank=_number(environ, self.local_rank, default=rank),
-            local_size=_number(environ, self.local_size, default=size),
-            node_rank=_number(environ, self.node_rank, default=0),
-            nodes=_number(environ, self.nodes, default=1),
+            local_size=local_size,
+            node_rank=rank // alike if node_rank is None else node_rank,
+            nodes=_number(environ, self.nodes, default=-(-size // alike)),
             source=self.name,
         )
+
+    def _local_size(self, environ: Mapping[str, str], node: int, size: int) -> int:
+        if self.tasks_per_node is not None and self.tasks_per_node in environ:
+            return nodelist.tasks_on(environ[self.tasks_per_node], node)
+        return _number(environ, self.local_size, default=size)
 
 
 def _number(environ: Mapping[str, str], name: str | None, default: int | None = None) -> int:
@@ -64,32 +82,117 @@ def _number(environ: Mapping[str, str], name: str | None, default: int | None = 
         raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
-def _torch_names(name: str, marker: str) -> Launcher:
+def _torch_names(name: str, *markers: str) -> Launcher:
     """Who speaks PyTorch's own dialect of the environment."""
     return Launcher(
         name,
-        marker,
+        markers,
         rank="RANK",
         size="WORLD_SIZE",
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
+        meeting=meeting.as_said,
     )
 
 
 LAUNCHERS = (
-    _torch_names("instep run", marker=JOB),
-    _torch_names("torchrun", marker="TORCHELASTIC_RUN_ID"),
-    _torch_names("RANK and WORLD_SIZE", marker="RANK"),
-    _torch_names("RANK and WORLD_SIZE", marker="WORLD_SIZE"),
+    _torch_names("instep run", JOB),
+    _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
+    _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    Launcher(
+        "horovodrun",
+        ("HOROVOD_RANK",),
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        node_rank="HOROVOD_CROSS_RANK",
+        nodes="HOROVOD_CROSS_SIZE",
+    ),
+    Launcher(
+        "jsrun",
+        ("JSM_NAMESPACE_RANK",),
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Launcher(  # OMPI_COMM_WORLD_NODE_RANK is a rank on the node, not the node's
+        "mpirun of Open MPI",
+        ("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        meeting=meeting.under_mpi,
+    ),
+    Launcher(
+        "mpirun of MPICH or Intel MPI",
+        ("MPI_LOCALNRANKS",),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        meeting=meeting.under_mpi,
+    ),
+    Launcher(  # neither an sbatch script nor a salloc shell has SLURM_STEP_ID
+        "srun",
+        ("SLURM_STEP_ID",),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        nodes="SLURM_STEP_NUM_NODES",
+        meeting=meeting.under_slurm,
+    ),
+    # After srun, whose --mpi=pmi2 sets PMI_RANK too, and no local rank by this name.
+    Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
+    _torch_names("RANK and WORLD_SIZE", "RANK"),
+    _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE"),
 )
-"""In the order of precedence: the innermost launcher first."""
+"""In the order of precedence: the innermost launcher first, half of a pair last."""
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """The world that these variables describe; a world of one where nobody launched anything."""
-    for launcher in LAUNCHERS:
-        if launcher.describes(environ):
-            return launcher.world(environ)
-    return World()
+    """The world that these variables describe; a world of one where nobody launched anything.
+
+    Raises LaunchVariablesError for half-set or contradictory variables.
+    """
+    launcher = _launcher(environ)
+    if launcher is None:
+        return World()
+    world = launcher.world(environ)
+    _contradicts(world, launcher, environ)
+    return world
+
+
+def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> meeting.Place:
+    """Where the ranks of this world meet by their launcher's own facts.
+
+    Raises LaunchVariablesError or RendezvousError where these do not say.
+    """
+    launcher = _launcher(environ)
+    if launcher is None or launcher.name != world.source:
+        return meeting.as_said(environ, world)
+    return launcher.meeting(environ, world)
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+    return next((row for row in LAUNCHERS if row.describes(environ)), None)
+
+
+def _contradicts(world: World, launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Batch scripts export a lone WORLD_SIZE for their srun: then it must be the right one."""
+    for name, told, ours in (
+        ("RANK", launcher.rank, world.rank),
+        ("WORLD_SIZE", launcher.size, world.size),
+    ):
+        if told != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
+            given = _number(environ, name, default=ours)
+            if given != ours:
+                raise LaunchVariablesError.impossible(
+                    launcher.name, f"{name}={given}, but {told}={ours}"
+                )

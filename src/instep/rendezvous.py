@@ -21,7 +21,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import knobs, launchers, shm
+from instep import knobs, launchers, meeting, notice, shm
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -166,9 +166,12 @@ def _store(method: str | dist.Store | None, world: World, timeout: timedelta) ->
 def _store_of_environment(
     environ: Mapping[str, str], world: World, timeout: timedelta
 ) -> dist.Store:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
+    both = ("MASTER_ADDR", "MASTER_PORT")
+    present = {name: environ[name] for name in both if name in environ}
+    if not present:
+        return _store_at(launchers.meeting_place(world, environ), world, timeout)
+    if missing := [name for name in both if name not in environ]:
+        raise LaunchVariablesError.half_set(world.source, present, missing)
     host = environ["MASTER_ADDR"]
     try:
         port = int(environ["MASTER_PORT"])
@@ -183,13 +186,46 @@ def _store_of_environment(
     return _tcp_store(host, port, world, timeout)
 
 
-def _tcp_store(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
+def _store_at(place: meeting.Place, world: World, timeout: timedelta) -> dist.Store:
+    if isinstance(place, meeting.PrivateFile):
+        return _noted_store(place.path, world, timeout)
+    # Should another job hold this port, its keys are none of ours.
+    return dist.PrefixStore(place.job, _tcp_store(place.host, place.port, world, timeout))
+
+
+def _noted_store(path: str, world: World, timeout: timedelta) -> dist.Store:
+    """One host: rank 0 takes a free port, and says which in the file until all have come."""
+    seconds = timeout.total_seconds()
     if world.rank != 0:
-        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+        port = notice.read(path, seconds)
+        if port is None:
+            raise RendezvousError.absent([0], world.size, seconds)
+        store = _tcp_store(notice.HOST, port, world, timeout)
+        store.set(f"instep/here{world.rank}", "")
+        return store
+    listener = socket.create_server((notice.HOST, 0))
+    with notice.put_up(path, listener.getsockname()[1]):
+        store = _serve(listener, world, timeout)
+        _wait_for_all(store, world, timeout)
+    return store
+
+
+def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
+    here = {rank: f"instep/here{rank}" for rank in range(1, world.size)}
+    try:
+        store.wait(list(here.values()), timeout)
+    except dist.DistStoreError:
+        absent = [rank for rank, key in here.items() if not store.check([key])]
+        raise RendezvousError.absent(absent, world.size, timeout.total_seconds()) from None
+
+
+def _tcp_store(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise RendezvousError(f"the master's name {host!r} does not resolve: {error}.") from None
+        raise RendezvousError.unresolved(host, str(error.strerror)) from None
+    if world.rank != 0:
+        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,0 +1,143 @@
+"""Where the ranks of a job meet when the launcher sets no MASTER_ADDR and MASTER_PORT.
+
+On one host that is a private file: rank 0 listens on a free port of the loopback interface and
+writes it there; the file is gone as soon as all have met. Its name follows from what the launcher
+gives to every rank of this job and to no other. On several hosts it is an address.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from instep import nodelist
+from instep.errors import LaunchVariablesError, RendezvousError
+from instep.identity import World
+
+FIRST_PORT, PORTS = 20_000, 12_763
+"""Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Rank 0 listens here."""
+
+    host: str
+    """A name or address of rank 0's host that every host knows."""
+    port: int
+    """Which port of it."""
+    job: str
+    """What tells this job from every other one."""
+
+
+@dataclass(frozen=True)
+class PrivateFile:
+    """Rank 0 writes here where it listens. One host only."""
+
+    path: str
+    """No other job's, however similar."""
+
+
+Place = Address | PrivateFile
+Meeting = Callable[[Mapping[str, str], World], Place]
+"""Where a launcher's ranks meet. Raises LaunchError where they cannot know."""
+
+
+def as_said(environ: Mapping[str, str], world: World) -> Place:
+    """Whoever speaks PyTorch's dialect has to say it."""
+    missing = ["MASTER_ADDR", "MASTER_PORT"]
+    raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
+
+
+def nowhere(environ: Mapping[str, str], world: World) -> Place:
+    """The launcher says nothing that all ranks, and only this job's, have in common."""
+    raise RendezvousError.no_master(world.source, world.size)
+
+
+def under_mpi(environ: Mapping[str, str], world: World) -> Place:
+    """On one host a file that is named after the process which started all of its ranks."""
+    if not world.one_host:
+        raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
+    launching = _launching_process(environ)
+    if launching is None:
+        raise RendezvousError.no_master(world.source, world.size)
+    return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching}")
+
+
+def under_slurm(environ: Mapping[str, str], world: World) -> Place:
+    """The first host of the step's node list; on one host, a file.
+
+    The port is 20000 + (251 job + 17 step + restarts) mod 12763: after `scontrol requeue` the
+    job's and the step's ids are what they were, and only SLURM_RESTART_COUNT is not.
+    """
+    job, step, restarts = (
+        _number(environ, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
+    key = f"slurm-{environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}.{restarts}"
+    if world.one_host:
+        return _private(key)
+    name = "SLURM_STEP_NODELIST"
+    if name not in environ:
+        present = {"SLURM_STEP_ID": environ["SLURM_STEP_ID"]}
+        raise LaunchVariablesError.half_set(world.source, present, [name])
+    host = next(nodelist.hosts(environ[name]))
+    return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ.get(name, "0"))
+    except ValueError:
+        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
+
+
+def _private(key: str) -> PrivateFile:
+    """The name holds who may write it (the user) and where (host and process namespace)."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    plain = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
+    name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace}-{plain}"
+    return PrivateFile(os.path.join(tempfile.gettempdir(), name))
+
+
+# ------------------------------------------------------------------ the process that started all
+
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD")
+
+
+def _launching_process(environ: Mapping[str, str]) -> str | None:
+    """The nearest ancestor that is not of this rank: mpirun, or its helper on this host.
+
+    A rank may be started through shells, containers or profilers of its own; all of these have
+    its variables. The number alone comes back one day, so the start time belongs to the answer,
+    in ticks since boot, and with it which boot. None: there is no such ancestor to be seen.
+    """
+    mine = {name: environ[name] for name in _RANK_NAMES if name in environ}
+    pid, start = os.getppid(), ""
+    while pid:
+        try:
+            parent, start = _parent_and_start(pid)
+            if not _carries(pid, mine):
+                with open("/proc/sys/kernel/random/boot_id") as file:
+                    return f"{pid}-{start}-{file.read().strip()}"
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        pid = parent
+    return None
+
+
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return int(fields[1]), fields[19].decode()
+
+
+def _carries(pid: int, variables: Mapping[str, str]) -> bool:
+    """Whether the process was started with these; one of another user was not."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            held = set(file.read().split(b"\0"))
+    except PermissionError:
+        return False
+    return all(f"{name}={value}".encode() in held for name, value in variables.items())

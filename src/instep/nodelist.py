@@ -1,0 +1,61 @@
+"""How Slurm writes lists: hosts as `node[1-3,07],login`, tasks per host as `2(x3),1`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+
+from instep.errors import LaunchVariablesError
+
+_HOSTS = re.compile(r"((?:[^\[\],\s]|\[[^\[\]\s]+\])+)(?:,|$)")
+"""One entry: names and brackets, up to a comma that is in no bracket."""
+_PIECE = re.compile(r"\[([^\]]+)\]|([^\[]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+
+
+def hosts(text: str) -> Iterator[str]:
+    """The names in a list such as `rack[1-2]n[08-10],login`, in its order.
+
+    A number keeps the zeros in front. Raises LaunchVariablesError for what is no such list.
+    """
+    at = 0
+    while at < len(text) or at == 0:
+        entry = _HOSTS.match(text, at)
+        if entry is None or text.endswith(","):
+            raise LaunchVariablesError.node_list(text)
+        at = entry.end()
+        pieces = [_spellings(piece, text) for piece in _PIECE.finditer(entry[1])]
+        yield from map("".join, product(*pieces))
+
+
+def _spellings(piece: re.Match[str], text: str) -> list[str]:
+    """What one piece of an entry stands for: itself, or the numbers in its brackets."""
+    if piece[1] is None:
+        return [piece[2]]
+    numbers: list[str] = []
+    for part in piece[1].split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None:
+            raise LaunchVariablesError.node_list(text)
+        first, last = found[1], found[2] or found[1]
+        if int(first) > int(last):
+            raise LaunchVariablesError.node_list(text)
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def tasks_on(text: str, node: int) -> int:
+    """How many tasks host number `node` has by a list such as `2(x3),1` (here 2, 2, 2 and 1).
+
+    Raises LaunchVariablesError for what is no such list, or one of fewer hosts.
+    """
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        if found is None:
+            raise LaunchVariablesError.task_list(text)
+        node -= int(found[2] or 1)
+        if node < 0:
+            return int(found[1])
+    raise LaunchVariablesError.task_list(text)

@@ -1,0 +1,136 @@
+"""A private Slurm of two nodes on this host, in a folder of its own, on loopback only."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
+FIRST = "127.0.0.1"
+"""The first node's name resolves, as names on a cluster do; it is where the ranks meet."""
+PATH = os.environ["PATH"] + ":/usr/sbin"
+CONFIGURATION = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SlurmdTimeout=30
+InactiveLimit=0
+KillWait=5
+NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here, if so."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if absent:
+        return f"Slurm is not installed ({', '.join(absent)} not found)"
+    return None if os.getuid() == 0 else "a private Slurm of this configuration needs root"
+
+
+class Slurm:
+    """Running daemons, in the foreground of processes that this one holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        munge = self.folder / "munge"
+        for name in ("munge", "state"):
+            (self.folder / name).mkdir(mode=0o755)
+        key = munge / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        (self.folder / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                folder=self.folder, host=socket.gethostname(), ports=_free_ports(3), first=FIRST
+            )
+        )
+        files = [f"--{what}-file={munge}/{what}" for what in ("key", "pid", "log", "seed")]
+        self._daemon("munged", "-F", "--force", f"--socket={munge}/socket", *files)
+        self._until(lambda: (munge / "socket").exists())
+        self._daemon("slurmctld", "-D")
+        for node in (FIRST, "node2"):
+            self._daemon("slurmd", "-D", "-N", node)
+        self._until(lambda: self._sinfo() == "2 idle")
+
+    def stop(self) -> None:
+        """End every daemon, the last first; returns when all have ended."""
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _daemon(self, *command: str) -> None:
+        with open(self.folder / "daemons.log", "ab") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | self.environ | {"PATH": PATH},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+
+    def _sinfo(self) -> str:
+        asked = ["sinfo", "-h", "-o", "%D %T"]
+        answer = subprocess.run(
+            asked, env=os.environ | self.environ, capture_output=True, text=True, timeout=20
+        )
+        return answer.stdout.strip()
+
+    def _until(self, ready) -> None:
+        """Look again until it is so, or a daemon has ended, or 30 seconds are over."""
+        deadline = time.monotonic() + 30
+        with ExitStack() as stack:
+            poll = select.poll()
+            for daemon in self._daemons:
+                handle = os.pidfd_open(daemon.pid)
+                stack.callback(os.close, handle)
+                poll.register(handle, select.POLLIN)
+            while not ready():
+                ended = poll.poll(50)
+                if ended or time.monotonic() > deadline:
+                    log = (self.folder / "daemons.log").read_text()
+                    raise RuntimeError(f"Slurm did not start:\n{log[-3000:]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]

@@ -1,0 +1,460 @@
+"""Every launcher's row: by recorded environments, and for real where the launcher is installed."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+import slurm
+from instep import cli, meeting, notice, rendezvous
+from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
+from instep.identity import World
+from instep.launchers import detect, meeting_place
+
+# Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8.
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "PMIX_NAMESPACE": "264765441",
+    "PMIX_RANK": "3",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+ALLOCATION = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+BATCH_SCRIPT = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = ALLOCATION | {
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "5",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "node[08-09]",
+    "SLURM_CLUSTER_NAME": "lab",
+}
+
+# Written after the manuals of these; never run for real here.
+
+HOROVODRUN = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+}
+INTEL_MPI = MPICH | {"I_MPI_HYDRA_HOST_FILE": "hosts"}
+OTHER_PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "world"),
+    [
+        (OPEN_MPI, World(3, 4, 1, 2, 1, 2, "mpirun of Open MPI")),
+        (MPICH, World(3, 4, 1, 2, 1, 2, "mpirun of MPICH or Intel MPI")),
+        (INTEL_MPI, World(3, 4, 1, 2, 1, 2, "mpirun of MPICH or Intel MPI")),
+        (SRUN, World(2, 3, 0, 1, 1, 2, "srun")),
+        (HOROVODRUN, World(3, 4, 1, 2, 1, 2, "horovodrun")),
+        (JSRUN, World(3, 4, 1, 2, 1, 2, "jsrun")),
+        (OTHER_PMI, World(1, 2, 1, 2, 0, 1, "PMI_RANK and PMI_SIZE")),
+    ],
+)
+def test_a_row_says_who_this_process_is(variables, world):
+    assert detect(variables) == world
+
+
+@pytest.mark.parametrize("variables", [ALLOCATION, BATCH_SCRIPT])
+def test_a_salloc_shell_and_an_sbatch_script_are_no_rank(variables):
+    assert detect(variables) == World()
+
+
+@pytest.mark.parametrize(
+    ("visible", "source"),
+    [
+        (SRUN | TORCHRUN, "torchrun"),
+        (SRUN | MPICH | OPEN_MPI | HOROVODRUN, "horovodrun"),
+        (SRUN | OPEN_MPI, "mpirun of Open MPI"),
+        (OPEN_MPI | JSRUN, "jsrun"),
+        (SRUN | MPICH, "mpirun of MPICH or Intel MPI"),
+        (SRUN | OTHER_PMI, "srun"),  # srun --mpi=pmi2
+        (MPICH | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE"),
+        (SRUN | {"WORLD_SIZE": "3"}, "srun"),  # exported by the batch script
+        (BATCH_SCRIPT | OPEN_MPI, "mpirun of Open MPI"),
+    ],
+)
+def test_the_innermost_launcher_is_believed(visible, source):
+    assert detect(visible).source == source
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "but not OMPI_COMM_WORLD_SIZE"),
+        (without(MPICH, "PMI_RANK"), "found MPI_LOCALNRANKS=2, PMI_SIZE=4 but not PMI_RANK"),
+        (without(SRUN, "SLURM_PROCID"), "found SLURM_STEP_ID=5, .* but not SLURM_PROCID"),
+        (without(HOROVODRUN, "HOROVOD_SIZE"), "but not HOROVOD_SIZE"),
+        (without(JSRUN, "JSM_NAMESPACE_SIZE"), "but not JSM_NAMESPACE_SIZE"),
+        ({"PMI_RANK": "0"}, "but not PMI_SIZE"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "rank 4 of 4"),
+        (MPICH | {"MPI_LOCALRANKID": "2"}, "local rank 2 of 2"),
+        (MPICH | {"MPI_LOCALNRANKS": "0"}, "local rank 1 of 0"),
+        (HOROVODRUN | {"HOROVOD_CROSS_RANK": "two"}, "HOROVOD_CROSS_RANK='two' is not a whole"),
+        (SRUN | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE='2,1' does not say"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "SLURM_STEP_TASKS_PER_NODE='many'"),
+        (SRUN | {"WORLD_SIZE": "8"}, "srun .*WORLD_SIZE=8, but SLURM_STEP_NUM_TASKS=3"),
+        (OPEN_MPI | {"RANK": "0"}, "RANK=0, but OMPI_COMM_WORLD_RANK=3"),
+    ],
+)
+def test_half_set_or_contradictory_variables_are_named(variables, message):
+    with pytest.raises(LaunchVariablesError, match=message):
+        detect(variables)
+
+
+# ------------------------------------------------------------------------------ where they meet
+
+
+def place(variables):
+    return meeting_place(detect(variables), variables)
+
+
+def alone_on_host(variables):
+    told = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
+    return variables | told
+
+
+def test_ranks_of_srun_meet_at_the_first_host_of_the_step():
+    found = place(SRUN)
+    assert (found.host, found.port) == ("node08", 20000 + (251 * 12 + 17 * 5) % 12763)
+
+
+@pytest.mark.parametrize("changed", ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"])
+@pytest.mark.parametrize("variables", [SRUN, alone_on_host(SRUN)])
+def test_another_job_step_or_restart_meets_elsewhere(variables, changed):
+    one, other = place(variables), place(variables | {changed: "7"})
+    assert one == place(variables)
+    if isinstance(one, meeting.PrivateFile):
+        assert one.path != other.path
+    else:
+        assert one.port != other.port
+        assert one.job != other.job
+
+
+def test_the_port_of_a_step_is_never_an_ephemeral_one():
+    for job in (1, 2**31, 2**40):
+        assert 20000 <= place(SRUN | {"SLURM_JOB_ID": str(job)}).port < 32768
+
+
+def test_tasks_of_one_host_meet_in_a_file_of_the_step():
+    found = place(alone_on_host(SRUN))
+    assert isinstance(found, meeting.PrivateFile)
+    assert found == place(alone_on_host(SRUN) | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (OPEN_MPI, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
+        (MPICH, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
+        (HOROVODRUN, "horovodrun started 4 ranks, but does not say where.*Export MASTER_ADDR"),
+        (JSRUN, "jsrun started 4 ranks, but does not say where"),
+        (OTHER_PMI, "PMI_RANK and PMI_SIZE started 2 ranks"),
+    ],
+)
+def test_where_nobody_says_where_to_meet_the_error_says_what_to_do(variables, message):
+    with pytest.raises(RendezvousError, match=message):
+        place(variables)
+
+
+def test_a_node_list_that_is_none_or_missing_is_named():
+    with pytest.raises(LaunchVariablesError, match=r"SLURM_STEP_NODELIST='node\[' is not a list"):
+        place(SRUN | {"SLURM_STEP_NODELIST": "node["})
+    with pytest.raises(LaunchVariablesError, match="but not SLURM_STEP_NODELIST"):
+        place(without(SRUN, "SLURM_STEP_NODELIST"))
+
+
+def meet(variables, seconds=0.05):
+    world = detect(variables)
+    return rendezvous._store_of_environment(variables, world, timedelta(seconds=seconds))
+
+
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_a_node_name_that_does_not_resolve_is_said_on_every_rank(rank):
+    told = {"SLURM_STEP_NODELIST": "no-such-host.invalid", "SLURM_PROCID": rank}
+    with pytest.raises(RendezvousError, match=r"'no-such-host.invalid' does not resolve.*Export"):
+        meet(SRUN | told)
+
+
+def test_a_port_of_the_step_that_is_taken_is_said():
+    rank0 = SRUN | {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    for job in range(100):  # one of these ports is free
+        variables = rank0 | {"SLURM_JOB_ID": str(job)}
+        port = place(variables).port
+        try:
+            taken = socket.create_server(("127.0.0.1", port))
+        except OSError:
+            continue
+        with taken, pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is in use"):
+            meet(variables)
+        return
+    pytest.fail("no free port")
+
+
+@pytest.mark.parametrize("given", ["MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_address_is_named(given):
+    with pytest.raises(LaunchVariablesError, match=f"found {given}=1 but not MASTER_"):
+        meet(SRUN | {given: "1"})
+
+
+def test_ranks_that_never_come_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RendezvousError, match="ranks 1, 2 of 3 did not come within 0 seconds"):
+        meet(alone_on_host(SRUN) | {"SLURM_PROCID": "0"})
+    with pytest.raises(RendezvousError, match="rank 0 of 3 did not come within 0 seconds"):
+        meet(alone_on_host(SRUN))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
+    path = str(tmp_path / "note")
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        port = ended.getsockname()[1]
+        with notice.put_up(path, port):
+            assert notice.read(path, 10) == port
+            ended.close()
+            assert notice.read(path, 0.05) is None
+
+
+def test_a_note_of_somebody_else_is_refused(tmp_path):
+    path = tmp_path / "note"
+    path.symlink_to("/etc/hostname")
+    with pytest.raises(RendezvousError, match=r"cannot meet in the file .*Set TMPDIR"):
+        notice.read(str(path), 1)
+
+
+def test_a_note_that_cannot_be_written_is_said(tmp_path):
+    path = tmp_path / "note"
+    path.mkdir()
+    with (
+        pytest.raises(RendezvousError, match="cannot meet in the file"),
+        notice.put_up(str(path), 1),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------- python -m instep script.py
+
+HERE = """
+import json, os, sys
+assert __name__ == "__main__"
+print(json.dumps([sys.argv, sys.path[0], os.getcwd() in sys.path]))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("spelling", ["script", "module"])
+def test_a_program_instead_of_a_command_is_run_in_this_process(tmp_path, spelling):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "here.py").write_text(HERE)
+    command, where = {
+        "script": (["folder/here.py"], tmp_path),
+        "module": (["-m", "here"], folder),
+    }[spelling]
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", *command, "7", "--", "-n", "x"],
+        cwd=where, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 7, ran.stderr
+    argv, path, has_cwd = json.loads(ran.stdout)
+    assert argv[1:] == ["7", "--", "-n", "x"]
+    assert argv[0].endswith("here.py")
+    assert path == str(folder)
+    assert has_cwd == (spelling == "module")
+
+
+def test_a_word_that_is_neither_a_command_nor_a_file_is_the_error_that_it_was(capsys):
+    assert cli.main(["no-such-script.py"]) == 2
+    assert "invalid choice: 'no-such-script.py'" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------- the real ones
+
+SCRIPT = """
+import json, os, sys
+def listening():
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+    inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+              if os.path.exists(f"/proc/self/fd/{fd}")}
+    return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes}
+inherited = listening()  # MPICH's mpirun hands its own to each rank
+import torch, instep
+total = instep.all_reduce(torch.tensor(instep.rank + 1.0)).item()
+world = instep.world
+report = [world.rank, world.size, world.local_rank, world.local_size, world.node_rank,
+          world.nodes, world.source, total, sorted(listening() - inherited)]
+with open(f"{sys.argv[1]}{world.rank}", "w") as file:
+    json.dump(report, file)
+"""
+OURS = ("INSTEP", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "GLOO",
+        "OMPI_", "PMI", "MPI_", "SLURM_", "HOROVOD_", "JSM_")  # fmt: skip
+
+
+def environment(**more):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return kept | {"OMP_NUM_THREADS": "1", "INSTEP_TIMEOUT": "30"} | more
+
+
+def installed(program):
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
+
+
+MPI = [
+    pytest.param(
+        ["mpirun.openmpi", "--mca", "oob_tcp_if_include", "lo", "--oversubscribe", "--bind-to",
+         "none", "-n"],
+        "mpirun of Open MPI", id="Open MPI", marks=installed("mpirun.openmpi"),
+    ),
+    pytest.param(
+        ["mpirun.mpich", "-n"],
+        "mpirun of MPICH or Intel MPI", id="MPICH", marks=installed("mpirun.mpich"),
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A script, a temporary folder of its own, and what Open MPI wants to run as root."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def environment_in(folder):
+    root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return environment(TMPDIR=str(folder / "tmp"), **root)
+
+
+def program(folder, name="rank"):
+    return [sys.executable, "-m", "instep", str(folder / "script.py"), str(folder / name)]
+
+
+def reports(folder, size, name="rank"):
+    found = [json.loads((folder / f"{name}{rank}").read_text()) for rank in range(size)]
+    assert {report[7] for report in found} == {size * (size + 1) / 2}
+    assert not [where for r in found for where in r[8] if not where.startswith("0100007F:")]
+    return [World(*report[:7]) for report in found]
+
+
+def notes(folder):
+    return list((folder / "tmp").glob("instep-*"))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("mpirun", "source"), MPI)
+def test_ranks_of_mpirun_meet_again_and_again_through_shells_of_their_own(folder, mpirun, source):
+    one, two = (" ".join(program(folder, name)) for name in ("one", "two"))
+    command = [*mpirun, "3", "sh", "-c", f"{one} && {two}"]
+    subprocess.run(command, env=environment_in(folder), check=True, timeout=50)
+    for name in ("one", "two"):
+        found = reports(folder, 3, name)
+        assert found == [World(rank, 3, rank, 3, 0, 1, source) for rank in range(3)]
+    assert notes(folder) == []
+
+
+PLACE = """
+import sys
+from instep.launchers import detect, meeting_place
+world = detect()
+with open(f"{sys.argv[1]}{world.rank}", "w") as file:
+    file.write(f"{world.source}: {meeting_place(world).path}")
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("mpirun", "source"), MPI)
+def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
+    (folder / "script.py").write_text(PLACE)
+    jobs = [
+        subprocess.Popen([*mpirun, "2", *program(folder, job)], env=environment_in(folder))
+        for job in "ab"
+    ]
+    assert [job.wait(50) for job in jobs] == [0, 0]
+    a, b = ([(folder / f"{job}{rank}").read_text() for rank in range(2)] for job in "ab")
+    assert a[0] == a[1] != b[0] == b[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    running = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+real_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+
+
+def start_in(cluster, folder, *command):
+    told = environment_in(folder) | cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([*command], env=told, check=True, timeout=50)
+
+
+@pytest.mark.launch
+@real_slurm
+def test_under_srun_on_one_node(folder, cluster):
+    start_in(cluster, folder, "srun", "-N1", "-n2", *program(folder))
+    assert reports(folder, 2) == [World(r, 2, r, 2, 0, 1, "srun") for r in range(2)]
+    assert notes(folder) == []
+
+
+@pytest.mark.launch
+@real_slurm
+def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folder, cluster):
+    job, ended, output = folder / "job.sh", folder / "ended", folder / "output"
+    alone, together = (" ".join(program(folder, name)) for name in ("alone", "together"))
+    lines = [f"trap 'echo $? > {ended}' EXIT", "set -e", alone, "export WORLD_SIZE=$SLURM_NTASKS"]
+    job.write_text("\n".join(["#!/bin/sh", *lines, f"srun {together}", ""]))
+    os.mkfifo(ended)  # sbatch --wait looks every ten seconds
+    start_in(cluster, folder, "sbatch", "-Q", "-N2", "-n3", f"--output={output}", str(job))
+    assert ended.read_text() == "0\n", output.read_text()
+    assert reports(folder, 1, "alone") == [World()]
+    assert reports(folder, 3, "together") == [
+        World(0, 3, 0, 2, 0, 2, "srun"),
+        World(1, 3, 1, 2, 0, 2, "srun"),
+        World(2, 3, 0, 1, 1, 2, "srun"),
+    ]
+
+
+@pytest.mark.launch
+@real_slurm
+@pytest.mark.parametrize(("mpirun", "source"), MPI)
+def test_mpirun_in_an_allocation_is_believed_before_slurm(folder, cluster, mpirun, source):
+    (folder / "script.py").write_text(PLACE)
+    start_in(cluster, folder, "salloc", "-Q", "-N1", "-n2", *mpirun, "2", *program(folder))
+    told = [(folder / f"rank{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert told[0].startswith(f"{source}: ")
