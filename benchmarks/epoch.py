@@ -21,14 +21,14 @@ import instep
 from models import resnet18
 
 
-def rank_main(rank: int, ranks: int, samples: int, folder: str) -> None:
+def rank_main(rank: int, ranks: int, talking: bool, samples: int, folder: str) -> None:
     """Train for one epoch; rank 0 writes how long it took."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if ranks > 1:
         instep.init(f"file://{folder}/store", rank=rank, world_size=ranks)
     data = TensorDataset(torch.randn(samples, 3, 64, 64), torch.randint(0, 1000, (samples,)))
-    model = instep.replicate(resnet18())
+    model = instep.replicate(resnet18()) if talking else resnet18()
     loader = instep.shard(DataLoader(data, batch_size=32, shuffle=True))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     for epoch in range(2):
@@ -43,10 +43,10 @@ def rank_main(rank: int, ranks: int, samples: int, folder: str) -> None:
             Path(folder, "seconds").write_text(str(perf_counter() - start))
 
 
-def seconds(ranks: int, samples: int) -> float:
+def seconds(ranks: int, talking: bool, samples: int) -> float:
     """One epoch on fresh processes."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (ranks, samples, folder), nprocs=ranks)
+        mp.spawn(rank_main, (ranks, talking, samples, folder), nprocs=ranks)
         return float(Path(folder, "seconds").read_text())
 
 
@@ -57,17 +57,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=432)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    times: dict[int, list[float]] = {1: [], args.ranks: []}
+    runs = {"one rank": (1, True), "instep": (args.ranks, True), "none": (args.ranks, False)}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.rounds):
-        for ranks, taken in times.items():
-            taken.append(seconds(ranks, args.samples))
-    ratios = [many / one for one, many in zip(times[1], times[args.ranks], strict=True)]
-    result = {
-        "seconds": {ranks: statistics.median(taken) for ranks, taken in times.items()},
-        "over_one_rank": {
+        for name, (ranks, talking) in runs.items():
+            times[name].append(seconds(ranks, talking, args.samples))
+    result: dict[str, object] = {
+        "ranks": args.ranks,
+        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
+    }
+    for name in ("instep", "none"):
+        ratios = [a / b for a, b in zip(times[name], times["one rank"], strict=True)]
+        result[f"{name}_over_one_rank"] = {
             "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)
-        },
-    }  # fmt: skip
+        }  # fmt: skip
     print(json.dumps(result, indent=2))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
