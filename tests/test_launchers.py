@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 import slurm
-from instep import cli, meeting, notice, rendezvous
+from instep import cli, meeting, notice, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
 from instep.identity import World
 from instep.launchers import detect, meeting_place
@@ -195,7 +195,7 @@ def test_a_node_list_that_is_none_or_missing_is_named():
 
 def meet(variables, seconds=0.05):
     world = detect(variables)
-    return rendezvous._store_of_environment(variables, world, timedelta(seconds=seconds))
+    return stores._store_of_environment(variables, world, timedelta(seconds=seconds))
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
