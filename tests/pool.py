@@ -97,7 +97,7 @@ class Pool:
                 except EOFError:
                     answers[rank] = (False, "the process died")
             if any(not fine for fine, _ in answers.values()):
-                deadline = min(deadline, monotonic() + 2.0)  # the others may be waiting for it
+                deadline = min(deadline, monotonic() + 6.0)  # the others may be waiting for it
         silent = [rank for rank in range(len(self.pipes)) if rank not in answers]
         failed = {rank: text for rank, (fine, text) in answers.items() if not fine}
         if silent or failed:
