@@ -14,7 +14,6 @@ import torch
 
 Function = Callable[..., Any]
 
-_originals: dict[tuple[object, str], Function] = {}
 _replacements: set[tuple[object, str, Function]] = set()
 
 
@@ -28,7 +27,6 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
         return False
     _replacements.add((owner, name, replacement))
     original: Function = getattr(owner, name)
-    _originals.setdefault((owner, name), original)
 
     @functools.wraps(original)
     def seam(*args: Any, **kwargs: Any) -> Any:
@@ -39,14 +37,6 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
 
 
 def uncompiled(function: Function) -> Function:
-    """`function`, at which torch.compile breaks its graph: it talks, or keeps state."""
+    """`function`, into which torch.compile does not look: it talks, or keeps state."""
     disabled: Function = torch.compiler.disable(function)
     return disabled
-
-
-def step_out() -> None:
-    """Put every original back."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
-    _replacements.clear()
