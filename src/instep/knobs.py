@@ -32,8 +32,8 @@ class Knob:
 DEVICE = Knob("INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: never.")
 BACKEND = Knob(
     "INSTEP_BACKEND",
-    "gloo",
-    "What CPU ranks of one host talk through: gloo, or shm (shared memory).",
+    "auto",
+    "What CPU ranks talk through: gloo; shm, shared memory, on one host; auto: shm where it can be.",
 )
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")

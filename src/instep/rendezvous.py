@@ -116,11 +116,12 @@ def store() -> dist.Store:
 def _backend(world: World, device: torch.device) -> str:
     """What the ranks talk through, in torch's words."""
     asked = str(knobs.BACKEND)
-    if asked not in ("gloo", "shm"):
-        raise RendezvousError(f"INSTEP_BACKEND={asked} is unknown; it is gloo or shm.")
+    if asked not in ("auto", "gloo", "shm"):
+        raise RendezvousError(f"INSTEP_BACKEND={asked} is unknown; it is auto, gloo or shm.")
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl"
-    return shm.NAME if asked == "shm" and world.one_host else "gloo"
+    shared = asked == "shm" or (asked == "auto" and not shm.obstacle())
+    return shm.NAME if shared and world.one_host else "gloo"
 
 
 def _leave() -> None:

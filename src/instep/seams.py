@@ -32,7 +32,7 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
     def seam(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    setattr(owner, name, uncompiled(seam))
+    setattr(owner, name, _unlike_torch(uncompiled(seam)))
     return True
 
 
@@ -40,3 +40,14 @@ def uncompiled(function: Function) -> Function:
     """`function`, into which torch.compile does not look: it talks, or keeps state."""
     disabled: Function = torch.compiler.disable(function)
     return disabled
+
+
+def _unlike_torch(seam: Function) -> Function:
+    """`seam`, which torch.compile does not take for torch's own function of that name.
+
+    Its table of these, by name, is drawn up anew after each init_process_group; then it held the
+    seam, and collectives ran on fake tensors.
+    """
+    allowed = torch.compiler.allow_in_graph(seam)  # only what is allowed can be disallowed
+    disallowed: Function = torch._dynamo.disallow_in_graph(allowed)
+    return disallowed

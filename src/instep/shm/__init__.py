@@ -9,10 +9,11 @@ DDP, FSDP2, functional collectives, point-to-point and sub-groups then work as o
 whatever is not done here. See docs/shm.md.
 """
 
+from instep.shm.joining import obstacle
 from instep.shm.over_gloo import NAME
 from instep.shm.registration import register
 from instep.shm.resident import Resident
 
-__all__ = ["NAME", "Resident", "register"]
+__all__ = ["NAME", "Resident", "obstacle", "register"]
 
 register()

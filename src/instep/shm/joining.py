@@ -59,7 +59,7 @@ def join(
     return Exchange(memory, rank, [Peer(**peer) for peer in agreed["peers"]], default_timeout)
 
 
-def obstacle(system: str, processor: str) -> str:
+def obstacle(system: str = sys.platform, processor: str = platform.machine()) -> str:
     """What keeps this kind of machine from sharing memory, or ""."""
     if (system, processor) == ("linux", "x86_64"):
         return ""
@@ -67,7 +67,7 @@ def obstacle(system: str, processor: str) -> str:
 
 
 def _introduction(rank: int) -> Introduction:
-    hindrance = obstacle(sys.platform, platform.machine())
+    hindrance = obstacle()
     return (hindrance, "", {}) if hindrance else ("", this_host(), asdict(myself(rank)))
 
 
