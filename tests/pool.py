@@ -11,10 +11,12 @@ import functools
 import gc
 import importlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
@@ -23,7 +25,8 @@ from typing import Any
 SECONDS = 50.0
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "instep.replicas"])
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
+_backend = "auto"
 
 
 class RankError(AssertionError):
@@ -47,24 +50,36 @@ def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
+@contextmanager
+def talking_over(backend: str) -> Iterator[None]:
+    """Inside, ranks are those of pools that talk over this INSTEP_BACKEND."""
+    global _backend
+    before, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = before
+
+
 def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Call `body` on `size` ranks; returns what each returned, in the order of ranks.
 
     `body` is a module-level function, or a test decorated by `ranks`. Raises RankError.
     """
-    if size not in _pools:
-        _pools[size] = Pool(size)
+    which = (size, _backend if size > 1 else "auto")
+    if which not in _pools:
+        _pools[which] = Pool(*which)
     try:
-        return _pools[size].call(body, args, kwargs)
+        return _pools[which].call(body, args, kwargs)
     except BaseException:
-        _pools.pop(size).kill()
+        _pools.pop(which).kill()
         raise
 
 
 class Pool:
     """`size` processes in one process group, waiting for work."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="instep-pool-")
         store = str(Path(self.folder.name) / "store")
         self.pipes: list[Connection] = []
@@ -72,7 +87,7 @@ class Pool:
         for rank in range(size):
             ours, theirs = _processes.Pipe()
             process = _processes.Process(
-                target=_serve, args=(theirs, store, rank, size), name=f"rank{rank}"
+                target=_serve, args=(theirs, store, rank, size, backend), name=f"rank{rank}"
             )
             process.start()
             theirs.close()
@@ -124,8 +139,9 @@ def _kill_all() -> None:
         _pools.popitem()[1].kill()
 
 
-def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
+def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> None:
     """The life of a rank: meet the others, then answer calls until the pipe closes."""
+    os.environ["INSTEP_BACKEND"] = backend
     import torch
 
     from instep import rendezvous

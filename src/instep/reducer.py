@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import knobs
-from instep.buckets import Bucket, Slot, plan_buckets
+from instep.buckets import plan_buckets
+from instep.cargoes import Cargo, load, real
 from instep.errors import TrainingError
 from instep.objects import all_gather_object
 from instep.seams import Function
-from instep.transport import Pending, Transport
+from instep.transport import Transport
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""
@@ -51,37 +52,6 @@ def collecting(backward: Backward) -> Iterator[None]:
         _under_way = None
 
 
-class _Cargo:
-    """One bucket of one reducer: the flat tensor that travels.
-
-    Behind the gradients lies one number per slot, "this rank has it": what no rank has keeps
-    `.grad` as it was, as in one process.
-    """
-
-    def __init__(self, plan: Bucket, like: Tensor) -> None:
-        self.plan = plan
-        self.flat = torch.zeros(plan.numel + len(plan.slots), dtype=like.dtype, device=like.device)
-        self.has = self.flat[plan.numel :]
-        self.filled: set[int] = set()
-        self.pending: Pending | None = None
-
-    @property
-    def full(self) -> bool:
-        return len(self.filled) == len(self.plan.slots)
-
-    def launch(self, way: Transport) -> None:
-        self.has.fill_(1)
-        for k, slot in enumerate(self.plan.slots):
-            if slot.index not in self.filled:
-                self.flat[slot.start : slot.stop].zero_()
-                self.has[k] = 0
-        self.pending = way.all_reduce(_real(self.flat), "sum")
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _sparse_sum(grad: Tensor) -> Tensor:
     """The sum over ranks of a sparse gradient. Collective."""
     mine = grad.coalesce()
@@ -92,7 +62,7 @@ def _sparse_sum(grad: Tensor) -> Tensor:
     ).coalesce()
 
 
-def _load(parameters: Sequence[tuple[int, nn.Parameter]]) -> list[_Cargo]:
+def _load(parameters: Sequence[tuple[int, nn.Parameter]], way: Transport) -> list[Cargo]:
     """Buckets for parameters given with their indices."""
     widest = max((p.element_size() for _, p in parameters), default=1)
     plans = plan_buckets(
@@ -100,8 +70,7 @@ def _load(parameters: Sequence[tuple[int, nn.Parameter]]) -> list[_Cargo]:
         [(p.dtype, p.device) for _, p in parameters],
         capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
     )
-    like = dict(parameters)
-    return [_Cargo(plan, like[plan.slots[0].index]) for plan in plans]
+    return [load(plan, dict(parameters), way) for plan in plans]
 
 
 class Reducer:
@@ -111,11 +80,10 @@ class Reducer:
         self.transport = way
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
-        self._plans: dict[tuple[object, ...], list[_Cargo]] = {}
-        self._cargoes: list[_Cargo] = []
-        self._where: dict[int, tuple[_Cargo, Slot]] = {}
+        self._plans: dict[tuple[object, ...], list[Cargo]] = {}
+        self._where: dict[int, Cargo] = {}
+        self._cargoes: list[Cargo] = []
         self._launched = 0
-        self._before: dict[int, Tensor] = {}
         self._partial: set[int] = set()
         self._sparse: set[int] = set()
         self._summed: set[int] = set()
@@ -133,11 +101,9 @@ class Reducer:
         ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
         if kinds not in self._plans:
-            self._plans[kinds] = _load(live)
+            self._plans[kinds] = _load(live, self.transport)
         self._cargoes = self._plans[kinds]
-        self._where = {
-            slot.index: (cargo, slot) for cargo in self._cargoes for slot in cargo.plan.slots
-        }
+        self._where = {index: cargo for cargo in self._cargoes for index in cargo.parameters}
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
         """A parameter's gradient of this backward has been computed (autograd calls this)."""
@@ -153,21 +119,13 @@ class Reducer:
         parameter = self._parameters[index]
         if grad.is_sparse or self._hooks[index].observed(parameter):
             return self._sum_now(index, grad)
-        cargo, slot = self._where[index]
+        cargo = self._where[index]
         if index in cargo.filled:
             raise TrainingError(
                 f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward "
                 "(reentrant checkpointing of a shared parameter); use use_reentrant=False."
             )
-        flat = cargo.flat[slot.start : slot.stop].view(parameter.shape)
-        flat.copy_(grad)
-        if parameter.grad is not None:
-            if index in self._partial:
-                flat.add_(parameter.grad)
-            else:
-                self._before[index] = parameter.grad
-            parameter.grad = None
-        cargo.filled.add(index)
+        cargo.take(index, grad, partial=index in self._partial)
         self._launch_full()
         return grad
 
@@ -184,7 +142,7 @@ class Reducer:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return _sparse_sum(grad)
         total = grad.clone(memory_format=torch.contiguous_format)
-        self.transport.all_reduce(_real(total), "sum").wait()
+        self.transport.all_reduce(real(total), "sum").wait()
         return total
 
     def _keep(self, index: int) -> None:
@@ -213,13 +171,7 @@ class Reducer:
             cargo.launch(self.transport)
         self._launched = len(self._cargoes)
         for cargo in self._cargoes:
-            assert cargo.pending is not None
-            cargo.pending.wait()
-            for k, slot in enumerate(cargo.plan.slots):
-                if slot.index in self._summed:
-                    continue
-                if slot.index in cargo.filled or cargo.has[k].real > 0:
-                    self._deliver(slot.index, cargo.flat[slot.start : slot.stop])
+            cargo.deliver(self._summed)
         self._partial.clear()
 
     def _add_kept(self) -> None:
@@ -232,33 +184,15 @@ class Reducer:
             if index not in self._where:
                 parameter.grad = None
                 parameter.grad = self._sum_now(index, grad)
-                continue
-            cargo, slot = self._where[index]
-            if index not in cargo.filled:
-                cargo.flat[slot.start : slot.stop].view(grad.shape).copy_(grad)
-                cargo.filled.add(index)
-
-    def _deliver(self, index: int, total: Tensor) -> None:
-        parameter = self._parameters[index]
-        total = total.view(parameter.shape)
-        before = self._before.get(index)
-        if before is not None:
-            parameter.grad = before.add_(total)
-        elif parameter.grad is None:
-            parameter.grad = total.clone()
-        elif index not in self._where[index][0].filled:
-            parameter.grad.add_(total)
-        else:
-            parameter.grad.copy_(total)
+            elif index not in self._where[index].filled:
+                self._where[index].take_kept(index)
 
     def reset(self) -> None:
         """Forget this backward."""
         self._launched = 0
-        self._before.clear()
         self._summed.clear()
         for cargo in self._cargoes:
-            cargo.filled.clear()
-            cargo.pending = None
+            cargo.reset()
 
 
 class _Hook:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep import rendezvous
+from instep import rendezvous, shm
 from instep.errors import UnsuitableTensorError, WrongDeviceError
 from instep.groups import Group
 
@@ -37,9 +37,15 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    in_place: bool
+    """Whether it is cheapest to reduce tensors where they lie, one by one, with the caller's own
+    thread; else to pack them first, and let them travel while the caller goes on."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start to reduce a contiguous `tensor` over all ranks into itself."""
+
+    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
+        """Reduce tensors of one dtype over all ranks, each into itself."""
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         """Start to reduce a contiguous `tensor` into root's; elsewhere it is scratch."""
@@ -80,10 +86,13 @@ class _Done:
 class _Alone:
     """A world of one: nothing to move."""
 
-    rank, size = 0, 1
+    rank, size, in_place = 0, 1, True
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return _Done()
+
+    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
+        return None
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         return _Done()
@@ -119,6 +128,8 @@ class _Alone:
 class _Together:
     """A process group; None is the default one, the world."""
 
+    in_place = False
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -126,6 +137,10 @@ class _Together:
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return cast(Pending, dist.all_reduce(tensor, _OPS[op], self._group, async_op=True))
+
+    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
+        for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
+            pending.wait()
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
@@ -174,6 +189,27 @@ class _Together:
         return box[0]
 
 
+class _SharingMemory(_Together):
+    """A group of one host's CPU ranks. Its frequent calls go past torch's dispatcher, which takes
+    longer than a small collective."""
+
+    in_place = True
+
+    def __init__(self, group: shm.InstepProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = self._shared = group
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        self._shared.all_reduce_now([tensor], _OPS[op])
+        return _Done()
+
+    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
+        self._shared.all_reduce_now(tensors, _OPS[op])
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._shared.all_gather_now(tensor)
+
+
 def transport(group: Group | None = None) -> Transport:
     """The way to the other ranks (of `group`); meets them first where that has not happened.
 
@@ -182,12 +218,18 @@ def transport(group: Group | None = None) -> Transport:
     if group is not None:
         if not rendezvous.alone():
             group.my_place()
-        return _Alone() if group.size == 1 else _Together(group.handle)
+        return _Alone() if group.size == 1 else _over(group.handle)
     if rendezvous.alone():
         return _Alone()
     if not dist.is_initialized():
         rendezvous.init()
-    return _Together() if dist.is_initialized() else _Alone()
+    return _over(dist.group.WORLD)
+
+
+def _over(group: dist.ProcessGroup | None) -> Transport:
+    if group is None:
+        return _Alone()
+    return _SharingMemory(group) if isinstance(group, shm.InstepProcessGroup) else _Together(group)
 
 
 def check_reachable(tensor: Tensor) -> None:

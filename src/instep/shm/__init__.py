@@ -9,11 +9,12 @@ DDP, FSDP2, functional collectives, point-to-point and sub-groups then work as o
 whatever is not done here. See docs/shm.md.
 """
 
+from instep.shm.backend import InstepProcessGroup
 from instep.shm.joining import obstacle
 from instep.shm.over_gloo import NAME
 from instep.shm.registration import register
 from instep.shm.resident import Resident
 
-__all__ = ["NAME", "Resident", "obstacle", "register"]
+__all__ = ["NAME", "InstepProcessGroup", "Resident", "obstacle", "register"]
 
 register()

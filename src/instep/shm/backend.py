@@ -78,12 +78,34 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         return Resident(bucket.mine, all_reduce)
 
+    def all_reduce_now(self, tensors: list[Tensor], op: ReduceOp.RedOpType) -> None:
+        """all_reduce of each of several tensors of one dtype, past torch's dispatcher.
+
+        Returns when it is done; the dispatcher takes longer than a small tensor.
+        """
+        opts = AllreduceCoalescedOptions()
+        opts.reduceOp, opts.asyncOp = ReduceOp(op), False
+        self.allreduce_coalesced(tensors, opts).wait()
+
+    def all_gather_now(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, past torch's dispatcher."""
+        opts = AllgatherOptions()
+        opts.asyncOp = False
+        outputs = [torch.empty_like(mine) for _ in range(self.size())]
+        self.allgather([outputs], [mine], opts).wait()
+        return outputs
+
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
             return super().allreduce(tensors, opts)
-        return self._all_reduce("all_reduce", tensors, reduction, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce(values[0], chosen, timeout)
+
+        return self._issue("all_reduce", tensors, step, opts)
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: AllreduceOptions | None = None
@@ -92,7 +114,12 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         opts = opts or AllreduceCoalescedOptions()
         if (reduction := _reduction(opts.reduceOp, tensors)) is None:
             return super().allreduce_coalesced(tensors, opts)
-        return self._all_reduce("all_reduce_coalesced", tensors, reduction, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce_each(values, chosen, timeout)
+
+        return self._issue("all_reduce_coalesced", tensors, step, opts)
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
@@ -218,17 +245,6 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _all_reduce(
-        self, text: str, tensors: list[Tensor], reduction: Reduction, opts: _Options
-    ) -> Work:
-        exchange = self._exchange
-
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            for value in values:
-                exchange.all_reduce(value, reduction, timeout)
-
-        return self._issue(text, tensors, step, opts)
 
     def _issue(
         self,

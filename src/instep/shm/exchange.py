@@ -29,6 +29,7 @@ _PART_BYTES = 1 << 20
 _ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
 _SMALLEST_PART_BYTES = 64 << 10
 _AT_ONCE_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
+_SMALL_BYTES = 16 << 10
 _ALIGNMENT = 64  # bytes: a cache line has one writer
 _KEPT_VIEWS = 256
 
@@ -92,6 +93,22 @@ class Exchange:
             self._reduce_at_once(flat, reduction, what, timeout)
         else:
             self._reduce_by_shares(flat, reduction, what, timeout, self.rank)
+
+    def all_reduce_each(
+        self, flats: Sequence[Tensor], reduction: Reduction, timeout: timedelta | None
+    ) -> None:
+        """`all_reduce` of each of several tensors of one dtype; small ones travel together."""
+        small = [flat for flat in flats if flat.numel() * flat.itemsize <= _SMALL_BYTES]
+        if len(small) > 1:
+            together = torch.cat(small)
+            self.all_reduce(together, reduction, timeout)
+            for flat, reduced in zip(
+                small, together.split([f.numel() for f in small]), strict=True
+            ):
+                flat.copy_(reduced)
+        for flat in flats:
+            if len(small) <= 1 or flat.numel() * flat.itemsize > _SMALL_BYTES:
+                self.all_reduce(flat, reduction, timeout)
 
     def reduce(
         self, flat: Tensor, reduction: Reduction, root: int, timeout: timedelta | None
@@ -160,14 +177,15 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
     ) -> None:
         """Every rank reduces everything: one meeting, but each reads what all have staged."""
-        numel = flat.numel()
         longest = self._part // flat.itemsize
-        for start in range(0, max(numel, 1), longest):
-            piece = flat if numel <= longest else flat[start : start + longest]
-            views = self._whole_views(flat.dtype, piece.numel())
+        for piece in flat.split(longest) if flat.numel() > longest else (flat,):
+            numel = piece.numel()
+            views = self._whole_views(flat.dtype, numel)
             views[self.rank].copy_(piece)
             self.signals.meet(what, timeout)
-            reduce_into(piece, views, reduction, self._scratch_tensors(flat.dtype, piece.numel()))
+            if self.size == 2:  # my own values are nearer than what I have staged
+                views = [piece, views[1]] if self.rank == 0 else [views[0], piece]
+            reduce_into(piece, views, reduction, self._scratch_tensors(flat.dtype, numel))
 
     def _reduce_by_shares(
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int

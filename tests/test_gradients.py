@@ -1,0 +1,124 @@
+"""`.grad` is what it is in one process, however gradients travel."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import instep
+from instep.transport import transport
+from oracle import compare
+from pool import run, talking_over
+from test_training import accumulating, branching, classify
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=["shm", "gloo"], autouse=True)
+def backend(request):
+    with talking_over(request.param):
+        yield request.param
+
+
+def travels_in_place():
+    return transport().in_place
+
+
+def test_the_backend_is_the_one_that_was_asked_for(backend):
+    assert run(2, travels_in_place) == [backend == "shm"] * 2
+
+
+@pytest.mark.parametrize(
+    ("training", "args"),
+    [(classify, ()), (accumulating, (True,)), (accumulating, (False,)), (branching, ())],
+)
+def test_training_has_the_numbers_of_one_process(training, args):
+    assert compare(training, args, size=2).gradient < 5e-6
+
+
+def part(n=12):
+    """A model and this rank's rows of the same batch, whatever the number of ranks."""
+    torch.manual_seed(3)
+    model = instep.replicate(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double())
+    batch = (torch.randn(n, 4).double(), torch.randint(0, 3, (n,)))
+    return model, lambda: cross_entropy(model((mine := instep.shard(batch))[0]), mine[1])
+
+
+def same_on_one_rank(body):
+    (alone,) = run(1, body)
+    for results in run(2, body):
+        for ours, theirs in zip(results, alone, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14), (ours, theirs)
+
+
+def kept():
+    model, loss = part()
+    weight = model[0].weight
+    loss().backward()
+    first = weight.grad
+    model.zero_grad()
+    with torch.no_grad():
+        weight.mul_(2)
+    loss().backward()
+    assert weight.grad is not first
+    return first, weight.grad
+
+
+def test_a_gradient_that_somebody_keeps_stays_as_it_was():
+    same_on_one_rank(kept)
+
+
+def added_up():
+    model, loss = part()
+    loss().backward()
+    grad, view = model[0].weight.grad, model[0].weight.grad[0]
+    loss().backward()
+    assert model[0].weight.grad is grad
+    twice = grad.clone(), view.clone()
+    model.zero_grad(set_to_none=False)
+    loss().backward()
+    assert model[0].weight.grad is grad
+    return *twice, grad, view
+
+
+def test_accumulation_and_zeroing_happen_in_place():
+    same_on_one_rank(added_up)
+
+
+class Halves(nn.Module):
+    """Backward leaves both parameters' gradients in one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(64, 64).double())
+        self.b = nn.Parameter(torch.ones(64, 64).double())
+
+    def forward(self, x):
+        return nn.functional.linear(x, (self.a.view(-1) + self.b.view(-1)).view(64, 64))
+
+
+def one_memory():
+    torch.manual_seed(3)
+    model = instep.replicate(Halves())
+    x, y = instep.shard((torch.randn(12, 64).double(), torch.randint(0, 64, (12,))))
+    cross_entropy(model(x), y).backward()
+    return model.a.grad, model.b.grad
+
+
+def test_gradients_that_share_memory_are_summed_once():
+    same_on_one_rank(one_memory)
+
+
+def layouts():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(6 * 16, 5)).double()
+    if instep.rank == 0:  # only there: the others' gradients lie in another order
+        model.to(memory_format=torch.channels_last)
+    instep.replicate(model)
+    x, y = instep.shard((torch.randn(8, 3, 6, 6).double(), torch.randint(0, 5, (8,))))
+    cross_entropy(model(x), y).backward()
+    return tuple(p.grad.contiguous() for p in model.parameters())
+
+
+def test_gradients_of_any_layout():
+    same_on_one_rank(layouts)
