@@ -1,0 +1,41 @@
+"""Where ranks do different work: inside a divided call, and while they load their own rows.
+
+Elsewhere all ranks take the same path. What one rank does for all (a child process, a line of
+standard input) is only known to be asked for by all of them there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """In here, this thread of this rank may do something else than the other ranks."""
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1
+
+
+def is_apart() -> bool:
+    """Whether this thread is in there; always so in a process that a rank forked."""
+    return _depth.value > 0
+
+
+def _forked() -> None:
+    _depth.value += 1
+
+
+os.register_at_fork(after_in_child=_forked)
