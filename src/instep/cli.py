@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
-from instep.launch import script
+from instep.launch import program
 
 COMMANDS = {
     "run": "instep.launch.command",
@@ -37,20 +37,23 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 when it cannot be done as asked.
 
-    `script.py args…` or `-m module args…` instead of a command is run in this process, as a rank
-    of whoever started it (`mpirun -n 2 python -m instep script.py`); what it raises escapes.
+    `script.py args…` or `-m module args…` instead of a command, perhaps after `--plain`, is run in
+    this process, as a rank of whoever started it (`mpirun -n 2 python -m instep script.py`); what
+    it raises escapes.
     """
     words = sys.argv[1:] if argv is None else argv
+    plain = words[:1] == ["--plain"]
+    words = words[plain:]
     name = words[0] if words else ""
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
         if not sys.flags.safe_path:
             del sys.path[0]  # this command's own folder
-        script.run(words)
+        program.run(words, plain=plain)
         return 0
     try:
-        ours, program = _split(words) if name in WITH_PROGRAM else (words, ())
+        ours, theirs = _split(words) if name in WITH_PROGRAM else (words, ())
         asked = _parser(name).parse_args(ours)
-        code: int = asked.command(asked, tuple(program))
+        code: int = asked.command(asked, tuple(theirs))
         return code
     except (LaunchError, VerificationError) as error:
         print(f"instep: {error}", file=sys.stderr)

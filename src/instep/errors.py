@@ -8,7 +8,8 @@ InstepError
 │   ├── PortInUseError            the master's port belongs to somebody else
 │   ├── LeftoverRendezvousError   a rendezvous file of another job
 │   ├── RendezvousError           the ranks cannot meet as asked
-│   └── DeviceError               no accelerator for this rank, or one for two ranks
+│   ├── DeviceError               no accelerator for this rank, or one for two ranks
+│   └── UneditedError             a script that cannot run unedited on several ranks
 ├── RunOnceError                  a run-once scope that cannot hand over its result
 ├── CollectiveError               talking
 │   ├── UnknownOpError            (ValueError) a reduction that does not exist
@@ -253,6 +254,26 @@ class DeviceError(LaunchError):
         return cls(
             f"{_ranks(ranks)} share one GPU ({device}); each rank needs its own. "
             "Give every task one GPU, or start as many ranks as there are GPUs."
+        )
+
+
+class UneditedError(LaunchError):
+    """This script cannot run unedited on several ranks."""
+
+    @classmethod
+    def own_processes(cls, how: str) -> UneditedError:
+        """It starts processes that train."""
+        return cls(
+            f"this script starts training processes of its own ({how}); on several ranks each "
+            "would start them all. Run it with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
+    def too_late(cls, reason: str) -> UneditedError:
+        """It asks to be left alone after work was divided."""
+        return cls(
+            f"this script's work was divided among the ranks, and now {reason}. "
+            "Run it with --plain, as a script for several processes."
         )
 
 

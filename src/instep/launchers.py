@@ -98,7 +98,7 @@ def _torch_names(name: str, *markers: str) -> Launcher:
 
 
 LAUNCHERS = (
-    _torch_names("instep run", JOB),
+    _torch_names("instep run", JOB, "RANK"),
     _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
     _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE"),
     Launcher(
@@ -154,6 +154,32 @@ LAUNCHERS = (
     _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE"),
 )
 """In the order of precedence: the innermost launcher first, half of a pair last."""
+
+
+_PREFIXES = (
+    *("HYDI_", "JSM_NAMESPACE_", "MPI_LOCAL", "OMPI_", "PMIX_", "PMI_", "SLURM_STEP"),
+    "TORCHELASTIC_",
+)
+_NAMES = frozenset(
+    {
+        FAILURE_FILE,
+        STORE_FD,
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *(f"HOROVOD_{a}{b}" for a in ("", "LOCAL_", "CROSS_") for b in ("RANK", "SIZE")),
+        *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *(f"SLURM_{name}" for name in ("GTIDS", "LOCALID", "NODEID", "NPROCS", "NTASKS")),
+        *(f"SLURM_{name}" for name in ("PROCID", "TASKS_PER_NODE", "TASK_PID")),
+    }
+)
+
+
+def says_who(name: str) -> bool:
+    """Whether a launcher tells its ranks by this variable who they are and where they meet.
+
+    Not so the name of the job, by which `instep run` finds what its ranks leave behind.
+    """
+    return name in _NAMES or name.startswith(_PREFIXES)
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:

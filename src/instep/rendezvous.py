@@ -31,6 +31,8 @@ from instep.stores import open_store
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
+_met: list[World] = []
+"""The world whose ranks have met here: the launcher's variables need not be there any more."""
 
 
 def current() -> World:
@@ -44,6 +46,8 @@ def current() -> World:
     if not dist.is_initialized():
         return launchers.detect()
     rank, size = dist.get_rank(), dist.get_world_size()
+    if _met and (_met[-1].rank, _met[-1].size) == (rank, size):
+        return _met[-1]
     try:
         told = launchers.detect()
     except LaunchVariablesError:
@@ -88,7 +92,8 @@ def init(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    atexit.register(_leave)
+    _met[:] = [world]
+    atexit.register(leave)
     _no_device_twice(world, device)
     return world
 
@@ -124,7 +129,9 @@ def _backend(world: World, device: torch.device) -> str:
     return shm.NAME if shared and world.one_host else "gloo"
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Forget the other ranks; does nothing where they have not met."""
+    _met.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -6,9 +6,122 @@ nothing is.
 
 from __future__ import annotations
 
+import builtins
+import io
+import os
+import shutil
+import subprocess
+import tempfile
+
+from instep.auto import children, files, guards, streams, writers
+from instep.auto.layers import Layer
+from instep.auto.overlay import Shadow
 from instep.auto.patching import Patch, Patched
 
-PATCHES: tuple[Patch, ...] = ()
+_SEEN = "each rank sees the files as one process would have left them"
+_ONCE = "rank 0 changes the files, the others what they see of them"
+_BY_NAME = "this library opens the file itself"
+_OWN = "its name is drawn by each process, so it is no other rank's"
+_TERMINAL = "stdin and the terminal are rank 0's, on all ranks"
+_CHILD = "a child process runs once, and all ranks get what came of it"
+_LEFT = "a script that is distributed already is left alone"
+_HIDDEN = "the script knows of one process"
+_REFUSED = "training processes of the script's own cannot be divided"
+
+FILES = (
+    Patch(builtins, "open", files.open_, _ONCE),
+    Patch(io, "open", files.open_, _ONCE),
+    Patch("tarfile", "bltn_open", files.open_, _ONCE),
+    Patch("bz2", "_builtin_open", files.open_, _ONCE),
+    Patch("lzma", "_builtin_open", files.open_, _ONCE),
+    Patch(os, "open", files.os_open, _ONCE),
+    Patch(os, "truncate", files.truncate, _ONCE),
+    *(Patch(os, name, files.look, _SEEN) for name in ("stat", "access", "statvfs")),
+    *(Patch(os, name, files.look, _SEEN) for name in ("getxattr", "listxattr", "pathconf")),
+    *(Patch(os, name, files.look_at_link, _SEEN) for name in ("lstat", "readlink")),
+    Patch(os, "listdir", files.listdir, _SEEN),
+    Patch(os, "scandir", files.scandir, _SEEN),
+    *(Patch(os, name, files.make, _ONCE) for name in ("mkdir", "mkfifo", "mknod")),
+    Patch(os, "symlink", files.symlink, _ONCE),
+    Patch(os, "link", files.link, _ONCE),
+    *(Patch(os, name, files.unlink, _ONCE) for name in ("unlink", "remove")),
+    Patch(os, "rmdir", files.rmdir, _ONCE),
+    *(Patch(os, name, files.rename, _ONCE) for name in ("rename", "replace")),
+    *(Patch(os, name, files.describe, _ONCE) for name in ("chmod", "chown", "lchown", "utime")),
+    *(Patch(os, name, files.describe, _ONCE) for name in ("setxattr", "removexattr")),
+    Patch(shutil, "rmtree", files.rmtree, "files are known by their paths"),
+    Patch(os, "chdir", files.chdir, _SEEN),
+    Patch(os, "getcwd", files.getcwd, _SEEN),
+    Patch(os, "getcwdb", files.getcwdb, _SEEN),
+    *(Patch(tempfile, name, files.temporary, _OWN) for name in ("mkstemp", "mkdtemp")),
+    *(Patch(tempfile, f"{name}TemporaryFile", files.temporary, _OWN) for name in ("Named", "")),
+    Patch("torch", "save", writers.torch_save, _BY_NAME),
+    Patch("torch", "load", writers.torch_load, _BY_NAME),
+    Patch("torch.jit", "save", writers.write_second, _BY_NAME),
+    Patch("torch.jit", "load", writers.read_first, _BY_NAME),
+    Patch("h5py:File", "__init__", writers.opens, _BY_NAME),
+    Patch("soundfile:SoundFile", "__init__", writers.opens, _BY_NAME),
+    Patch("sqlite3", "connect", writers.connect, _BY_NAME),
+    Patch("cv2", "imwrite", writers.write_first, _BY_NAME),
+    Patch("cv2", "imread", writers.read_first, _BY_NAME),
+    Patch("torchvision.io.image", "write_file", writers.write_first, _BY_NAME),
+    Patch("torchvision.io.image", "read_file", writers.read_first, _BY_NAME),
+    Patch("pyarrow.parquet", "write_table", writers.write_second, _BY_NAME),
+    Patch("pyarrow.parquet", "read_table", writers.read_first, _BY_NAME),
+)
+"""What every process needs that sees the files through layers."""
+
+STREAMS = (
+    Patch(builtins, "input", streams.input_, _TERMINAL),
+    Patch(os, "read", streams.read, _TERMINAL),
+    Patch(os, "isatty", streams.isatty, _TERMINAL),
+    Patch(os, "get_terminal_size", streams.terminal_size, _TERMINAL),
+)
+
+CHILDREN = (
+    Patch(subprocess, "run", children.run, _CHILD),
+    Patch(subprocess, "call", children.run, _CHILD),
+    Patch(os, "system", children.system, _CHILD),
+    Patch(os, "popen", children.popen, _CHILD),
+    Patch("multiprocessing.spawn", "get_preparation_data", children.preparation_data, _SEEN),
+    Patch("torch.multiprocessing.spawn", "start_processes", children.start_processes, _REFUSED),
+    Patch("torch.multiprocessing", "start_processes", children.start_processes, _REFUSED),
+    Patch("torch.nn:Module", "share_memory", children.share_memory, _REFUSED),
+    Patch("multiprocessing.process:BaseProcess", "start", children.start, _REFUSED),
+    Patch("wandb", "init", writers.silent_init, "one run is logged, not one for each rank"),
+)
+
+GUARDS = (
+    Patch(type(os.environ), "__getitem__", guards.environ_getitem, _LEFT),
+    Patch(type(os.environ), "get", guards.environ_get, _HIDDEN),
+    Patch(type(os.environ), "__contains__", guards.environ_contains, _HIDDEN),
+    Patch("instep", "__getattr__", guards.window, _LEFT),
+    Patch("torch.distributed", "is_initialized", guards.is_initialized, _HIDDEN),
+    Patch("torch.distributed", "get_rank", guards.place, _HIDDEN),
+    Patch("torch.distributed", "get_world_size", guards.place, _HIDDEN),
+    *(
+        Patch(owner, name, guards.claims(f"it {reason}"), _LEFT)
+        for owner, name, reason in (
+            ("torch.distributed", "init_process_group", "starts a process group of its own"),
+            (
+                "torch.nn.parallel:DistributedDataParallel",
+                "__init__",
+                "uses DistributedDataParallel",
+            ),
+            ("horovod.torch", "init", "uses Horovod"),
+            ("apex.parallel:DistributedDataParallel", "__init__", "uses Apex"),
+            ("deepspeed", "initialize", "uses DeepSpeed"),
+            ("deepspeed", "init_distributed", "uses DeepSpeed"),
+            ("accelerate.state:PartialState", "__init__", "uses Accelerate"),
+            ("lightning.fabric.fabric:Fabric", "__init__", "uses Lightning"),
+            ("lightning.pytorch.trainer.trainer:Trainer", "__init__", "uses Lightning"),
+            ("lightning_fabric.fabric:Fabric", "__init__", "uses Lightning"),
+            ("pytorch_lightning.trainer.trainer:Trainer", "__init__", "uses Lightning"),
+        )
+    ),
+)
+
+PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS)
 
 _put_in: list[Patched] = []
 
@@ -23,3 +136,9 @@ def undo() -> None:
     """Take everything out again, exactly; does nothing where nothing is in."""
     while _put_in:
         _put_in.pop().undo()
+
+
+def see_files(own: str, *before: str) -> None:
+    """In a process that a rank spawned: see the files through these layers, as the rank does."""
+    files.play(Shadow(Layer(own), Layer(before[0]) if before else None))
+    _put_in.append(Patched(FILES))

@@ -1,14 +1,17 @@
-"""A script is divided from `start` to `stop`: meet, agree, hide the launcher, put the table in."""
+"""A script is divided from `start` to `stop`: every rank runs it, and it sees one process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 from instep import launchers
-from instep.auto import patches
+from instep.auto import hiding, seeds
+from instep.errors import UneditedError
 from instep.identity import World
 
 
@@ -19,10 +22,10 @@ class Session:
     world: World
     seed: int
     """What torch, numpy and random were seeded with on every rank."""
-    hidden: Mapping[str, str] = field(repr=False)
-    """The launcher's variables, which the script does not see."""
-    divided: bool = field(default=False)
-    """Whether any work was divided so far: then it is too late to stand down."""
+    divided: bool = False
+    """Whether any work was divided so far: then it is too late to leave the script alone."""
+    together: Any = field(default=None, repr=False)
+    """What is in place, in a world of more than one."""
 
 
 _current: Session | None = None
@@ -36,19 +39,74 @@ def current() -> Session | None:
 def start() -> Session | None:
     """Meet the other ranks and let the script that follows see one process.
 
-    Does nothing in a process that another one forked or spawned, or a second time.
+    Does nothing a second time, or in a process that multiprocessing started: that is no rank.
+    Starts this program again where strings would hash differently on the ranks.
+    Raises LaunchError.
     """
     global _current
     if _current is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
-        _current = Session(world, 0, dict(os.environ))
         if world.size > 1:
-            patches.install()
+            _hash_alike()
+        hiding.narrow(world)
+        _current = _alone(world) if world.size == 1 else _together(world)
     return _current
 
 
 def stop() -> None:
     """Undo everything."""
     global _current
-    patches.undo()
-    _current = None
+    session, _current = _current, None
+    if session is None:
+        return
+    if session.together is None:
+        hiding.show()
+    else:
+        session.together.end()
+
+
+def stand_down(reason: str) -> None:
+    """Leave the script alone from here on: it runs on every rank as it stands.
+
+    Raises UneditedError where work was divided already.
+    """
+    session = _current
+    if session is None:
+        return
+    if session.divided:
+        raise UneditedError.too_late(reason)
+    say_left_alone(session.world, reason)
+    stop()
+    import_module("instep.rendezvous").leave()
+
+
+def say_left_alone(world: World, reason: str) -> None:
+    """One line, on rank 0 of several."""
+    if world.rank == 0 and world.size > 1:
+        print(
+            f"instep: every rank runs this script as it is, nothing is divided: {reason}.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _alone(world: World) -> Session:
+    """A world of one needs neither the other rooms nor torch."""
+    seed = seeds.draw()
+    seeds.sow(seed)
+    hiding.hide()
+    return Session(world, seed)
+
+
+def _together(world: World) -> Session:
+    together = import_module("instep.auto.together").Together(world, stand_down)
+    return Session(together.world, together.seed, together=together)
+
+
+def _hash_alike() -> None:
+    """Sets of strings have the same order on all ranks: Python decides that as it starts."""
+    if os.environ.get("PYTHONHASHSEED", "random") == "random" and "-" not in sys.orig_argv:
+        os.environ["PYTHONHASHSEED"] = "0"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, sys.orig_argv)

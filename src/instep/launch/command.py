@@ -14,7 +14,10 @@ from instep.launch.job import Job
 RUN = """\
 Run a script on N processes of this host, as `python script.py` would on one.
 
-Each rank finds its place in the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
+The script may be one that was written for one process: every rank runs it, its calls of modules
+are divided among them, and it sees, prints and writes what one process would. A script that uses
+instep or torch.distributed itself runs as it is on every rank, as any script does with --plain,
+and finds its place in the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
 When a rank fails, the others are stopped and its traceback is printed, once and last; the exit
 code is that of the rank that failed first. Everything after the script's name belongs to the
 script. `-m module` runs a module, as `python -m module` would.
@@ -32,7 +35,8 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes of this host",
         description=RUN,
-        usage="instep run -n N [--output prefix|rank0|DIR] (script.py | -m module) [args ...]",
+        usage="instep run -n N [--plain] [--output prefix|rank0|DIR] "
+        "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
@@ -40,12 +44,13 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks"
     )
+    parser.add_argument("--plain", action="store_true", help="divide nothing of the script")
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises CommandLineError, StartError."""
-    job = Job(asked.n, tuple(program), asked.output)
+    job = Job(asked.n, tuple(program), asked.output, asked.plain)
     return supervisor.run(job, started=lambda: _mention_findings(job.command[0]))
 
 

@@ -8,20 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from instep.launchers import FAILURE_FILE, JOB, STORE_FD
-
-OUTER_PREFIXES = ("HYDI_", "MPI_LOCAL", "OMPI_", "PMIX_", "PMI_", "SLURM_STEP", "TORCHELASTIC_")
-OUTER_NAMES = frozenset(
-    {
-        FAILURE_FILE,
-        STORE_FD,
-        *(f"HOROVOD_{a}{b}" for a in ("", "LOCAL_", "CROSS_") for b in ("RANK", "SIZE")),
-        *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-        *(f"SLURM_{name}" for name in ("GTIDS", "LOCALID", "NODEID", "NPROCS", "NTASKS")),
-        *(f"SLURM_{name}" for name in ("PROCID", "TASKS_PER_NODE", "TASK_PID")),
-    }
-)
-"""What a launcher around this one said about *its* ranks: it would contradict ours."""
+from instep.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,7 @@ def rank_environment(
     store_fd: int | None,
 ) -> dict[str, str]:
     """The user's environment as rank `rank` shall see it."""
-    kept = {name: value for name, value in environ.items() if not _is_of_outer_launcher(name)}
+    kept = {name: value for name, value in environ.items() if not says_who(name)}
     threads = str(meeting.threads)
     if "OMP_NUM_THREADS" not in kept:
         kept.setdefault("MKL_NUM_THREADS", threads)
@@ -77,10 +64,6 @@ def rank_environment(
     if store_fd is not None:
         place[STORE_FD] = store_fd
     return defaults | kept | {name: str(value) for name, value in place.items()}
-
-
-def _is_of_outer_launcher(name: str) -> bool:
-    return name in OUTER_NAMES or name.startswith(OUTER_PREFIXES)
 
 
 def threads_per_rank(size: int) -> int:

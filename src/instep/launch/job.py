@@ -18,6 +18,8 @@ class Job:
     """As the interpreter would take it: `script.py args…` or `-m package.module args…`."""
     output: str = "prefix"
     """`prefix`, `rank0`, or the folder for one file per rank and stream."""
+    plain: bool = False
+    """Whether the program runs as it is, with nothing of it divided."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

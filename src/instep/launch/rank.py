@@ -82,6 +82,8 @@ def start_rank(
     environ: Mapping[str, str],
     streams: Streams,
     store: socket.socket | None,
+    *,
+    plain: bool,
 ) -> Rank:
     """Start one rank; it waits for `go`. `store` is the listening socket, for rank 0 only.
 
@@ -89,10 +91,11 @@ def start_rank(
     """
     ours, theirs = socket.socketpair()
     buffering = "untouched" if streams[0] is None else "lines"
+    way = "plain" if plain else "unedited"
     worker = [sys.executable, "-P", "-m", "instep.launch.worker"]
     with theirs:
         process = subprocess.Popen(
-            [*worker, str(theirs.fileno()), buffering, *command],
+            [*worker, str(theirs.fileno()), buffering, way, *command],
             env=environ,
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=streams[0],

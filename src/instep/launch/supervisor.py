@@ -109,7 +109,9 @@ def _start_ranks(
             store_fd=None if held is None else held.fileno(),
         )
         try:
-            rank = start_rank(number, job.command, environ, output.streams(number), held)
+            rank = start_rank(
+                number, job.command, environ, output.streams(number), held, plain=job.plain
+            )
         except OSError as error:
             raise StartError(number, job.size, error.strerror or str(error)) from None
         yield rank

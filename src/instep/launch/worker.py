@@ -1,7 +1,7 @@
 """The entry of each rank: run the user's program, and keep what escapes from it.
 
-`python -P -m instep.launch.worker LINE lines|untouched script.py args…`, where LINE is a socket
-to the supervisor.
+`python -P -m instep.launch.worker LINE lines|untouched unedited|plain script.py args…`, where LINE
+is a socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from instep.launch import script
+from instep.launch import program
 from instep.launch.failure import Failure
 from instep.launch.line import FAILED, GO, READY
 from instep.launchers import FAILURE_FILE, STORE_FD
 
 LINES = "lines"
 """The supervisor reads this rank's output: send each line as it is printed."""
+PLAIN = "plain"
+"""Run the script as it is, and divide nothing."""
 
 
-def main(line: str, buffering: str, *command: str) -> None:
+def main(line: str, buffering: str, way: str, *command: str) -> None:
     """Run `command` and exit as it would, except that what it raises is written, not printed."""
     hook = sys.excepthook = Hook()
+    leave = Leave(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        script.run(command)
+        program.run(command, plain=way == PLAIN)
     except SystemExit as leaving:
-        sys.exit(_leave_by_exit(leaving.code, int(line)))
+        sys.exit(leave.by_exit(leaving.code))
     except KeyboardInterrupt:
         sys.excepthook = _say_nothing
         raise
     except BaseException as error:
         hook.written = error.with_traceback(_users_frames(error))
         text = "".join(traceback.format_exception(error))
-        _leave_failure(int(line), code=1, raised=True, text=text)
+        leave.failure(code=1, raised=True, text=text)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
@@ -71,24 +75,32 @@ def _wait_for_go(line: int) -> None:
         os._exit(1)  # the supervisor was killed before the guard knew of this rank
 
 
-def _leave_by_exit(meant: object, line: int) -> int:
-    """What SystemExit means to the interpreter, with the message left to the supervisor."""
-    if meant is None:
-        return 0
-    if not isinstance(meant, int):
-        _leave_failure(line, code=1, text=f"{meant}\n")
-        return 1
-    if code := meant & 0xFF:
-        _leave_failure(line, code=code)
-    return code
+@dataclass(frozen=True)
+class Leave:
+    """How this rank says that it failed."""
 
+    line: int
+    rank: int
+    file: Path
 
-def _leave_failure(line: int, *, code: int, raised: bool = False, text: str = "") -> None:
-    now = time.time()
-    failure = Failure(int(os.environ["RANK"]), now, code, raised, text)
-    failure.write(Path(os.environ[FAILURE_FILE]))
-    with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
-        os.write(line, FAILED)
+    def by_exit(self, meant: object) -> int:
+        """What SystemExit means to the interpreter, with the message left to the supervisor."""
+        if meant is None:
+            return 0
+        if not isinstance(meant, int):
+            self.failure(code=1, text=f"{meant}\n")
+            return 1
+        if code := meant & 0xFF:
+            self.failure(code=code)
+        return code
+
+    def failure(self, *, code: int, raised: bool = False, text: str = "") -> None:
+        """To the supervisor."""
+        now = time.time()
+        with program.real_files():
+            Failure(self.rank, now, code, raised, text).write(self.file)
+        with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
+            os.write(self.line, FAILED)
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:

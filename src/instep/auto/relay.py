@@ -1,0 +1,99 @@
+"""What rank 0 does for all: it does it, and tells the others what came of it.
+
+Not a collective: rank 0 never waits. A rank that asks for what rank 0 has not come to waits, since
+outside of `apart` all ranks take the same path; it says so when rank 0 does something else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from instep import knobs
+from instep.auto.apart import apart, is_apart
+from instep.errors import CollectiveTimeoutError, DisagreementError
+
+T = TypeVar("T")
+
+_FIRST, _LONGEST = 0.0005, 0.05
+"""Seconds between two looks: they double from the first to the longest."""
+
+
+class Relay:
+    """Numbered messages from rank 0, in the order in which the script asks for them."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = dist.PrefixStore("instep/told", store)
+        self._rank = rank
+        self._number = 0
+        self._process = os.getpid()
+
+    def reaches_here(self) -> bool:
+        """Whether all ranks come to this place: the main thread, not apart, in the rank itself."""
+        return (
+            os.getpid() == self._process
+            and threading.current_thread() is threading.main_thread()
+            and not is_apart()
+        )
+
+    def once(self, what: str, do: Callable[[], T]) -> T:
+        """The value of `do()`, or its exception, on rank 0. It must pickle."""
+        self._number += 1
+        begun, done = f"{self._number}/begun", f"{self._number}/done"
+        if self._rank != 0:
+            self._wait_for_the_same(begun, what)
+            self._wait(done, None)
+            value: T = _unpacked(self._store.get(done))
+            return value
+        self._store.set(begun, what)
+        try:
+            with apart():
+                value = do()
+        except Exception as error:
+            self._tell(done, _packed(error))
+            raise
+        self._tell(done, pickle.dumps((value, None)))
+        return value
+
+    def _tell(self, key: str, message: bytes) -> None:
+        self._store.set(key, message)  # type: ignore[arg-type]  # the stub knows only str
+
+    def _wait_for_the_same(self, begun: str, what: str) -> None:
+        if not self._wait(begun, float(int(knobs.TIMEOUT))):
+            raise CollectiveTimeoutError(["rank 0"], what, float(int(knobs.TIMEOUT)))
+        theirs = self._store.get(begun).decode()
+        if theirs != what:
+            raise DisagreementError(
+                "what comes next", {theirs: [0], what: [self._rank]},
+                "Something that differs between processes (time, process id, host name) decides "
+                "in this script; start it with --plain.",
+            )  # fmt: skip
+
+    def _wait(self, key: str, seconds: float | None) -> bool:
+        pause, begun = _FIRST, time.monotonic()
+        while not self._store.check([key]):
+            if seconds is not None and time.monotonic() - begun > seconds:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return True
+
+
+def _packed(error: Exception) -> bytes:
+    try:
+        return pickle.dumps((None, error))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+def _unpacked(message: bytes) -> Any:
+    value, error = pickle.loads(message)
+    if error is not None:
+        raise error
+    return value

@@ -1,0 +1,34 @@
+"""One seed for every generator of every rank."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from types import ModuleType
+from typing import Any
+
+from instep import knobs
+from instep.auto.patching import when_imported
+from instep.errors import LaunchVariablesError
+
+
+def draw() -> int:
+    """The job's seed: INSTEP_SEED, else a new one."""
+    if not str(knobs.SEED):
+        return int.from_bytes(os.urandom(4), "little")
+    return int(knobs.SEED)
+
+
+def sow(seed: int) -> None:
+    """Seed random, numpy and torch: the last two when they are imported, if they ever are."""
+    if not 0 <= seed < 2**32:
+        raise LaunchVariablesError(f"{knobs.SEED.name}={seed} is not a seed from 0 to 2**32 - 1.")
+    random.seed(seed)
+    when_imported("numpy", lambda: _module("numpy").random.seed(seed))
+    when_imported("torch", lambda: _module("torch").manual_seed(seed))
+
+
+def _module(name: str) -> Any:
+    module: ModuleType = sys.modules[name]
+    return module

@@ -1,0 +1,33 @@
+"""The user's program in this process, as one rank of several: divided, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instep import launchers
+from instep.auto import real, session
+from instep.launch import reading, script
+
+real_files = real.real
+
+
+def run(command: Sequence[str], *, plain: bool = False) -> None:
+    """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
+
+    Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
+    sees one process, and its work is divided until this process ends.
+    """
+    if not plain:
+        begin(command)
+    script.run(command)
+
+
+def begin(command: Sequence[str]) -> None:
+    """Let `command`, which follows, run unedited, if it is not to be left alone."""
+    if command[0] == "-m" and command[1].partition(".")[0] == "instep":
+        return
+    reason = reading.speaks_for_itself(command)
+    if reason is None:
+        session.start()
+    else:
+        session.say_left_alone(launchers.detect(), reason)
