@@ -17,13 +17,13 @@ class Workload(NamedTuple):
     targets: Tensor
 
 
-def workload(name: str, rows: int | None = None) -> Workload:
-    """`mlp` (communication-bound) or `resnet18` (compute-bound), with one rank's batch."""
+def workload(name: str, rows: int | None = None, ranks: int = 1) -> Workload:
+    """`mlp` (communication-bound) or `resnet18` (compute-bound), with the batch of some ranks."""
     if name == "mlp":
-        rows = rows or 8
+        rows = ranks * (rows or 8)
         return Workload(mlp(), torch.randn(rows, 512), torch.randint(0, 1000, (rows,)))
     if name == "resnet18":
-        rows = rows or 16
+        rows = ranks * (rows or 16)
         return Workload(resnet18(), torch.randn(rows, 3, 64, 64), torch.randint(0, 1000, (rows,)))
     raise ValueError(f"unknown model {name!r}; known are mlp and resnet18.")
 

@@ -28,6 +28,10 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep.auto.patches import DIVISION
+from instep.auto.patching import Patched
+from instep.divided import modules
+from instep.divided.backward import backward as divided_backward
 from instep.reducer import Backward as Collected
 from instep.reducer import Reducer, collecting
 from instep.transport import transport
@@ -35,7 +39,7 @@ from models import workload
 
 Step = Callable[[], None]
 Backward = Callable[[Tensor], None]
-Strategy = Callable[[nn.Module], tuple[nn.Module, Backward]]
+Strategy = Callable[[nn.Module], tuple[Callable[[Tensor], Any], Backward]]
 
 
 def engine(loss: Tensor) -> None:
@@ -65,6 +69,17 @@ def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
     return model, backward
 
 
+def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
+    """What `instep run` does to a script that knows nothing of it: the batch is whole."""
+    Patched(patch for patch in DIVISION if patch.owner not in (nn.Module, torch.autograd))
+    call = nn.Module.__call__
+
+    def backward(loss: Tensor) -> None:
+        divided_backward(lambda roots, *_: engine(roots), loss)
+
+    return lambda inputs: modules.call(call, model, inputs), backward
+
+
 STRATEGIES: dict[str, Strategy] = {
     "none": lambda model: (model, engine),
     "ddp": ddp(),
@@ -72,15 +87,16 @@ STRATEGIES: dict[str, Strategy] = {
     "instep": replicated(),
     "instep_local_bn": replicated(batch_statistics="rank"),
     "instep_inexact": inexact,
+    "instep_unedited": unedited,
 }
 
 
 def training_step(name: str, strategy: Strategy) -> Step:
     """One step of SGD with momentum on one rank's batch."""
     torch.manual_seed(0)
-    load = workload(name)
+    load = workload(name, ranks=dist.get_world_size() if strategy is unedited else 1)
     model, backward = strategy(load.model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(load.model.parameters(), 0.01, momentum=0.9)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -126,7 +142,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for strategy, values in times.items():
         result[strategy] = {"median_ms": statistics.median(values)}
-        for base in ("none", "ddp", "instep_inexact"):
+        for base in ("none", "ddp", "instep", "instep_inexact"):
             if strategy != base and base in times:
                 ratios = [a / b for a, b in zip(values, times[base], strict=True)]
                 q1, median, q3 = statistics.quantiles(ratios, n=4)

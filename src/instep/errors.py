@@ -552,6 +552,19 @@ class CannotShardError(TrainingError, TypeError):
     """There is no way to cut a block out of this."""
 
 
+class UndividedError(TrainingError):
+    """A module's call cannot be divided among the ranks."""
+
+    @classmethod
+    def other_outputs(cls, name: str) -> UndividedError:
+        """A planned call returned something of another structure."""
+        return cls(
+            f"{name} returns something else than when its division was proven (another number of "
+            "outputs, or others). Run this script with --plain, or keep what it returns the same "
+            "for the same kind of arguments."
+        )
+
+
 class MixedBatchesError(TrainingError):
     """One backward through two batches of which this rank holds different fractions."""
 

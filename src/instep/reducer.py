@@ -52,7 +52,7 @@ def collecting(backward: Backward) -> Iterator[None]:
         _under_way = None
 
 
-def _sparse_sum(grad: Tensor) -> Tensor:
+def sparse_sum(grad: Tensor) -> Tensor:
     """The sum over ranks of a sparse gradient. Collective."""
     mine = grad.coalesce()
     parts = all_gather_object((mine.indices(), mine.values()))
@@ -140,7 +140,7 @@ class Reducer:
         self._summed.add(index)
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
-            return _sparse_sum(grad)
+            return sparse_sum(grad)
         total = grad.clone(memory_format=torch.contiguous_format)
         self.transport.all_reduce(real(total), "sum").wait()
         return total

@@ -13,10 +13,14 @@ import shutil
 import subprocess
 import tempfile
 
+import torch
+from torch import nn
+
 from instep.auto import children, files, guards, streams, writers
 from instep.auto.layers import Layer
 from instep.auto.overlay import Shadow
 from instep.auto.patching import Patch, Patched
+from instep.divided import backward, checkpoints, losses, modules, statistics
 
 _SEEN = "each rank sees the files as one process would have left them"
 _ONCE = "rank 0 changes the files, the others what they see of them"
@@ -121,7 +125,35 @@ GUARDS = (
     ),
 )
 
-PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS)
+DIVISION: tuple[Patch, ...] = (
+    Patch(nn.Module, "__call__", modules.call, "the outermost call of a module is divided"),
+    Patch(torch.autograd, "backward", backward.backward, "sums over ranks travel meanwhile"),
+    Patch(
+        nn.functional,
+        "batch_norm",
+        statistics.batch_norm,
+        "in a divided call the statistics are those of the whole batch",
+    ),
+    Patch(
+        nn.SyncBatchNorm,
+        "forward",
+        statistics.sync_batch_norm,
+        "it would add up what every rank has whole",
+    ),
+    Patch(
+        "torch.utils.checkpoint",
+        "checkpoint",
+        checkpoints.checkpoint,
+        "backward would compute again outside of the divided call",
+    ),
+    *(
+        Patch(nn.functional, name, losses.loss, "in a divided call a loss is the whole batch's")
+        for name in losses.NAMES
+    ),
+)
+"""What divides the calls of modules."""
+
+PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION)
 
 _put_in: list[Patched] = []
 

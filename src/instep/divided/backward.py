@@ -1,0 +1,34 @@
+"""The script's `backward()`, in which sums over the ranks travel while it still runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.divided.region import regions_below
+from instep.divided.sums import collecting
+from instep.seams import Function
+from instep.transport import transport
+
+
+def backward(
+    original: Function,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
+    rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    nested = torch._C._current_graph_task_id() != -1
+    if nested or create_graph or inputs is not None:
+        original(tensors, *rest)
+        return
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    calls = [region.cargoes for region in regions_below(roots)]
+    with collecting(calls, transport()):
+        original(tensors, *rest)

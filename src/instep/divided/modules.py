@@ -1,0 +1,166 @@
+"""Calls of modules: the outermost one is divided among the ranks, where that is proven the same."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from instep.divided.proof import Call, Plan, divided, prove, recheck
+from instep.seams import Function
+from instep.transport import Transport, transport
+
+PROOFS = 4
+"""Other shapes are proven anew this many times; after that they count among the samples."""
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of a module's calls in one mode: arguments of one structure, training or not,
+    with gradients or without."""
+
+    mode: tuple[Any, ...]
+    plan: Plan | None = None
+    why_not: str = ""
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    calls: int = 0
+
+    def is_due(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether this call is to be compared with the whole forward.
+
+        The first ones of new shapes are, then the 16th, 64th, 256th call, and so on.
+        """
+        if shapes not in self.shapes and len(self.shapes) < PROOFS:
+            return True
+        return self.calls >= 16 and self.calls.bit_count() == 1 and self.calls.bit_length() % 2 == 1
+
+
+@dataclass
+class Work:
+    """What this rank did so far."""
+
+    divided: int = 0
+    """Calls of which it computed its own rows."""
+    whole: int = 0
+    """Calls that every rank computed whole."""
+    samples: int = 0
+    """Rows that went through this rank's modules in training."""
+
+
+work = Work()
+_known: WeakKeyDictionary[nn.Module, list[Known]] = WeakKeyDictionary()
+_inside = False
+_said: set[tuple[str, str]] = set()
+
+
+def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module.__call__: divided if it is an outermost one of a module with parameters."""
+    global _inside
+    if (
+        torch.compiler.is_compiling()
+        or _inside
+        or torch.jit.is_tracing()
+        or next(module.parameters(), None) is None
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        return original(module, *args, **kwargs)
+    _inside = True
+    try:
+        leaves, spec = tree_flatten((args, kwargs))
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return original(module, *args, **kwargs)
+        return _outermost(Call(original, module, leaves, spec), transport())
+    finally:
+        _inside = False
+
+
+def _outermost(call: Call, way: Transport) -> Any:
+    known = _what_is_known(call)
+    shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+    known.calls += 1
+    if known.plan is None and known.why_not:
+        output = call.whole()
+    elif _rows(call, known.plan) < way.size:
+        _say(call.module, "some batches have fewer rows than there are ranks")
+        output = call.whole()
+        _count(call, None, way)
+        return output
+    elif known.plan is None:
+        known.shapes.add(shapes)
+        known.plan, output, known.why_not = prove(call, way)
+    elif known.is_due(shapes):
+        known.shapes.add(shapes)
+        output, known.why_not = recheck(call, known.plan, way)
+    else:
+        output = divided(call, known.plan, way)
+    if known.why_not:
+        known.plan = None
+        _say(call.module, known.why_not)
+    _count(call, known.plan, way)
+    return output
+
+
+def _count(call: Call, plan: Plan | None, way: Transport) -> None:
+    if plan is None:
+        work.whole += 1
+        rows = _rows(call, None)
+    else:
+        work.divided += 1
+        block = plan.division.block(call.leaves, way.rank, way.size)
+        rows = block.count if block is not None else 0
+    if call.module.training and torch.is_grad_enabled():
+        work.samples += rows
+
+
+def _rows(call: Call, plan: Plan | None) -> int:
+    """How many rows this batch has; 0 where it cannot be said."""
+    if plan is not None:
+        block = plan.division.block(call.leaves, 0, 1)
+        return 0 if block is None else block.total
+    sizes = [max(x.shape[:2]) for x in call.leaves if isinstance(x, Tensor) and x.dim()]
+    return max(sizes, default=0)
+
+
+def _what_is_known(call: Call) -> Known:
+    mode = (
+        call.module.training,
+        torch.is_grad_enabled(),
+        call.spec,
+        tuple(_kind(leaf) for leaf in call.leaves),
+    )
+    modes = _known.setdefault(call.module, [])
+    for known in modes:
+        if known.mode == mode:
+            return known
+    modes.append(Known(mode))
+    return modes[-1]
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an argument calls for a proof of its own; shapes do by themselves."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+
+
+def forget() -> None:
+    """Prove everything anew, and count from zero."""
+    _known.clear()
+    _said.clear()
+    work.__init__()  # type: ignore[misc]
+
+
+def _say(module: nn.Module, why: str) -> None:
+    """One line, once, on rank 0: what is computed whole on every rank, and why."""
+    line = (type(module).__name__, why)
+    if line not in _said:
+        _said.add(line)
+        if transport().rank == 0:
+            name, why = line
+            print(f"instep: {name} is computed whole on every rank: {why}.", file=sys.stderr)

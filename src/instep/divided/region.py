@@ -1,0 +1,167 @@
+"""A divided call under way: own rows in, aliases for the parameters, everyone's rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from instep import calls
+from instep.blocks import Block
+from instep.calls import Call
+from instep.divided.compiled import compiling
+from instep.divided.crossing import own_rows, share
+from instep.divided.division import Division
+from instep.divided.draws import WholeDraws
+from instep.divided.sums import Cargo, aliases
+from instep.seams import Function
+from instep.transport import Transport
+
+
+@dataclass(eq=False)
+class Region:
+    """What one divided call is made of."""
+
+    block: Block
+    division: Division
+    way: Transport
+    drawing: bool
+    """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
+    operation."""
+    inputs: list[Tensor] = field(default_factory=list)
+    """What came in from the script and requires a gradient."""
+    cargoes: list[Cargo] = field(default_factory=list)
+    """What the gradients of its parameters travel in."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this call is under way: for its forward, and for what backward computes again."""
+        global _current, _inside
+        draws = WholeDraws(self.block, self.division.batch_dim, self.way) if self.drawing else None
+        calls.enter(Call(self.block, statistics="global"))
+        before, _current, _inside = _current, self, True
+        try:
+            with draws or nullcontext():
+                yield
+        finally:
+            _current, _inside = before, before is not None
+            calls.leave()
+
+
+_current: Region | None = None
+_inside = False  # what torch.compile can put a guard on
+
+
+def current() -> Region | None:
+    """The divided call under way."""
+    return _current
+
+
+def is_inside() -> bool:
+    """Whether a divided call is under way."""
+    return _inside
+
+
+def run(
+    original: Function,
+    module: nn.Module,
+    leaves: Sequence[Any],
+    spec: TreeSpec,
+    region: Region,
+) -> tuple[list[Any], TreeSpec]:
+    """Call the module with this rank's rows; returns the flat outputs and their structure."""
+    own = [_own(leaf, dim, region) for leaf, dim in zip(leaves, region.division.dims, strict=True)]
+    if torch.is_grad_enabled():
+        region.inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    args, kwargs = tree_unflatten(own, spec)
+    with region.entered(), _represented(module, region):
+        output = original(module, *args, **kwargs)
+    return tree_flatten(output)
+
+
+def _own(leaf: Any, dim: int | None, region: Region) -> Any:
+    if dim is not None:
+        return own_rows(leaf, region.block, dim, region.way)
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        return share(leaf, 1, region.way)  # each rank's use of it is a part of its gradient
+    return leaf
+
+
+@contextmanager
+def _represented(module: nn.Module, region: Region) -> Iterator[None]:
+    """Inside, the module's parameters are represented by aliases (see `sums`)."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    parts = list(module.modules())
+    slots = [
+        (part._parameters, name, parameter)
+        for part in parts
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    parameters = list({id(p): p for _, _, p in slots}.values())
+    if not parameters:
+        yield
+        return
+    made, region.cargoes = aliases(parameters, region.way)
+    alias_of: dict[int, Any] = {id(p): alias for p, alias in zip(parameters, made, strict=True)}
+    for table, name, parameter in slots:
+        table[name] = alias_of[id(parameter)]
+    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
+    _flatten(recurrent)
+    try:
+        with compiling(parts):
+            yield
+    finally:
+        for table, name, parameter in slots:
+            table[name] = parameter
+        _flatten(recurrent)
+
+
+_MARK = "instep.region"
+
+
+def mark(outputs: Sequence[Any], region: Region) -> None:
+    """Remember on the autograd graph itself that these outputs come from a divided call."""
+    for output in outputs:
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            notes: Any = output.grad_fn.metadata
+            notes[_MARK] = region
+
+
+def regions_below(roots: Iterable[Tensor]) -> list[Region]:
+    """The divided calls that these tensors were computed from, the last ones first.
+
+    Walks the graph outside of the calls: from the roots to marked outputs, and on from what had
+    come into their calls.
+    """
+    found: dict[Region, None] = {}
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        region = node.metadata.get(_MARK)
+        if region is None:
+            below = [child for child, _ in node.next_functions]
+        elif region in found:
+            continue
+        else:
+            found[region] = None
+            below = [x.grad_fn for x in region.inputs]
+        for child in below:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return list(found)
+
+
+def _flatten(recurrent: Sequence[nn.RNNBase]) -> None:
+    """Recurrent layers keep a list of their weights."""
+    for part in recurrent:
+        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]

@@ -1,0 +1,323 @@
+"""Sums over the ranks of what each one's rows add to a parameter's gradient.
+
+Inside of a divided call a parameter is represented by an alias. What reaches the alias in backward
+is this rank's part and is summed over the ranks; what reaches the parameter by other ways, from a
+penalty that the script computes, is whole already and is not.
+
+In the script's `backward()` the sums travel in buckets while the rest of it still runs. Where a
+gradient is asked for as a value, or is to be differentiated again, it is summed on the spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from instep import knobs
+from instep.buckets import Bucket, plan_buckets
+from instep.divided.crossing import summed
+from instep.reducer import sparse_sum
+from instep.transport import Pending, Transport, applied
+
+_AT_ONCE = 2**64 - 1
+"""The sequence number that autograd gives to what must not wait: its queue runs the highest
+first, and an alias is made before everything that is computed from it."""
+
+
+_count = count()
+
+
+class Cargo(Protocol):
+    """The parameters of one bucket, and what this rank's rows add to their gradients.
+
+    Beside the gradients travels one number per parameter, "this rank has it": what no rank has
+    keeps `.grad` as it was.
+    """
+
+    order: int
+    """Which message leaves first, of one call's."""
+    expected: int
+    """How many divided calls of this backward have not brought their part yet."""
+
+    def add(self, place: int, grad: Tensor) -> None:
+        """Take a part of a parameter's gradient."""
+
+    def launch(self, way: Transport) -> None:
+        """Start to sum over the ranks. Collective."""
+
+    def deliver(self) -> None:
+        """Wait for the sums and add them to `.grad`."""
+
+    def reset(self) -> None:
+        """Forget this backward."""
+
+
+class _Bucket:
+    """What both kinds of cargo have in common."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.order = next(_count)
+        self.expected = 0
+        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
+
+    def _add_to_grad(self, place: int, total: Tensor) -> None:
+        parameter = self._parameters[place]()
+        if parameter is None:
+            return
+        if total.shape != parameter.shape:
+            total = total.view(parameter.shape)
+        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+
+class _InPlace(_Bucket):
+    """Gradients are summed where autograd has put them, by the caller, when backward has ended."""
+
+    def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
+        self._sizes = [slot.stop - slot.start for slot in plan.slots]
+        self._like = parameters[0].new_empty(0)
+        self._grads: dict[int, Tensor] = {}
+        self._totals: list[Tensor] = []
+        self._has = self._like
+
+    def add(self, place: int, grad: Tensor) -> None:
+        if place in self._grads:
+            self._grads[place] = self._grads[place] + grad
+        else:
+            self._grads[place] = grad
+
+    def launch(self, way: Transport) -> None:
+        seen: set[int] = set()
+        for place, size in enumerate(self._sizes):
+            grad = self._grads.get(place)
+            if grad is None:
+                grad = self._like.new_zeros(size)
+            # Two parameters that are added up have one gradient, in one memory.
+            if not grad.is_contiguous() or grad.untyped_storage().data_ptr() in seen:
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            seen.add(grad.untyped_storage().data_ptr())
+            self._totals.append(grad)
+        self._has = self._like.new_tensor(
+            [place in self._grads for place in range(len(self._sizes))]
+        )
+        way.all_reduce_each([_real(t) for t in (self._has, *self._totals)], "sum")
+
+    def deliver(self) -> None:
+        for place, ranks in enumerate(self._has.real.tolist()):
+            if ranks:
+                self._add_to_grad(place, self._totals[place])
+
+    def reset(self) -> None:
+        self.expected = 0
+        self._grads, self._totals = {}, []
+
+
+class _Packed(_Bucket):
+    """One flat tensor travels while backward goes on; `.grad` becomes a part of it."""
+
+    def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
+        self._plan = plan
+        self._like = parameters[0].new_empty(0)
+        self._flat = self._like
+        self._filled: set[int] = set()
+        self._pending: Pending | None = None
+
+    def add(self, place: int, grad: Tensor) -> None:
+        part = self._part(place).view(grad.shape)
+        if place in self._filled:
+            part.add_(grad)
+        else:
+            part.copy_(grad)
+            self._filled.add(place)
+
+    def launch(self, way: Transport) -> None:
+        slots = range(len(self._plan.slots))
+        for place in slots:
+            if place not in self._filled:
+                self._part(place).zero_()
+        held = [place in self._filled for place in slots]
+        self._flat[self._plan.numel :] = self._like.new_tensor(held)
+        self._pending = way.all_reduce(_real(self._flat), "sum")
+
+    def deliver(self) -> None:
+        assert self._pending is not None
+        self._pending.wait()
+        has = self._flat[self._plan.numel :].real
+        for place in range(len(self._plan.slots)):
+            if place in self._filled or has[place] > 0:
+                self._add_to_grad(place, self._part(place))
+
+    def reset(self) -> None:
+        self.expected = 0
+        self._flat = self._like  # what was delivered keeps the memory
+        self._pending = None
+        self._filled.clear()
+
+    def _part(self, place: int) -> Tensor:
+        if not self._flat.numel():
+            self._flat = self._like.new_empty(self._plan.numel + len(self._plan.slots))
+        slot = self._plan.slots[place]
+        return self._flat[slot.start : slot.stop]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+_place_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of each parameter its cargo and its place there."""
+_sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that had a sparse gradient, which does not travel in a bucket."""
+
+
+def aliases(parameters: Sequence[Tensor], way: Transport) -> tuple[list[Tensor], list[Cargo]]:
+    """Tensors that stand for these parameters in one divided call, and what they will travel in.
+
+    They share the parameters' memory, and count as nn.Parameter.
+    """
+    unplaced = [p for p in parameters if p not in _place_of]
+    if unplaced:
+        _place(unplaced, way)
+    groups: dict[Cargo | None, list[int]] = {}
+    for k, parameter in enumerate(parameters):
+        groups.setdefault(None if _observed(parameter) else _place_of[parameter][0], []).append(k)
+    found: dict[int, Tensor] = {}
+    for cargo, members in groups.items():
+        own = [parameters[k] for k in members]
+        places = [_place_of[p][1] for p in own]
+        made = applied(_Alias, cargo, places, way, *own)
+        made[0].grad_fn._set_sequence_nr(_AT_ONCE)
+        for k, alias in zip(members, made, strict=True):
+            alias._is_param = True
+            found[k] = alias
+    cargoes = sorted((c for c in groups if c is not None), key=lambda cargo: cargo.order)
+    return [found[k] for k in range(len(parameters))], cargoes
+
+
+def is_alias(node: Any) -> bool:
+    """Whether this node of the autograd graph is where parameters came into a divided call."""
+    return isinstance(node, _Alias._backward_cls)
+
+
+def _place(parameters: Sequence[Tensor], way: Transport) -> None:
+    """Plan how parameters travel that have not been met before."""
+    last_first = list(reversed(parameters))  # backward reaches the last ones first
+    widest = max(p.element_size() for p in last_first)
+    for plan in plan_buckets(
+        [(k, p.numel()) for k, p in enumerate(last_first)],
+        [(p.dtype, p.device) for p in last_first],
+        capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
+    ):
+        kind = _InPlace if way.in_place else _Packed
+        cargo = kind(plan, [last_first[slot.index] for slot in plan.slots])
+        for place, slot in enumerate(plan.slots):
+            _place_of[last_first[slot.index]] = (cargo, place)
+
+
+def _observed(parameter: Tensor) -> bool:
+    """Whether its gradient is summed on the spot: the script's hooks must see it whole."""
+    hooks: Any = parameter._backward_hooks
+    return bool(hooks) or bool(parameter._post_accumulate_grad_hooks) or parameter in _sparse
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, cargo: Cargo | None, places: list[int], way: Transport, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.cargo, ctx.places, ctx.way, ctx.parameters = cargo, places, way, parameters
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if _under_way is None or not _under_way.takes(ctx.cargo):
+            return None, None, None, *summed_all(grads, ctx.way)
+        left: list[Tensor | None] = [None] * len(grads)
+        for k, (place, grad) in enumerate(zip(ctx.places, grads, strict=True)):
+            if grad is not None and grad.is_sparse:
+                left[k] = sparse_sum(grad)
+                _sparse[ctx.parameters[k]] = True
+            elif grad is not None:
+                ctx.cargo.add(place, grad)
+        _under_way.came_by(ctx.cargo)
+        return None, None, None, *left
+
+
+def summed_all(grads: Sequence[Tensor | None], way: Transport) -> list[Tensor | None]:
+    """The sums over ranks of these tensors, where they are any: one message per dtype."""
+    results = list(grads)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for k, grad in enumerate(grads):
+        if grad is not None and grad.is_sparse:
+            results[k] = sparse_sum(grad)
+        elif grad is not None:
+            kinds.setdefault((grad.dtype, grad.device), []).append(k)
+    for members in kinds.values():
+        tensors = [grad for k in members if (grad := grads[k]) is not None]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        parts = summed(flat, 1, way).split([tensor.numel() for tensor in tensors])
+        for k, tensor, part in zip(members, tensors, parts, strict=True):
+            results[k] = part.view(tensor.shape)
+    return results
+
+
+class _Backward:
+    """A `backward()` of the script's under way."""
+
+    def __init__(self, cargoes: list[Cargo], way: Transport) -> None:
+        self.cargoes = cargoes
+        self._way = way
+        self._launched = 0
+
+    def takes(self, cargo: Cargo | None) -> bool:
+        """Whether gradients can still travel in this; not where they are differentiated again."""
+        return cargo in self.cargoes[self._launched :] and not torch.is_grad_enabled()
+
+    def came_by(self, cargo: Cargo) -> None:
+        """A divided call has brought its part. Messages leave in one order on all ranks."""
+        cargo.expected -= 1
+        waiting = self.cargoes[self._launched :]
+        for following in waiting:
+            if following.expected > 0:
+                break
+            following.launch(self._way)
+            self._launched += 1
+
+    def finish(self) -> None:
+        for cargo in self.cargoes[self._launched :]:
+            cargo.launch(self._way)
+        for cargo in self.cargoes:
+            cargo.deliver()
+
+
+_under_way: _Backward | None = None
+
+
+@contextmanager
+def collecting(used: Iterable[Sequence[Cargo]], way: Transport) -> Iterator[None]:
+    """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
+
+    `used`: the cargoes of each divided call that this backward reaches.
+    """
+    global _under_way
+    cargoes: dict[Cargo, None] = {}
+    for call in used:
+        for cargo in call:
+            cargo.expected += 1
+            cargoes[cargo] = None
+    _under_way = _Backward(list(cargoes), way)
+    try:
+        yield
+        _under_way.finish()
+    finally:
+        for cargo in cargoes:
+            cargo.reset()
+        _under_way = None

@@ -1,0 +1,631 @@
+"""Unedited trainings: the script sees whole batches, the outermost module calls are divided."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrizations
+
+from instep.auto.patches import DIVISION
+from instep.auto.patching import Patched
+from instep.divided import modules
+from oracle import Log, same_as_one_process
+
+Training = Callable[[Log], None]
+DIVIDED: list[Training] = []
+WHOLE: list[Training] = []
+
+
+def divided(training: Training) -> Training:
+    """The numbers of one process, and every module of it divided."""
+    DIVIDED.append(training)
+    return training
+
+
+def whole(training: Training) -> Training:
+    """The numbers of one process, and its module computed whole on every rank."""
+    WHOLE.append(training)
+    return training
+
+
+def unedited(log: Log, training: Training, is_divided: bool) -> None:
+    """Play `training` as `instep run` would: divided where there are other ranks."""
+    ranks = torch.distributed.is_initialized()
+    patched = Patched(DIVISION if ranks else ())
+    modules.forget()
+    try:
+        training(log)
+    finally:
+        patched.undo()
+    if ranks:
+        work = modules.work
+        assert (work.divided > 0, work.whole > 0) == (is_divided, not is_divided), work
+
+
+@pytest.mark.parametrize("training", DIVIDED, ids=lambda t: t.__name__)
+def test_it_is_divided_and_has_the_numbers_of_one_process(training: Training) -> None:
+    sizes = (2, 3) if training is classifier else (3,)
+    same_as_one_process(unedited, training, True, sizes=sizes, dtype=torch.float64, nudge=True)
+
+
+@pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)
+def test_what_cannot_be_divided_is_whole_on_every_rank(training: Training) -> None:
+    same_as_one_process(unedited, training, False, sizes=(3,), dtype=torch.float64, nudge=True)
+
+
+def batches(steps: int = 4, *, rows: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for k in range(steps):
+        x = torch.randn(rows + k % 2, 6, generator=generator).double()
+        yield x, torch.randint(3, (rows + k % 2,), generator=generator)
+
+
+def train(
+    log: Log,
+    model: nn.Module,
+    step: Callable[[Tensor, Tensor], Tensor],
+    *others: nn.Module,
+    rows: int = 12,
+    lr: float = 0.1,
+) -> None:
+    """The loop that most scripts have."""
+    everything = (model.double(), *(other.double() for other in others))
+    parameters = [p for m in everything for p in m.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    log.begin(*everything)
+    for x, y in batches(rows=rows):
+        optimizer.zero_grad()
+        loss = step(x, y)
+        loss.backward()
+        log.loss(loss)
+        log.step(optimizer, *everything)
+
+
+def mlp(*middle: nn.Module, out: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, out))
+
+
+# -------------------------------------------------------------------- divided
+
+
+@divided
+def classifier(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.3))
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
+    class VAE(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mean, log_variance = self.encoder(x).chunk(2, 1)
+            z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+            return self.decoder(z), mean, log_variance
+
+    model = VAE()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        again, mean, log_variance = model(x)
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum()
+        return F.mse_loss(again, x, reduction="sum") + divergence
+
+    train(log, model, step, lr=1e-3)
+
+
+@divided
+def generative_adversarial_networks(log: Log) -> None:
+    generator = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)
+    ).double()
+    critic = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)).double()
+    of_g = torch.optim.SGD(generator.parameters(), lr=0.1)
+    of_c = torch.optim.SGD(critic.parameters(), lr=0.1)
+    log.begin(generator, critic)
+    for real, _ in batches():
+        noise = torch.randn(len(real), 4).double()
+        ones, zeros = torch.ones(len(real), 1).double(), torch.zeros(len(real), 1).double()
+        of_c.zero_grad()
+        fake = generator(noise)
+        loss = F.binary_cross_entropy_with_logits(critic(real), ones)
+        loss = loss + F.binary_cross_entropy_with_logits(critic(fake.detach()), zeros)
+        loss.backward()
+        of_c.step()
+        of_g.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(critic(fake), ones)
+        loss.backward()
+        log.loss(loss)
+        log.step(of_g, generator, critic)
+
+
+@divided
+def gradient_penalty(log: Log) -> None:
+    critic = mlp(out=1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        between = (x * torch.rand(len(x), 1).double()).requires_grad_()
+        scores = critic(between)
+        (slope,) = torch.autograd.grad(scores.sum(), between, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() + critic(x).mean()
+
+    train(log, critic, step)
+
+
+@divided
+def gradient_penalty_through_batch_statistics(log: Log) -> None:
+    critic = mlp(nn.BatchNorm1d(8), out=1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    train(log, critic, step, lr=1e-3)
+
+
+@divided
+def meta_learning(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(g.square().sum() for g in gradients)
+
+    train(log, model, step, lr=1e-2)
+
+
+@divided
+def language_model_with_carried_state(log: Log) -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(8, 7)
+            self.rnn = nn.LSTM(5, 8, 2)
+
+        def forward(
+            self, tokens: Tensor, state: tuple[Tensor, Tensor]
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            out, state = self.rnn(self.embedding(tokens), state)
+            return self.head(out).view(-1, 7), state
+
+    model = Language().double()
+    tokens = torch.randint(7, (21, 12), generator=torch.Generator().manual_seed(1))
+    state = (torch.zeros(2, 12, 8).double(), torch.zeros(2, 12, 8).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    log.begin(model)
+    for at in range(0, 20, 5):
+        state = (state[0].detach(), state[1].detach())
+        optimizer.zero_grad()
+        scores, state = model(tokens[at : at + 5], state)
+        loss = F.cross_entropy(scores, tokens[at + 1 : at + 6].reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        log.loss(loss)
+        log.step(optimizer, model)
+
+
+@divided
+def dropout_inside_of_a_recurrent_layer(log: Log) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(2, 8, 2, dropout=0.4, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x.view(len(x), 3, 2))[0][:, -1])
+
+    model = Last()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def transformer_with_dropout(log: Log) -> None:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return model(x.unsqueeze(1).expand(-1, 4, -1).contiguous()).square().mean()
+
+    train(log, model, step)
+
+
+@divided
+def loss_over_kept_tokens_inside_of_forward(log: Log) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(nn.Dropout(0.1))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.body(x)
+            return scores, F.cross_entropy(scores, y, ignore_index=1)
+
+    model = Own()
+    train(log, model, lambda x, y: model(x, y)[1])
+
+
+@divided
+def weighted_loss_and_a_penalty_inside_of_forward(log: Log) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            penalty = sum(p.square().sum() for p in self.parameters())
+            return self.criterion(self.body(x), y) + 0.1 * penalty
+
+    model = Own()
+    train(log, model, lambda x, y: model(x, y))
+
+
+@divided
+def mean_by_hand_inside_of_forward(log: Log) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(out=6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.body(x) - x).square().mean()
+
+    model = Own()
+    train(log, model, lambda x, y: model(x))
+
+
+@divided
+def penalty_computed_by_the_script(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.abs().sum() for p in model.parameters())
+        return F.cross_entropy(model(x), y) + 0.1 * penalty
+
+    train(log, model, step)
+
+
+@divided
+def accumulation(log: Log) -> None:
+    model = mlp().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log.begin(model)
+    for k, (x, y) in enumerate(batches(6)):
+        loss = F.cross_entropy(model(x), y) / 2
+        loss.backward()
+        log.loss(loss)
+        if k % 2:
+            log.step(optimizer, model)
+            optimizer.zero_grad(set_to_none=k > 2)
+
+
+@divided
+def closures_of_lbfgs(log: Log) -> None:
+    model = mlp().double()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    log.begin(model)
+    for x, y in batches():
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        log.loss(closure())
+        log.step(optimizer, model, closure=closure)
+
+
+@divided
+def siamese_calls_in_one_backward(log: Log) -> None:
+    model = mlp()
+    train(log, model, lambda x, y: (model(x) - model(x.flip(1))).square().mean())
+
+
+@divided
+def encoder_and_decoder_called_apart(log: Log) -> None:
+    encoder, decoder = mlp(nn.BatchNorm1d(8), out=4), nn.Linear(4, 6)
+    train(log, encoder, lambda x, y: F.mse_loss(decoder(encoder(x)), x), decoder)
+
+
+@divided
+def adversarial_examples(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        F.cross_entropy(model(x), y).backward()
+        assert x.grad is not None
+        model.zero_grad()
+        return F.cross_entropy(model(x.detach() + 0.1 * x.grad.sign()), y)
+
+    train(log, model, step)
+
+
+@divided
+def a_loss_that_couples_the_batch(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        p, one_hot = model(x).softmax(1), F.one_hot(y, 3)
+        return 1 - 2 * (p * one_hot).sum() / (p.sum() + one_hot.sum())
+
+    train(log, model, step)
+
+
+@divided
+def normed_weights(log: Log) -> None:
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(6, 8)),
+        nn.Tanh(),
+        nn.utils.spectral_norm(nn.Linear(8, 8)),
+        nn.Tanh(),
+        parametrizations.spectral_norm(nn.Linear(8, 3)),
+    )
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def moving_average_of_the_weights(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8)).double()
+    average = copy.deepcopy(model).requires_grad_(False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for theirs, ours in zip(average.parameters(), model.parameters(), strict=True):
+                theirs.lerp_(ours, 0.1)
+            target = average(x)
+        return F.mse_loss(model(x), target) + F.cross_entropy(model(x), y)
+
+    train(log, model, step)
+
+
+@divided
+def update_by_hand(log: Log) -> None:
+    model = mlp().double()
+    nothing = torch.optim.SGD(model.parameters(), lr=0.0)
+    log.begin(model)
+    for x, y in batches():
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        log.loss(loss)
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p -= 0.1 * p.grad
+        log.step(nothing, model)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 0.5
+
+
+@divided
+def own_autograd_function(log: Log) -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return _Scaled.apply(x)
+
+    model = mlp(Half())
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def hooks_on_gradients(log: Log) -> None:
+    model = mlp()
+    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def sparse_embedding(log: Log) -> None:
+    table = nn.Embedding(6, 3, sparse=True).double()
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    log.begin(table)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(table(x.argmax(1)), y)
+        loss.backward()
+        log.loss(loss)
+        log.step(optimizer, table)
+
+
+@divided
+def checkpointed_layers(log: Log) -> None:
+    class Saving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(nn.BatchNorm1d(8), nn.Dropout(0.2), out=8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            body = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+            return self.head(body)
+
+    model = Saving()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
+def frozen_backbone(log: Log) -> None:
+    backbone, head = mlp(nn.BatchNorm1d(8), out=8), nn.Linear(8, 3)
+    backbone.requires_grad_(False)
+    train(log, backbone, lambda x, y: F.cross_entropy(head(backbone(x)), y), head)
+
+
+@divided
+def evaluation_in_between(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            right = (model(x).argmax(1) == y).double().mean()
+        model.train()
+        return F.cross_entropy(model(x), y) * (1 + right)
+
+    train(log, model, step)
+
+
+@divided
+def data_parallel(log: Log) -> None:
+    model = nn.DataParallel(mlp(nn.BatchNorm1d(8)))
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+# ---------------------------------------------------- whole on every rank
+
+
+@whole
+def batches_smaller_than_the_ranks(log: Log) -> None:
+    model = mlp()
+    train(log, model, lambda x, y: F.cross_entropy(model(x[:1]), y[:1]), rows=1)
+
+
+@whole
+def tensors_kept_in_attributes(log: Log) -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.body(x)
+            self.penalty = scores.square().mean()
+            return scores
+
+    model = Keeping()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model.penalty)
+
+
+@whole
+def draws_from_numpy(log: Log) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x + torch.from_numpy(np.random.randn(*x.shape)))
+
+    np.random.seed(0)
+    model = Noisy()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def couples_the_batch_in_its_forward(log: Log) -> None:
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.body(x)
+            return scores - scores.mean(0)
+
+    model = Coupled()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def couples_the_batch_in_its_backward(log: Log) -> None:
+    class Normed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] / grads[0].norm()
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Normed.apply(x)
+
+    model = mlp(Layer())
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)
+
+
+@whole
+def hooks_on_its_parts(log: Log) -> None:
+    model = mlp()
+    seen: dict[str, Tensor] = {}
+    model[0].register_forward_hook(lambda module, args, out: seen.update(features=out))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y) + seen["features"].square().mean()
+
+    train(log, model, step)
+
+
+@whole
+def reaches_for_a_parameter_outside(log: Log) -> None:
+    scale = nn.Parameter(torch.ones(3).double())
+
+    class Reaching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) * scale
+
+    model, other = Reaching(), nn.ParameterList([scale])
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), other)
+
+
+@whole
+def changes_its_input(log: Log) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x.mul_(0.5))
+
+    model = Changing()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y) + x.square().mean())
+
+
+@whole
+def fails_for_some_numbers_of_rows(log: Log) -> None:
+    class Pairing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm = mlp(out=8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            paired = self.body(x)
+            if len(x) % 2 == 0:  # on some ranks only
+                paired = paired.view(2, -1, 8).flip(0).view(-1, 8)
+            return self.norm(paired)
+
+    model = Pairing()
+    train(log, model, lambda x, y: model(x).exp().mean(), lr=1e-2)
+
+
+@divided
+def compiled(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8))
+    fast = torch.compile(model, backend="aot_eager")
+    train(log, model, lambda x, y: F.cross_entropy(fast(x), y))
