@@ -72,10 +72,13 @@ class Launch:
     def start(
         self, *arguments: object, environ: Mapping[str, str] | None = None, **options: Any
     ) -> Iterator[subprocess.Popen[str]]:
-        """Begin `instep run arguments…`; its streams are pipes. Ends it if the test fails."""
+        """Begin `instep run --plain arguments…`; its streams are pipes. Ends it if the test fails.
+
+        Plain: these scripts tell the test what each rank of its own sees.
+        """
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(
-            [sys.executable, "-m", "instep", "run", *map(str, arguments)],
+            [sys.executable, "-m", "instep", "run", "--plain", *map(str, arguments)],
             env=self.environ | dict(environ or {}),
             text=True,
             cwd=self.folder,

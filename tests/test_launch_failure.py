@@ -274,7 +274,7 @@ def test_ctrl_c_at_the_terminal_ends_the_job(launch: Launch) -> None:
         "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
         "os.execv(sys.executable, [sys.executable, '-m', 'instep', 'run', *sys.argv[1:]])"
     )
-    command = [sys.executable, "-c", at_terminal, "-n", "2", script]
+    command = [sys.executable, "-c", at_terminal, "--plain", "-n", "2", script]
     with subprocess.Popen(
         command, stdin=terminal, stderr=subprocess.PIPE, text=True, env=launch.environ
     ) as process:
@@ -317,7 +317,8 @@ def test_nothing_outlives_a_supervisor_that_was_killed_while_it_started_ranks(
 def test_a_job_inside_a_rank_goes_with_it(launch: Launch) -> None:
     inner = launch.script("tell(os.getpid())\nforever()", "inner.py")
     outer = launch.script(f"""
-        os.execv(sys.executable, [sys.executable, "-m", "instep", "run", "-n", "2", {inner!r}])
+        command = ["-m", "instep", "run", "--plain", "-n", "2", {inner!r}]
+        os.execv(sys.executable, [sys.executable, *command])
     """)
     with launch.start("-n", 1, outer) as process:
         family = [psutil.Process(launch.event()[0]) for _ in range(2)]
@@ -333,7 +334,8 @@ def test_a_rank_that_nobody_watches_over_does_not_begin(
 ) -> None:
     ours, theirs = socket.socketpair()
     hang_up(ours)
-    worker = [sys.executable, "-m", "instep.launch.worker", str(theirs.fileno()), "lines"]
+    worker = [sys.executable, "-m", "instep.launch.worker"]
+    worker += [str(theirs.fileno()), "lines", "plain"]
     environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     with theirs:
         script = launch.script("tell('ran')")

@@ -29,7 +29,7 @@ class Relay:
     """Numbered messages from rank 0, in the order in which the script asks for them."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = dist.PrefixStore("instep/told", store)
+        self._store = dist.PrefixStore("told", store)
         self._rank = rank
         self._number = 0
         self._process = os.getpid()

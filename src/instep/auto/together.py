@@ -9,23 +9,26 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import launchers, rendezvous
+from instep import knobs, launchers, rendezvous
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
 from instep.auto.layers import Layer
 from instep.auto.overlay import Keeper, Shadow
 from instep.auto.real import real
 from instep.auto.relay import Relay
+from instep.collectives import barrier
 from instep.identity import World
 
 PATIENCE = 2.0
-"""Seconds. Where all ranks fail alike, the launcher has ended the others by then."""
+"""Seconds. Where all ranks fail alike, rank 0 has said so by then."""
+_FACTS, _FAILED, _DONE = "facts", "failed", "done"
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,19 @@ class Together:
     def __init__(self, world: World, claimed: guards.Claimed) -> None:
         """Meet the other ranks and put everything in place. Collective."""
         self._hook = sys.excepthook
-        atexit.register(self.end)
+        self._in_place = False
+        atexit.register(self.end)  # after what rendezvous and the script register
         self.world = rendezvous.init()
+        atexit.register(self._keep_the_store)
         sys.excepthook = self._hook  # torch puts the rank before each line of a traceback
-        store = rendezvous.store()
-        facts = _facts(store, self.world)
+        self._store = dist.PrefixStore("instep", rendezvous.store())
+        facts = _facts(self._store, self.world)
         self.seed = facts.seed
         self._process = os.getpid()
         self._folder = _Folder(facts, self.world.rank)
-        relay = Relay(store, self.world.rank)
+        self._has_failed = False
+        barrier()  # a rank whose script ends at once would leave the others alone in `init`
+        relay = Relay(self._store, self.world.rank)
         self._streams = streams.Streams(self.world.rank, facts.terminal, relay)
         self._in_place = True
         hiding.hide()
@@ -64,8 +71,7 @@ class Together:
         guards.begin(claimed)
         patches.install()
         self._streams.enter()
-        if self.world.rank != 0:
-            sys.excepthook = self._speak_later
+        sys.excepthook = self._failed
 
     def end(self) -> None:
         """Everything is as it was, except that the ranks still know each other."""
@@ -82,24 +88,45 @@ class Together:
         sys.excepthook = self._hook
         self._folder.leave()
 
-    def _speak_later(
+    def _keep_the_store(self) -> None:
+        """Rank 0, who keeps the store, ends last: the others may still be told something."""
+        if not self._in_place or self._has_failed or os.getpid() != self._process:
+            return
+        if self.world.rank != 0:
+            self._store.set(f"{_DONE}{self.world.rank}", "")
+            return
+        others = [f"{_DONE}{rank}" for rank in range(1, self.world.size)]
+        self._store.wait(others, timedelta(seconds=int(knobs.TIMEOUT)))
+
+    def _failed(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        """This rank's exception is heard if it is not everybody's."""
-        if not issubclass(kind, KeyboardInterrupt):
-            time.sleep(PATIENCE)
+        """An exception that all ranks raise alike is heard once, as rank 0's."""
+        self._has_failed = True
+        what = f"{kind.__name__}: {error}"
+        if self.world.rank == 0:
+            with suppress(RuntimeError):
+                self._store.set(_FAILED, what)
+        elif issubclass(kind, KeyboardInterrupt) or self._is_rank_0s(what):
+            return
+        else:
             self._streams.leave()
             print(f"instep: {self.world}:", file=sys.stderr)
-            self._hook(kind, error, frames)
+        self._hook(kind, error, frames)
+
+    def _is_rank_0s(self, what: str) -> bool:
+        with suppress(RuntimeError):  # rank 0, who keeps the store, may have gone
+            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
+            return self._store.get(_FAILED) == what.encode()
+        return False
 
 
 def _facts(store: dist.Store, world: World) -> Facts:
-    key = "instep/facts"
     if world.rank == 0:
         facts = Facts(seeds.draw(), streams.Terminal.here(), _host(), _new_folder(world))
-        store.set(key, pickle.dumps(facts))  # type: ignore[arg-type]  # the stub knows only str
+        store.set(_FACTS, pickle.dumps(facts))  # type: ignore[arg-type]  # the stub knows only str
         return facts
-    told: Facts = pickle.loads(store.get(key))
+    told: Facts = pickle.loads(store.get(_FACTS))
     return told
 
 

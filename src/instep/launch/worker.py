@@ -29,9 +29,9 @@ PLAIN = "plain"
 def main(line: str, buffering: str, way: str, *command: str) -> None:
     """Run `command` and exit as it would, except that what it raises is written, not printed."""
     hook = sys.excepthook = Hook()
-    leave = Leave(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
+        leave = Leave(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run(command, plain=way == PLAIN)
