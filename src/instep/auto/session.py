@@ -73,7 +73,7 @@ def stand_down(reason: str) -> None:
     session = _current
     if session is None:
         return
-    if session.divided:
+    if session.divided or import_module("instep.divided.modules").work.divided:
         raise UneditedError.too_late(reason)
     say_left_alone(session.world, reason)
     stop()
