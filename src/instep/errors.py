@@ -556,6 +556,15 @@ class UndividedError(TrainingError):
     """A module's call cannot be divided among the ranks."""
 
     @classmethod
+    def began_to_draw(cls, name: str) -> UndividedError:
+        """A module whose calls drew no random numbers draws some, when it is too late."""
+        return cls(
+            f"{name} began to draw random numbers in its forward, which it did not before, and "
+            "has changed its buffers meanwhile. Run this script with --plain, or let it draw from "
+            "the first call on (a dropout of 1e-9, say)."
+        )
+
+    @classmethod
     def other_outputs(cls, name: str) -> UndividedError:
         """A planned call returned something of another structure."""
         return cls(

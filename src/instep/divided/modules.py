@@ -34,11 +34,15 @@ class Known:
     def is_due(self, shapes: tuple[Any, ...]) -> bool:
         """Whether this call is to be compared with the whole forward.
 
-        The first ones of new shapes are, then the 16th, 64th, 256th call, and so on.
+        The first ones of new shapes are, then the 16th, 64th, 256th call, and so on; the second to
+        fourth, too, where a mean over rows could be one over something else.
         """
         if shapes not in self.shapes and len(self.shapes) < PROOFS:
             return True
-        return self.calls >= 16 and self.calls.bit_count() == 1 and self.calls.bit_length() % 2 == 1
+        if self.plan is not None and self.plan.has_means and self.calls <= 4:
+            return True
+        power_of_4 = self.calls.bit_count() == 1 and self.calls.bit_length() % 2 == 1
+        return power_of_4 and self.calls >= 16
 
 
 @dataclass
@@ -55,26 +59,33 @@ class Work:
 
 work = Work()
 _known: WeakKeyDictionary[nn.Module, list[Known]] = WeakKeyDictionary()
-_inside = False
 _said: set[tuple[str, str]] = set()
+_inside = False
+"""Whether a call is under way whose parts are not looked at."""
+_above = 0
+"""How many calls are under way that cannot be divided, whose parts may."""
 
 
 def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module.__call__: divided if it is an outermost one of a module with parameters."""
+    """nn.Module.__call__: divided if it is an outermost one of a module with parameters.
+
+    Where that cannot be, the parts that it is made of are, unless they are single layers.
+    """
     global _inside
     if (
         torch.compiler.is_compiling()
         or _inside
         or torch.jit.is_tracing()
         or next(module.parameters(), None) is None
+        or (_above and not module._modules)
         or threading.current_thread() is not threading.main_thread()
     ):
         return original(module, *args, **kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        return original(module, *args, **kwargs)
     _inside = True
     try:
-        leaves, spec = tree_flatten((args, kwargs))
-        if not any(isinstance(leaf, Tensor) for leaf in leaves):
-            return original(module, *args, **kwargs)
         return _outermost(Call(original, module, leaves, spec), transport())
     finally:
         _inside = False
@@ -82,28 +93,36 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
 
 def _outermost(call: Call, way: Transport) -> Any:
     known = _what_is_known(call)
-    shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
     known.calls += 1
-    if known.plan is None and known.why_not:
-        output = call.whole()
-    elif _rows(call, known.plan) < way.size:
-        _say(call.module, "some batches have fewer rows than there are ranks")
-        output = call.whole()
+    if known.why_not:
         _count(call, None, way)
-        return output
-    elif known.plan is None:
-        known.shapes.add(shapes)
+        return _by_its_parts(call)
+    if _rows(call, known.plan) < way.size:
+        _say(call.module, "some of its batches have fewer rows than there are ranks")
+        _count(call, None, way)
+        return call.whole()
+    shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+    if known.plan is None:
         known.plan, output, known.why_not = prove(call, way)
     elif known.is_due(shapes):
-        known.shapes.add(shapes)
         output, known.why_not = recheck(call, known.plan, way)
     else:
-        output = divided(call, known.plan, way)
+        known.plan, output = divided(call, known.plan, way)
+    known.shapes.add(shapes)
     if known.why_not:
         known.plan = None
         _say(call.module, known.why_not)
     _count(call, known.plan, way)
     return output
+
+
+def _by_its_parts(call: Call) -> Any:
+    global _inside, _above
+    _inside, _above = False, _above + 1
+    try:
+        return call.whole()
+    finally:
+        _inside, _above = True, _above - 1
 
 
 def _count(call: Call, plan: Plan | None, way: Transport) -> None:
@@ -114,7 +133,7 @@ def _count(call: Call, plan: Plan | None, way: Transport) -> None:
         work.divided += 1
         block = plan.division.block(call.leaves, way.rank, way.size)
         rows = block.count if block is not None else 0
-    if call.module.training and torch.is_grad_enabled():
+    if call.module.training and torch.is_grad_enabled() and not _above:
         work.samples += rows
 
 
@@ -157,10 +176,10 @@ def forget() -> None:
 
 
 def _say(module: nn.Module, why: str) -> None:
-    """One line, once, on rank 0: what is computed whole on every rank, and why."""
+    """One line, once, on rank 0: what is not divided, and why."""
     line = (type(module).__name__, why)
     if line not in _said:
         _said.add(line)
         if transport().rank == 0:
             name, why = line
-            print(f"instep: {name} is computed whole on every rank: {why}.", file=sys.stderr)
+            print(f"instep: every rank computes {name} whole: {why}.", file=sys.stderr)

@@ -5,7 +5,7 @@ from the same state and compared: outputs, what they leave behind, gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from instep.divided.compiled import is_compiled, keep_buffers
 from instep.divided.crossing import all_rows, came_in, summed
 from instep.divided.division import Division, divisions
 from instep.divided.region import Region
-from instep.divided.snapshot import Snapshot, close
+from instep.divided.snapshot import Snapshot, TorchGenerators, close
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
 from instep.errors import UndividedError
@@ -51,6 +51,11 @@ class Plan:
     drawing: bool
     """Whether it draws random numbers."""
 
+    @property
+    def has_means(self) -> bool:
+        """Whether an output is a mean over the rows of what each rank has."""
+        return any(how.kind == "mean" for how in self.outputs)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -76,14 +81,24 @@ class Call:
         return region, *regions.run(self.original, self.module, self.leaves, self.spec, region)
 
 
-def divided(call: Call, plan: Plan, way: Transport) -> Any:
-    """Make the call as planned; returns its outputs, whole on every rank. Collective."""
+def divided(call: Call, plan: Plan, way: Transport) -> tuple[Plan, Any]:
+    """Make the call as planned; returns the plan for the next one, and what the call returns to the
+    script. Collective. Raises UndividedError.
+    """
+    name = type(call.module).__name__
+    generators = TorchGenerators()
+    versions = [buffer._version for buffer in call.module.buffers()]
     region, own, structure = call.own(plan.division, way, drawing=plan.drawing)
+    if not plan.drawing and not generators.same(TorchGenerators()):
+        if versions != [buffer._version for buffer in call.module.buffers()]:
+            raise UndividedError.began_to_draw(name)
+        generators.restore()
+        return divided(call, replace(plan, drawing=True), way)
     if structure != plan.structure:
-        raise UndividedError.other_outputs(type(call.module).__name__)
+        raise UndividedError.other_outputs(name)
     joined = [_join(out, how, region) for out, how in zip(own, plan.outputs, strict=True)]
     regions.mark(joined, region)
-    return tree_unflatten(joined, structure)
+    return plan, tree_unflatten(joined, structure)
 
 
 def _join(own: Any, how: Output, region: Region) -> Any:

@@ -19,7 +19,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
         self._parts = list(module.modules())
-        self._generators = _Generators()
+        self._torch, self._others = TorchGenerators(), _OtherGenerators()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
@@ -38,7 +38,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Make it so again (inputs and parameters are not kept: see `changed`)."""
-        self._generators.restore()
+        self._torch.restore()
+        self._others.restore()
         for (k, name), (buffer, value) in self.buffers.items():
             buffer.data.copy_(value)
             self._parts[k]._buffers[name] = buffer
@@ -60,14 +61,14 @@ class Snapshot:
 
     def draws(self, after: Snapshot) -> bool:
         """Whether a forward in between drew from torch's generator."""
-        return not self._generators.same_torch(after._generators)
+        return not self._torch.same(after._torch)
 
     def changed(self, after: Snapshot) -> str | None:
         """What a forward changed in between that cannot be divided, in words; None if nothing."""
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
                 return f"its forward changes {what} in place"
-        if self._generators.foreign != after._generators.foreign:
+        if not self._others.same(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         for part, was, now in zip(self._parts, self._attributes, after._attributes, strict=True):
             # Torch's own hooks for normed weights compute such an attribute anew in each forward.
@@ -83,9 +84,9 @@ class Snapshot:
 
     def differs(self, other: Snapshot, tolerance: float) -> str | None:
         """What two forwards have left different, in words; None where it is the same."""
-        if not self._generators.same_torch(other._generators):
+        if not self._torch.same(other._torch):
             return "its random numbers are not those of the whole batch"
-        if self._generators.foreign != other._generators.foreign:
+        if not self._others.same(other._others):
             return "its forward draws from numpy's or Python's random numbers"
         if self.buffers.keys() != other.buffers.keys():
             return "it has other buffers"
@@ -98,31 +99,41 @@ class Snapshot:
         return None
 
 
-class _Generators:
-    """The states of the global generators."""
+class TorchGenerators:
+    """The states of torch's global generators."""
 
     def __init__(self) -> None:
-        self.torch = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self.numpy: Any = np.random.get_state(legacy=False)
-        self.python = random.getstate()
+        self._states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            self._states.append(torch.cuda.get_rng_state())
 
-    @property
-    def foreign(self) -> tuple[object, ...]:
-        return self.python, pickle.dumps(self.numpy)
-
-    def same_torch(self, other: _Generators) -> bool:
-        """Whether torch's are in the same state."""
-        if self.cuda is not None and other.cuda is not None:
-            return torch.equal(self.cuda, other.cuda) and torch.equal(self.torch, other.torch)
-        return torch.equal(self.torch, other.torch)
+    def same(self, other: TorchGenerators) -> bool:
+        """Whether nothing was drawn between the two."""
+        pairs = zip(self._states, other._states, strict=False)  # CUDA may have started meanwhile
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def restore(self) -> None:
-        torch.set_rng_state(self.torch)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+        """Draw the same again."""
+        torch.set_rng_state(self._states[0])
+        for state in self._states[1:]:
+            torch.cuda.set_rng_state(state)
+
+
+class _OtherGenerators:
+    """The states of numpy's and Python's."""
+
+    def __init__(self) -> None:
+        self._numpy: Any = np.random.get_state(legacy=False)
+        self._python = random.getstate()
+
+    def same(self, other: _OtherGenerators) -> bool:
+        if self._python != other._python:
+            return False
+        return pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
+
+    def restore(self) -> None:
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
