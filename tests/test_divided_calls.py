@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
+import instep
 from instep.auto.patches import DIVISION
 from instep.auto.patching import Patched
-from instep.divided import modules
+from instep.blocks import Block
+from instep.divided import modules, rows
+from instep.divided.rows import Rows
+from instep.transport import transport
 from oracle import Log, same_as_one_process
+from pool import ranks
 
 Training = Callable[[Log], None]
 DIVIDED: list[Training] = []
@@ -41,6 +47,7 @@ def unedited(log: Log, training: Training, is_divided: bool) -> None:
     ranks = torch.distributed.is_initialized()
     patched = Patched(DIVISION if ranks else ())
     modules.forget()
+    rows.LARGE = 0 if training.__name__.startswith("large") else 2**20
     try:
         training(log)
     finally:
@@ -492,6 +499,52 @@ def data_parallel(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
+class Speaking(nn.Module):
+    """Tokens in, (rows, 3, 7) logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp(out=21)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).view(-1, 3, 7)
+
+
+def tokens(y: Tensor) -> Tensor:
+    return torch.stack((y, y + 1, y * 2), 1)
+
+
+@divided
+def large_outputs_that_only_a_loss_looks_at(log: Log) -> None:
+    model = Speaking()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        loss = F.cross_entropy(logits.view(-1, 7), tokens(y).view(-1), ignore_index=2)
+        if isinstance(logits, Rows):
+            assert logits.whole is None
+        return loss + F.cross_entropy(logits.transpose(1, 2), tokens(y))
+
+    train(log, model, step)
+
+
+@divided
+def large_outputs_that_everybody_looks_at(log: Log) -> None:
+    model, other = Speaking(), nn.Linear(7, 2)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        with torch.no_grad():
+            right = (logits.argmax(2) == tokens(y)).double().mean()
+        loss = F.mse_loss(logits, logits.detach() * 0.5, reduction="sum") * right
+        loss = loss + _Scaled.apply(logits).square().mean() + other(logits).square().mean()
+        clipped = model(x)
+        clipped[clipped > 0.5] = 0.0
+        return loss + clipped.sum() * 0.1
+
+    train(log, model, step, other, lr=1e-2)
+
+
 # ---------------------------------------------------- whole on every rank
 
 
@@ -662,3 +715,30 @@ def compiled(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8))
     fast = torch.compile(model, backend="aot_eager")
     train(log, model, lambda x, y: F.cross_entropy(fast(x), y))
+
+
+@ranks(2)
+def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
+    whole = torch.arange(20.0).view(5, 4)
+    block = Block(instep.rank, instep.world_size, 5)
+
+    def fresh() -> Rows:
+        return Rows.of(whole[block.start : block.stop].clone(), block, transport())
+
+    assert fresh().shape == (5, 4)
+    assert len(fresh()) == 5
+    assert fresh().view(-1).whole is None
+    assert torch.equal(fresh(), whole)
+    assert torch.equal(fresh().view(-1)[3:8], whole.view(-1)[3:8])
+    assert torch.equal(torch.cat((fresh(), fresh())), torch.cat((whole, whole)))
+    assert (fresh().numpy() == whole.numpy()).all()
+    assert (np.asarray(fresh()) == whole.numpy()).all()
+    assert fresh().tolist() == whole.tolist()
+    assert repr(fresh()) == repr(whole)
+    for again in (pickle.loads(pickle.dumps(fresh())), copy.deepcopy(fresh()), fresh().clone()):
+        assert type(again) is Tensor
+        assert torch.equal(again, whole)
+    changed = fresh()
+    changed[0] = 0.0
+    changed.mul_(2)
+    assert changed.sum() == 2 * whole[1:].sum()

@@ -45,9 +45,15 @@ def share(whole: Tensor, weight: float, way: Transport) -> Tensor:
     return part
 
 
+def passed(own: Tensor) -> Tensor:
+    """This rank's rows, from one divided call into the next."""
+    same: Tensor = applied(_Passed, own)
+    return same
+
+
 def came_in(node: Any) -> bool:
     """Whether this node of the autograd graph is where a tensor came into a divided call."""
-    return isinstance(node, _OwnRows._backward_cls | _Share._backward_cls)
+    return isinstance(node, tuple(door._backward_cls for door in (_OwnRows, _Share, _Passed)))
 
 
 def gathered(own: Tensor, block: Block, dim: int, way: Transport) -> Tensor:
@@ -65,7 +71,10 @@ def gathered(own: Tensor, block: Block, dim: int, way: Transport) -> Tensor:
         ]
         for r, part in enumerate(parts)
     ]
-    return torch.cat(rows).movedim(0, dim).contiguous()
+    whole = torch.cat(rows)
+    if dim == 0:
+        return whole
+    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _cut(whole: Tensor, block: Block, dim: int) -> Tensor:
@@ -123,3 +132,13 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return summed(grads[0], ctx.weight, ctx.way), None, None
+
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]

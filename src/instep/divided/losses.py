@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from instep.collectives import all_reduce
 from instep.divided import region
+from instep.divided.crossing import own_rows, summed
+from instep.divided.rows import Rows
 from instep.seams import Function, uncompiled
 
 NAMES = (
@@ -29,29 +31,89 @@ NAMES = (
 
 
 def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """A loss of torch.nn.functional; over the rows of all ranks inside of a divided call."""
-    if not region.is_inside():
-        return original(*args, **kwargs)
-    return _of_whole_batch(original, args, kwargs)
+    """A loss of torch.nn.functional; from the rows of all ranks, where each holds its own."""
+    if region.is_inside():
+        return _inside(original, args, kwargs)
+    if any(isinstance(value, Rows) for value in (*args, *kwargs.values())):
+        return _of_rows(original, args, kwargs)
+    return original(*args, **kwargs)
 
 
 @uncompiled
-def _of_whole_batch(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    how = _reduction(given)
-    if how not in ("mean", "sum", "batchmean"):
+def _inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In a divided call: every argument is this rank's rows."""
+    asked = _Asked(original, args, kwargs)
+    if asked.how not in ("mean", "sum", "batchmean"):
         return original(*args, **kwargs)
-    given.update(reduction="sum", size_average=None, reduce=None)
-    given = {
-        name: value for name, value in given.items() if name in _signature(original).parameters
-    }
-    total = all_reduce(original(**given))
-    if how == "sum":
+    total = all_reduce(asked.summed(asked.given))
+    if asked.how == "sum":
         return total
-    count = torch.as_tensor(_denominator(original, given, how), device=total.device)
+    count = torch.as_tensor(asked.denominator(asked.given), device=total.device)
     return total / all_reduce(count.detach().to(total.dtype))
+
+
+def _of_rows(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of outputs of a divided call: they are on their ranks, other arguments are whole."""
+    asked = _Asked(original, args, kwargs)
+    rows = next(value for value in asked.given.values() if isinstance(value, Rows))
+    own = asked.own_rows(rows)
+    if own is None or asked.how not in ("mean", "sum", "batchmean"):
+        return original(*args, **kwargs)
+    total = summed(asked.summed(own), 1, rows.way)
+    return total if asked.how == "sum" else total / asked.denominator(asked.given)
+
+
+class _Asked:
+    """A call of a loss: its arguments by name, and what it shall do with the sum."""
+
+    def __init__(self, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original = original
+        bound = _signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.given = bound.arguments
+        self.how = _reduction(self.given)
+
+    def summed(self, given: dict[str, Any]) -> Tensor:
+        """The sum, of these arguments."""
+        changed = {"reduction": "sum", "size_average": None, "reduce": None}
+        total: Tensor = self._original(
+            **{name: changed.get(name, value) for name, value in given.items()}
+        )
+        return total
+
+    def own_rows(self, rows: Rows) -> dict[str, Any] | None:
+        """The arguments with this rank's rows only; None where they are not all a batch's."""
+        own: dict[str, Any] = {}
+        for name, value in self.given.items():
+            if isinstance(value, Rows):
+                if not value.stays_with(rows):
+                    return None
+                own[name] = value.own
+            elif not isinstance(value, Tensor):
+                own[name] = value
+            elif value.dim() and value.shape[0] == rows.shape[0]:
+                own[name] = own_rows(value, rows.block, 0, rows.way)
+            elif name in _PER_CLASS:
+                own[name] = value
+            else:
+                return None
+        return own
+
+    def denominator(self, given: dict[str, Any]) -> Tensor | float:
+        """What a mean over these rows divides by."""
+        first = next(value for value in given.values() if isinstance(value, Tensor))
+        if self.how == "batchmean":
+            return first.shape[0]
+        if self._original.__name__ in ("cross_entropy", "nll_loss"):
+            return _classes_counted(first, given)
+        if all(value.shape == first.shape for value in given.values() if isinstance(value, Tensor)):
+            return first.numel()
+        whole: Tensor = self._original(**{**given, "reduction": "none"})
+        return whole.numel()
+
+
+_PER_CLASS = ("weight", "pos_weight")
+"""Arguments that may be one number for each class."""
 
 
 @cache
@@ -66,18 +128,6 @@ def _reduction(given: dict[str, Any]) -> str:
         return how
     legacy: str = nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
     return legacy
-
-
-def _denominator(original: Function, given: dict[str, Any], how: str) -> Tensor | float:
-    """What a mean of this rank's rows divides by."""
-    tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    name, first = original.__name__, tensors[0]
-    if how == "batchmean":
-        return first.shape[0]
-    if name in ("cross_entropy", "nll_loss"):
-        return _classes_counted(first, given)
-    whole: Tensor = original(**{**given, "reduction": "none"})
-    return whole.numel()
 
 
 def _classes_counted(scores: Tensor, given: dict[str, Any]) -> Tensor | float:

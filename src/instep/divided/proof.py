@@ -14,10 +14,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep.blocks import Block
 from instep.divided import region as regions
+from instep.divided import rows
 from instep.divided.compiled import is_compiled, keep_buffers
 from instep.divided.crossing import all_rows, came_in, summed
 from instep.divided.division import Division, divisions
 from instep.divided.region import Region
+from instep.divided.rows import Rows
 from instep.divided.snapshot import Snapshot, TorchGenerators, close
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
@@ -97,7 +99,7 @@ def divided(call: Call, plan: Plan, way: Transport) -> tuple[Plan, Any]:
     if structure != plan.structure:
         raise UndividedError.other_outputs(name)
     joined = [_join(out, how, region) for out, how in zip(own, plan.outputs, strict=True)]
-    regions.mark(joined, region)
+    regions.mark(own, region)
     return plan, tree_unflatten(joined, structure)
 
 
@@ -106,6 +108,8 @@ def _join(own: Any, how: Output, region: Region) -> Any:
         apart = own.unflatten(how.dim, (-1, region.block.count))
         whole = all_rows(apart, region.block, how.dim + 1, region.way)
         return whole.flatten(how.dim, how.dim + 1)
+    if how.kind == "rows" and how.dim == 0 and _is_large(own, region):
+        return Rows.of(own, region.block, region.way)
     if how.kind == "rows":
         return all_rows(own, region.block, how.dim, region.way)
     if how.kind == "same":
@@ -117,6 +121,7 @@ class Whole:
     """The whole forward of a call, and what it left behind."""
 
     def __init__(self, call: Call) -> None:
+        call.leaves[:] = [leaf.look() if isinstance(leaf, Rows) else leaf for leaf in call.leaves]
         self.before = Snapshot(call.module, call.leaves)
         self.value = call.whole()
         self.after = Snapshot(call.module, call.leaves)
@@ -130,6 +135,10 @@ class Whole:
         self.differentiated = True
         self.pull = Pull.of(call, self.outputs)
         self.gradients = self.pull.through(self.outputs)
+
+
+def _is_large(own: Tensor, region: Region) -> bool:
+    return own.numel() * own.element_size() * region.block.size >= rows.LARGE
 
 
 def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
@@ -211,10 +220,11 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
     outputs = tuple(
         _output(mine, theirs, region) for mine, theirs in zip(own, whole.outputs, strict=True)
     )
-    joined = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
-    regions.mark(joined, region)
-    if not _same_gradients(whole.gradients, whole.pull.through(joined)):
+    regions.mark(own, region)
+    trial = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
+    if not _same_gradients(whole.gradients, whole.pull.through(trial)):
         raise UndividedError("its gradients are not those of the whole batch")
+    joined = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
     ours.restore()  # gradient checkpointing computes again, and leaves traces
     return Plan(division, outputs, structure, whole.drawing), joined
 

@@ -15,9 +15,10 @@ from instep import calls
 from instep.blocks import Block
 from instep.calls import Call
 from instep.divided.compiled import compiling
-from instep.divided.crossing import own_rows, share
+from instep.divided.crossing import own_rows, passed, share
 from instep.divided.division import Division
 from instep.divided.draws import WholeDraws
+from instep.divided.rows import Rows
 from instep.divided.sums import Cargo, aliases
 from instep.seams import Function
 from instep.transport import Transport
@@ -85,6 +86,10 @@ def run(
 
 
 def _own(leaf: Any, dim: int | None, region: Region) -> Any:
+    if isinstance(leaf, Rows):
+        if dim == 0 and leaf.whole is None and leaf.block == region.block:
+            return passed(leaf.own)
+        leaf = leaf.look()
     if dim is not None:
         return own_rows(leaf, region.block, dim, region.way)
     if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
