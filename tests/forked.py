@@ -13,6 +13,7 @@ from time import monotonic
 
 from instep.errors import ScriptFailedError, ScriptLateError
 from instep.verify.records import read_run
+from instep.verify.runs import EQUAL
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes seconds to import, once for all ranks: torch imports its compiler when the first
@@ -33,7 +34,7 @@ class Forked:
         ]
         for process in processes:
             process.start()
-        deadline = monotonic() + min(limit or 45.0, 45.0)
+        deadline = monotonic() + min(limit or 150.0, 150.0)
         try:
             while alive := [process for process in processes if process.exitcode is None]:
                 wait([process.sentinel for process in alive], max(0.0, deadline - monotonic()))
@@ -41,7 +42,7 @@ class Forked:
                     break
                 if monotonic() > deadline:
                     made = [len(rank.steps) for rank in read_run(folder, size, 0.0).ranks]
-                    raise ScriptLateError(n, limit or 45.0, made)
+                    raise ScriptLateError(n, limit or 150.0, made)
         finally:
             for process in processes:
                 process.kill()
@@ -56,6 +57,7 @@ def _rank(rank: int, size: int, folder: str, command: tuple[str, ...]) -> None:
     import torch
 
     from instep import rendezvous
+    from instep.auto import session
     from instep.verify import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)
@@ -63,10 +65,16 @@ def _rank(rank: int, size: int, folder: str, command: tuple[str, ...]) -> None:
         os.dup2(devnull, stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
+    os.environ |= EQUAL
+    multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
     try:
         if size > 1:
-            rendezvous.init(f"file://{folder}/meet", rank=rank, world_size=size)
-        entry.main(folder, *command)
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TMPDIR": folder}
+            rendezvous.init(f"file://{folder}/meet")
+        try:
+            entry.main(folder, *command)
+        finally:
+            session.stop()
     except Exception:
         Path(folder, f"failed{rank}").write_text(traceback.format_exc())
         raise

@@ -54,7 +54,7 @@ class Work:
     whole: int = 0
     """Calls that every rank computed whole."""
     samples: int = 0
-    """Rows that went through this rank's modules in training."""
+    """Rows that went through this rank's modules with gradients enabled."""
 
 
 work = Work()
@@ -133,7 +133,7 @@ def _count(call: Call, plan: Plan | None, way: Transport) -> None:
         work.divided += 1
         block = plan.division.block(call.leaves, way.rank, way.size)
         rows = block.count if block is not None else 0
-    if call.module.training and torch.is_grad_enabled() and not _above:
+    if torch.is_grad_enabled() and not _above:
         work.samples += rows
 
 

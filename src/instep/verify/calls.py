@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from instep import calls
+from instep.auto.patching import Patch, Patched
 from instep.blocks import Block, known_block
+from instep.divided.modules import work
 from instep.randomness import mixed
+from instep.seams import Function
 from instep.transport import transport
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
@@ -26,6 +29,8 @@ class Call:
 
     samples: int
     rows: tuple[int, ...]
+    computed: int
+    """How many of the samples went through this rank's modules."""
     block: Block | None
     drew: bool
     half: bool
@@ -43,25 +48,42 @@ class Call:
 
 
 class Calls:
-    """Watches module calls through torch's global hooks."""
+    """Watches module calls: through torch's global hooks, or from where the script stands."""
 
     def __init__(self, names: Names) -> None:
         self._names = names
         self._depth = 0
         self._before = ""
+        self._work = replace(work)
 
     def watch(self) -> None:
-        """From now on, in this process."""
+        """From now on, in this process. Sees what a replica computes: this rank's rows."""
         torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
         torch.nn.modules.module.register_module_forward_hook(
             self._leave, with_kwargs=True, always_call=True
         )
+
+    def watch_from_outside(self) -> None:
+        """From now on, in this process. Sees what the script sees: a divided call is whole."""
+        Patched([Patch(nn.Module, "__call__", self._outside, "the outermost of all that answer")])
+
+    def _outside(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return original(module, *args, **kwargs)
+        output = None
+        self._enter(module, args)
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._leave(module, args, kwargs, output)
+        return output
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
             self._names.learn(module)
             self._before = generators_digest()
+            self._work = replace(work)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         self._depth -= 1
@@ -70,9 +92,17 @@ class Calls:
         if self._depth or not graph or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
-        call = _call(_tensors((args, kwargs)), self._drew(), _in_half_precision(output))
+        inputs, half = _tensors((args, kwargs)), _in_half_precision(output)
+        call = _call(inputs, self._drew(), half, self._own_rows())
         for node in graph:
             _metadata(node)[_MARK] = call
+
+    def _own_rows(self) -> int | None:
+        """How many rows this rank computed in the call that ends now; None if it is not divided."""
+        before = self._work
+        if work.divided == before.divided or work.whole > before.whole:
+            return None
+        return work.samples - before.samples
 
     def _drew(self) -> bool:
         """Whether the call that ends now has drawn random numbers.
@@ -96,25 +126,28 @@ def _in_half_precision(output: object) -> bool:
     )
 
 
-def _call(inputs: list[Tensor], drew: bool, half: bool) -> Call:
+def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> Call:
     replica = calls.current()
     block = replica.block if replica is not None else _block(inputs)
     batch = next((tensor for tensor in inputs if tensor.dim()), None)
     if batch is None or (block is not None and block.count == 0):
-        return Call(0, (), block, drew, half, replica)
-    dimension = _sample_dimension(batch, block)
-    rows = row_hashes(batch.movedim(dimension, 0))
-    return Call(batch.shape[dimension], rows, block, drew, half, replica)
+        return Call(0, (), own or 0, block, drew, half, replica)
+    dimension = _sample_dimension(batch, inputs, block)
+    rows, samples = row_hashes(batch.movedim(dimension, 0)), batch.shape[dimension]
+    return Call(samples, rows, samples if own is None else own, block, drew, half, replica)
 
 
 def _block(inputs: list[Tensor]) -> Block | None:
     return next((block for block in map(known_block, inputs) if block is not None), None)
 
 
-def _sample_dimension(batch: Tensor, block: Block | None) -> int:
+def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) -> int:
     """0, unless only dimension 1 can be the samples (sequences first)."""
-    expected = () if block is None else (block.count, block.total)
-    return next((d for d in (0, 1) if d < batch.dim() and batch.shape[d] in expected), 0)
+    if block is None:
+        alike = [len({x.shape[d] for x in inputs if x.dim() > 1}) == 1 for d in (0, 1)]
+    else:
+        alike = [size in (block.count, block.total) for size in batch.shape[:2]]
+    return 1 if batch.dim() > 1 and alike == [False, True] else 0
 
 
 def calls_below(roots: Iterable[Tensor]) -> set[Call]:

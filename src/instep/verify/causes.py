@@ -46,7 +46,10 @@ def not_split(e: Evidence) -> str | None:
     """Every rank computes the whole batch."""
     for k in range(e.steps):
         whole = samples_at(e.oracle, k)
-        if e.n > 1 and whole > 1 and all(one.samples == whole for one in e.free.at(k)):
+        ranks = e.free.at(k)
+        if any(one.whole for one in ranks):
+            continue
+        if e.n > 1 and whole > 1 and all(one.samples == whole for one in ranks):
             return (
                 f"a batch that was not split: in step {k + 1} each of {e.n} ranks computed all "
                 f"{whole} samples (use instep.shard on the loader or the batch)"

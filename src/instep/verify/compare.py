@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import add, or_
 
 import torch
 from torch import Tensor
@@ -216,9 +218,18 @@ def ratio(part: float, whole: float) -> float:
 
 def rows_at(run: Run, step: int) -> Counter[int]:
     """The samples of a step, on all ranks together."""
-    return Counter(row for one in run.at(step) for row in one.rows)
+    ranks = [Counter(one.rows) for one in run.at(step)]
+    return reduce(or_ if _all_whole(run, step) else add, ranks)
 
 
 def samples_at(run: Run, step: int) -> int:
-    """How many samples all ranks together computed in a step."""
-    return sum(one.samples for one in run.at(step))
+    """How many samples a step had, on all ranks together.
+
+    Where ranks saw whole batches of different sizes, it is no size of a batch.
+    """
+    counts = [one.samples for one in run.at(step)]
+    return sum(set(counts) if _all_whole(run, step) else counts)
+
+
+def _all_whole(run: Run, step: int) -> bool:
+    return all(one.whole for one in run.at(step))

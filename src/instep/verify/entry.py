@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from instep import rendezvous
-from instep.launch import script
+from instep.auto import seeds
+from instep.launch import program, script
 from instep.verify.recorder import Recorder
 from instep.verify.records import Plan
 
@@ -19,7 +20,12 @@ from instep.verify.records import Plan
 def main(folder: str, *command: str) -> None:
     """Run `command` (`script.py args…` or `-m module args…`) and record it."""
     where = Path(folder)
-    recorder = Recorder(Plan.read(where), where, rendezvous.current().rank)
+    plan = Plan.read(where)
+    if plan.without_instep:
+        seeds.sow(seeds.draw())
+    else:
+        program.begin(command)
+    recorder = Recorder(plan, where, rendezvous.current().rank)
     recorder.install()
     try:
         script.run(command)

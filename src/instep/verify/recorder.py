@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from instep.auto import session
 from instep.seams import Function, step_in
 from instep.verify import changes
 from instep.verify.calls import Call, Calls, calls_below
@@ -48,7 +49,10 @@ class Recorder:
         """Take the places from where one sees training. Before the script begins."""
         if self._plan.without_instep:
             changes.leave_out_instep()
-        self._calls.watch()
+        if self._plan.without_instep or session.current() is not None:
+            self._calls.watch_from_outside()
+        else:
+            self._calls.watch()
         self._loaders.watch()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -136,6 +140,8 @@ class Recorder:
             losses=tuple(self._losses),
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
             samples=sum(call.samples for call in used),
+            computed=sum(call.computed for call in used),
+            whole=_sees_whole_batches(),
             rows=tuple(row for call in used for row in call.rows),
             drew=any(call.drew for call in used),
             half=any(call.half for call in used),
@@ -166,6 +172,12 @@ class Recorder:
             self._optimizers.append(optimizer)
         which = next(k for k, known in enumerate(self._optimizers) if known is optimizer)
         return dict(self._names.parameters(optimizer, which))
+
+
+def _sees_whole_batches() -> bool:
+    """Whether the script runs unedited on several ranks: what is recorded is equal on all."""
+    unedited = session.current()
+    return unedited is not None and unedited.world.size > 1
 
 
 def _prints(tensors: dict[str, Tensor]) -> Prints:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from instep.auto.real import real
+
 
 class Print(NamedTuple):
     """A tensor's fingerprint."""
@@ -70,6 +72,10 @@ class Step:
     """Rows in the module calls that this gradient came from; ghosts do not count."""
     rows: tuple[int, ...] = ()
     """A hash of each of these rows."""
+    computed: int | None = None
+    """How many of them went through this rank's modules; None: all."""
+    whole: bool = False
+    """Whether these are the samples of the whole batch, on every rank alike."""
     drew: bool = False
     """Whether random numbers were drawn during these calls."""
     half: bool = False
@@ -132,8 +138,11 @@ class Run:
 
     @cached_property
     def samples_per_rank(self) -> list[int]:
-        """How many samples each rank has trained on."""
-        return [sum(step.samples for step in rank.steps) for rank in self.ranks]
+        """How many samples went through each rank's modules, in training."""
+        return [
+            sum(step.samples if step.computed is None else step.computed for step in rank.steps)
+            for rank in self.ranks
+        ]
 
 
 def global_loss(steps: list[Step]) -> float | None:
@@ -159,7 +168,8 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._steps = (folder / f"rank{rank}.steps").open("wb")
+        with real():
+            self._steps = (folder / f"rank{rank}.steps").open("wb")
 
     def step(self, step: Step) -> None:
         """One more step."""
@@ -169,20 +179,23 @@ class Writer:
     def tensors(self, name: str, value: dict[str, Any]) -> None:
         """Whole tensors, of rank 0 only."""
         if self._rank == 0:
-            torch.save(value, self._folder / f"{name}.pt")
+            with real():
+                torch.save(value, self._folder / f"{name}.pt")
 
     def end(self, end: End) -> None:
         """There will be no more."""
         self._steps.close()
-        (self._folder / f"rank{self._rank}.end").write_bytes(pickle.dumps(end))
+        with real():
+            (self._folder / f"rank{self._rank}.end").write_bytes(pickle.dumps(end))
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Any]:
     """Whole tensors as written; empty where there are none."""
     path = folder / f"{name}.pt"
-    if not path.exists():
-        return {}
-    value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    with real():
+        if not path.exists():
+            return {}
+        value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     return value
 
 

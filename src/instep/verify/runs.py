@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from instep import knobs
 from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
 from instep.verify.records import Plan, Run, read_run
 
@@ -19,6 +20,8 @@ PINNED = 5
 """How many first steps are compared at the oracle's own parameters."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
+EQUAL = {knobs.SEED.name: "0", "PYTHONHASHSEED": "0"}
+"""What would be drawn anew for each run of a script that is not seeded."""
 PATIENCE = 60.0
 SLOWER = 20.0
 """A run may take this many seconds, plus this many times as long as one process took."""
@@ -170,6 +173,7 @@ class InstepRun:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *launcher, *entry, *command],
+                env=EQUAL | os.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
