@@ -30,6 +30,8 @@ from instep.transport import Transport
 GRADIENT = 1e-2
 """How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
 flips by rounding is not."""
+HALF_GRADIENT = 1e-1
+"""The same where half precision is computed in, whose rounding alone comes near the other."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
     )
     regions.mark(own, region)
     trial = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
-    if not _same_gradients(whole.gradients, whole.pull.through(trial)):
+    if not _same_gradients(whole.gradients, whole.pull.through(trial), _rounding(trial)):
         raise UndividedError("its gradients are not those of the whole batch")
     joined = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
     ours.restore()  # gradient checkpointing computes again, and leaves traces
@@ -325,7 +327,15 @@ class Pull:
         return [None if grad is None else grad.to_dense() for grad in found]
 
 
-def _same_gradients(want: Sequence[Tensor | None], have: Sequence[Tensor | None]) -> bool:
+def _rounding(outputs: Sequence[Any]) -> float:
+    """How far the gradients that these outputs give may differ."""
+    allowed = [tolerance(x.dtype, x.device.type) for x in outputs if isinstance(x, Tensor)]
+    return HALF_GRADIENT if max(allowed, default=0.0) > GRADIENT else GRADIENT
+
+
+def _same_gradients(
+    want: Sequence[Tensor | None], have: Sequence[Tensor | None], allowed: float
+) -> bool:
     """Whether gradients are the same, up to rounding and the units that flip by it."""
     total = sum(float(grad.norm()) ** 2 for grad in want if grad is not None) ** 0.5
     for theirs, ours in zip(want, have, strict=True):
@@ -333,7 +343,7 @@ def _same_gradients(want: Sequence[Tensor | None], have: Sequence[Tensor | None]
             if theirs is not ours:
                 return False
             continue
-        allowed = GRADIENT * max(float(theirs.norm()), GRADIENT * total)
-        if not float((ours - theirs).norm()) <= allowed:
+        size = max(float(theirs.norm()), GRADIENT * total)
+        if not float((ours - theirs).norm()) <= allowed * size:
             return False
     return True
