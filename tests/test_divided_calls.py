@@ -632,6 +632,39 @@ def hooks_on_its_parts(log: Log) -> None:
 
 
 @whole
+def hooks_on_all_modules(log: Log) -> None:
+    model, seen = mlp(), []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        seen.clear()
+        handle = nn.modules.module.register_module_forward_hook(lambda m, a, o: seen.append(o))
+        scores = model(x)
+        handle.remove()
+        return F.cross_entropy(scores, y) + seen[0].square().mean()
+
+    train(log, model, step)
+
+
+@whole
+def divides_by_something_else_than_its_rows(log: Log) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(out=6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return ((self.body(x) - x).square().mean(1) * mask).sum() / mask.sum()
+
+    model, calls = Masked(), [0]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return model(x, torch.ones(len(x)).double() if calls[0] < 3 else (y > 0).double())
+
+    train(log, model, step)
+
+
+@whole
 def reaches_for_a_parameter_outside(log: Log) -> None:
     scale = nn.Parameter(torch.ones(3).double())
 

@@ -92,9 +92,7 @@ for epoch in range(n_epochs):
         fake_imgs = generator(z)
         real_validity = discriminator(real_imgs)
         fake_validity = discriminator(fake_imgs)
-        gradient_penalty = compute_gradient_penalty(
-            discriminator, real_imgs.data, fake_imgs.data
-        )
+        gradient_penalty = compute_gradient_penalty(discriminator, real_imgs.data, fake_imgs.data)
         d_loss = -torch.mean(real_validity) + torch.mean(fake_validity)
         d_loss = d_loss + lambda_gp * gradient_penalty
         d_loss.backward()

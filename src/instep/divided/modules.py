@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from instep.divided.hooks import hooked
 from instep.divided.proof import Call, Plan, divided, prove, recheck
 from instep.seams import Function
 from instep.transport import Transport, transport
@@ -30,6 +31,8 @@ class Known:
     why_not: str = ""
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
     calls: int = 0
+    compared: int = 1
+    """Which call was last compared with the whole forward."""
 
     def is_due(self, shapes: tuple[Any, ...]) -> bool:
         """Whether this call is to be compared with the whole forward.
@@ -39,7 +42,7 @@ class Known:
         """
         if shapes not in self.shapes and len(self.shapes) < PROOFS:
             return True
-        if self.plan is not None and self.plan.has_means and self.calls <= 4:
+        if self.plan is not None and self.plan.has_sums and self.calls <= 4:
             return True
         power_of_4 = self.calls.bit_count() == 1 and self.calls.bit_length() % 2 == 1
         return power_of_4 and self.calls >= 16
@@ -97,6 +100,10 @@ def _outermost(call: Call, way: Transport) -> Any:
     if known.why_not:
         _count(call, None, way)
         return _by_its_parts(call)
+    if why := hooked(call.module):
+        _say(call.module, why)
+        _count(call, None, way)
+        return _by_its_parts(call)
     if _rows(call, known.plan) < way.size:
         _say(call.module, "some of its batches have fewer rows than there are ranks")
         _count(call, None, way)
@@ -106,6 +113,9 @@ def _outermost(call: Call, way: Transport) -> Any:
         known.plan, output, known.why_not = prove(call, way)
     elif known.is_due(shapes):
         output, known.why_not = recheck(call, known.plan, way)
+        if known.why_not:
+            known.why_not += f" (calls {known.compared + 1} to {known.calls - 1} were divided)"
+        known.compared = known.calls
     else:
         known.plan, output = divided(call, known.plan, way)
     known.shapes.add(shapes)

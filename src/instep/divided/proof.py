@@ -34,6 +34,17 @@ HALF_GRADIENT = 1e-1
 """The same where half precision is computed in, whose rounding alone comes near the other."""
 
 
+_ROUNDING = {
+    torch.float64: 1e-11,
+    torch.complex128: 1e-11,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""How far two forwards may be apart, by what they compute in: relative, in the norm."""
+
+
 @dataclass(frozen=True)
 class Output:
     """How one output of a divided call becomes the script's."""
@@ -56,9 +67,9 @@ class Plan:
     """Whether it draws random numbers."""
 
     @property
-    def has_means(self) -> bool:
-        """Whether an output is a mean over the rows of what each rank has."""
-        return any(how.kind == "mean" for how in self.outputs)
+    def has_sums(self) -> bool:
+        """Whether an output is a mean or a sum over the rows."""
+        return any(how.kind in ("mean", "sum") for how in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -193,19 +204,7 @@ def _undividable(call: Call, whole: Whole) -> str:
     """What speaks against dividing it before it was tried; nothing if nothing does."""
     if not any(isinstance(out, Tensor) for out in whole.outputs):
         return "it returns no tensor"
-    for part in call.module.modules():
-        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        backward_hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
-        if any(_is_users(hook) for hook in (*hooks, *backward_hooks)):
-            return (
-                f"the script has a hook on its {type(part).__name__}, which must see whole batches"
-            )
     return whole.before.changed(whole.after) or ""
-
-
-def _is_users(hook: object) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] not in ("torch", "instep")
 
 
 def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[Plan, list[Any]]:
@@ -227,8 +226,38 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
     if not _same_gradients(whole.gradients, whole.pull.through(trial), _rounding(trial)):
         raise UndividedError("its gradients are not those of the whole batch")
     joined = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
-    ours.restore()  # gradient checkpointing computes again, and leaves traces
-    return Plan(division, outputs, structure, whole.drawing), joined
+    plan = Plan(division, outputs, structure, whole.drawing)
+    if plan.has_sums and not _holds_for_others(call, plan, whole.before, way):
+        raise UndividedError("it divides by something else than its rows")
+    ours.restore()  # what was computed since has left traces
+    return plan, joined
+
+
+def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) -> bool:
+    """Whether a plan with means or sums over rows also holds for other arguments.
+
+    A mean over kept tokens looks like one over rows as long as all are kept. So about half of what
+    came in is set to zero, which is as good a class, token or mask as any.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def altered(leaf: Any, dim: int | None) -> Any:
+        if dim is None or leaf.requires_grad:
+            return leaf
+        kept = torch.rand(leaf.shape, generator=generator) < 0.5
+        return leaf.where(kept.to(leaf.device), 0)
+
+    leaves = [altered(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
+    other = replace(call, leaves=leaves)
+    before.restore()
+    wholes, structure = tree_flatten(other.whole())
+    before.restore()
+    region, own, own_structure = other.own(plan.division, way, drawing=plan.drawing)
+    return structure == own_structure and all(
+        not isinstance(whole, Tensor)
+        or close(_join(out.detach(), how, region), whole, tolerance(whole.dtype, whole.device.type))
+        for out, how, whole in zip(own, plan.outputs, wholes, strict=True)
+    )
 
 
 def _output(own: Any, whole: Any, region: Region) -> Output:
@@ -265,7 +294,7 @@ def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
         dtype = torch.get_autocast_dtype(device)
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    return {torch.float64: 1e-11, torch.complex128: 1e-11}.get(dtype, 84 * torch.finfo(dtype).eps)
+    return _ROUNDING[dtype]
 
 
 def _next_sequence_number() -> int:
