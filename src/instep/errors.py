@@ -34,6 +34,7 @@ InstepError
     ├── ReplicatedTwiceError
     ├── ShardedTwiceError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
+    ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
     └── MixedBatchesError         two batches of different weights in one backward
 
 InstepWarning (UserWarning)       what instep cannot keep the same
@@ -571,6 +572,16 @@ class UndividedError(TrainingError):
             f"{name} returns something else than when its division was proven (another number of "
             "outputs, or others). Run this script with --plain, or keep what it returns the same "
             "for the same kind of arguments."
+        )
+
+
+class LoadingError(TrainingError, RuntimeError):
+    """A rank could not load its rows, and its exception does not get to the others as it is."""
+
+    def __init__(self, rank: int, kind: str, trace: str) -> None:
+        super().__init__(
+            f"rank {rank} raised {kind} while it loaded its rows of a batch, an exception that "
+            f"cannot be sent to the other ranks. Its traceback:\n\n{trace}"
         )
 
 

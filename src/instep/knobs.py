@@ -38,3 +38,9 @@ BACKEND = Knob(
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")
 SEED = Knob("INSTEP_SEED", "", "What unedited scripts are seeded with; unset: drawn by rank 0.")
+LOAD = Knob(
+    "INSTEP_LOAD",
+    "own",
+    "In an unedited script, own: each rank loads its rows of every batch; whole: each rank loads "
+    "everything, with the random numbers of plain Python.",
+)

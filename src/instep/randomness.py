@@ -10,14 +10,17 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.objects import broadcast_object
@@ -43,6 +46,34 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """Where the global generators on the CPU are: torch, numpy, random."""
+
+    torch: Tensor
+    numpy: dict[str, Any]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Where they are now."""
+        return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+
+    def restore(self) -> None:
+        """Set them back."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+    def same(self, other: GeneratorStates) -> bool:
+        """Whether nothing was drawn between the two."""
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
+        )
+
+
 class SharedStream:
     """Random numbers that are the same on all ranks: `with stream.drawing(): ...`.
 
@@ -51,33 +82,32 @@ class SharedStream:
     """
 
     def __init__(self, seed: int, *, only_torch: bool = False) -> None:
-        self._torch = torch.Generator().manual_seed(seed).get_state()
-        self._numpy = np.random.MT19937(seed)
-        self._python = random.Random(seed).getstate()
+        self._states = GeneratorStates(
+            torch.Generator().manual_seed(seed).get_state(),
+            dict(np.random.MT19937(seed).state),
+            random.Random(seed).getstate(),
+        )
         self._only_torch = only_torch
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw from this stream."""
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self._torch)
         if self._only_torch:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._states.torch)
             try:
                 yield
             finally:
-                self._torch = torch.get_rng_state()
+                self._states = replace(self._states, torch=torch.get_rng_state())
                 torch.set_rng_state(outside)
             return
-        outside_numpy, outside_python = np.random.mtrand.get_bit_generator(), random.getstate()
-        np.random.mtrand.set_bit_generator(self._numpy)
-        random.setstate(self._python)
+        before = GeneratorStates.now()
+        self._states.restore()
         try:
             yield
         finally:
-            self._torch, self._python = torch.get_rng_state(), random.getstate()
-            torch.set_rng_state(outside)
-            np.random.mtrand.set_bit_generator(outside_numpy)
-            random.setstate(outside_python)
+            self._states = GeneratorStates.now()
+            before.restore()
 
 
 # ------------------------------------------------------------------------------- the sample's
@@ -103,7 +133,7 @@ class SeededDataset(Dataset[T], Generic[T]):
 
 
 def draws_nothing(dataset: object) -> bool:
-    """Whether samples are known to have nothing random in them: tensors, or a part of such."""
+    """Whether samples are known to have nothing random in them: they lie in memory."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
-    return type(dataset) is TensorDataset
+    return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)

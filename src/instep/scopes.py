@@ -219,7 +219,7 @@ class _SharedTurn:
             except Exception as why:  # whatever the value's own code raises, the others wait
                 kind = type(self.here.value).__name__
                 problem = RunOnceError.value(self._rank, self._line, kind, str(why))
-        elif (trace := _trace(error)) and _pickles(error):
+        elif (trace := traceback_of(error)) and arrives(error):
             return _Outcome(pickle.dumps(error), trace), None
         else:
             problem = RunOnceError.exception(self._rank, self._line, type(error).__name__, trace)
@@ -258,12 +258,13 @@ class _SharedTurn:
                 self._store.delete_key(f"{self._key}/{what}")
 
 
-def _trace(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
+    """As Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _pickles(error: BaseException) -> bool:
-    """Whether the exception arrives as what it is."""
+def arrives(error: BaseException) -> bool:
+    """Whether an exception that travels to another rank is still what it was."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its own code raises

@@ -15,8 +15,9 @@ import tempfile
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from instep.auto import children, files, guards, streams, writers
+from instep.auto import children, files, guards, loading, streams, writers
 from instep.auto.layers import Layer
 from instep.auto.overlay import Shadow
 from instep.auto.patching import Patch, Patched
@@ -153,7 +154,12 @@ DIVISION: tuple[Patch, ...] = (
 )
 """What divides the calls of modules."""
 
-PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION)
+LOADING = (
+    Patch(DataLoader, "__iter__", loading.iterate, "each rank loads its own rows of a batch"),
+)
+"""What divides loading."""
+
+PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *LOADING)
 
 _put_in: list[Patched] = []
 

@@ -1,0 +1,565 @@
+"""Each rank loads its own rows of a batch, and every loop gets the batch of plain Python."""
+
+import io
+import os
+import queue
+import random
+import re
+import threading
+import warnings
+from collections import namedtuple
+from contextlib import redirect_stderr
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import instep
+from instep.auto.generators import own_generator
+from instep.auto.loading import iterate
+from instep.auto.patches import LOADING
+from instep.auto.patching import Patched
+from instep.auto.worth import Worth, pays
+from instep.errors import DisagreementError, LoadingError
+from pool import ranks, run
+
+Pair = namedtuple("Pair", "x y")
+
+
+def batches(loader):
+    """The loader's batches as the divided script gets them."""
+    return iterate(type(loader).__iter__, loader)
+
+
+def fresh():
+    """Equal numbers on every rank, as a session begins."""
+    torch.manual_seed(5)
+    np.random.seed(5)
+    np.random.randn()  # keeps another one back
+    random.seed(5)
+
+
+def streams():
+    """The next numbers that the script would draw."""
+    return torch.rand(1).item(), np.random.randn(), np.random.rand(), random.random()
+
+
+def same(one, other):
+    """Whether two batches are the same: types, dtypes, shapes, strides, bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        like = one.dtype == other.dtype and one.stride() == other.stride()
+        return like and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class Counting(Dataset):
+    """Knows which samples this process has loaded."""
+
+    def __init__(self, n, make=lambda index: (torch.full((2, 3), float(index)), index)):
+        self.n, self.make, self.loaded = n, make, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return self.make(index)
+
+
+SAMPLERS = {
+    "sequential": lambda data: {"batch_size": 5},
+    "shuffled": lambda data: {"batch_size": 5, "shuffle": True},
+    "dropped": lambda data: {"batch_size": 5, "shuffle": True, "drop_last": True},
+    "of one": lambda data: {"batch_size": 1},
+    "a generator's": lambda data: {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
+    "weighted": lambda data: {"batch_size": 5, "sampler": WeightedRandomSampler([1.0] * 23, 23)},
+    "subset": lambda data: {"batch_size": 5, "sampler": SubsetRandomSampler(range(0, 23, 2))},
+    "batches": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 7, False)},
+    "numpy's": lambda data: {"batch_sampler": np.random.permutation(20).reshape(4, 5).tolist()},
+    "one by one": lambda data: {"batch_size": None},
+}
+
+
+@ranks(1, 3)
+def test_what_draws_nothing_is_bit_equal_to_plain_python():
+    for name, sampler in SAMPLERS.items():
+        epochs, after = [], []
+        for way in (iter, batches):
+            fresh()
+            data = Counting(23)
+            loader = DataLoader(data, **sampler(data))
+            epochs.append([list(way(loader)) for _ in range(2)])
+            after.append(streams())
+        assert same(*epochs), name
+        assert after[0] == after[1], name
+        assert loader.dataset is data
+
+
+@ranks(2, 3)
+def test_each_rank_loads_its_own_rows_only():
+    data = Counting(24)
+    data.make = lambda index: torch.full((1 << 18,), float(index))  # too costly to load twice
+    loader = DataLoader(data, 12)
+    list(batches(loader))
+    n, r = instep.world_size, instep.rank
+    own = [b + k for b in (0, 12) for k in range(r * 12 // n, (r + 1) * 12 // n)]
+    proofs = [b + (r + 1) % n * 12 // n for b in (0, 12)]
+    assert sorted(data.loaded) == sorted(own + proofs)
+
+
+def pair(index):
+    return Pair(torch.ones(2) * index, index)
+
+
+KINDS = {
+    "numbers": lambda i: i,
+    "truth": lambda i: i % 2 == 0,
+    "fractions": lambda i: i / 3,
+    "texts": lambda i: f"sample {i}",
+    "bytes": lambda i: (b"x" * i, 1),
+    "arrays": lambda i: (np.arange(6.0).reshape(2, 3) * i, np.float32(i), np.int16(i)),
+    "dicts": lambda i: {"x": torch.ones(3) * i, "meta": {"name": str(i), 3: [i, (i, 0.5)]}},
+    "named": pair,
+    "channels last": lambda i: torch.arange(24.0).view(2, 4, 3).permute(2, 0, 1) * i,
+    "slices": lambda i: torch.arange(24.0).view(4, 6)[:, ::2] + i,
+    "scalars": lambda i: torch.tensor(i),
+    "nothing": lambda i: torch.empty(0, 3),
+    "half": lambda i: torch.ones(3, dtype=torch.bfloat16) * i,
+    "complex": lambda i: torch.ones(3, dtype=torch.complex64) * i,
+    "conjugates": lambda i: (torch.ones(3, dtype=torch.complex64) * 1j * i).conj(),
+    "mixed numbers": lambda i: i if i < 4 else i / 3,
+    "mixed dtypes": lambda i: torch.ones(3, dtype=torch.int64 if i % 3 else torch.float32) * i,
+    "empty": lambda i: (),
+}
+
+
+@ranks(1, 3)
+def test_samples_of_any_kind_arrive_as_they_were():
+    for collate in (None, list):
+        for name, kind in KINDS.items():
+            plain, divided = (
+                list(way(DataLoader(Counting(8, kind), 5, collate_fn=collate)))
+                for way in (iter, batches)
+            )
+            assert same(plain, divided), (name, collate)
+
+
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+@ranks(3)
+def test_a_collate_fn_sees_the_whole_batch():
+    def load(way):
+        data = Counting(13, lambda i: torch.arange(i % 7 + 1))
+        return list(way(DataLoader(data, 5, collate_fn=padded)))
+
+    assert same(load(batches), load(iter))
+
+
+@ranks(2)
+def test_samples_that_cannot_travel_are_loaded_by_every_rank():
+    def load(way):
+        loader = DataLoader(Counting(8, lambda i: lambda: i), 4, collate_fn=called)
+        return [list(way(loader)) for _ in range(2)]
+
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert same(load(batches), load(iter))
+    line = (
+        "instep: data set Counting: each rank loads all of it: a sample cannot travel, it does not"
+    )
+    assert said.getvalue().startswith(line) == (instep.rank == 0)
+
+
+def called(samples):
+    return [sample() for sample in samples]
+
+
+class Noisy(Dataset):
+    """Draws from every global generator, as augmentations do."""
+
+    def __init__(self, n=23):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        drawn = torch.rand(2), np.random.rand(), random.random()
+        return torch.tensor([index, *drawn[0], *drawn[1:]])
+
+
+def noisy_epochs(workers, context, persistent):
+    fresh()
+    more = {"persistent_workers": persistent, "multiprocessing_context": context} if workers else {}
+    loader = DataLoader(Noisy(), 5, shuffle=True, num_workers=workers, **more)
+    epochs = [torch.cat(list(batches(loader))) for _ in range(2)]
+    loader._iterator = None
+    return epochs, streams()
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "persistent"),
+    [
+        (0, None, False),
+        (2, "fork", False),
+        (2, "fork", True),
+        pytest.param(1, "spawn", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_random_in_a_sample_depends_on_its_place_only(workers, context, persistent):
+    ((one, after),) = run(1, noisy_epochs, workers, context, persistent)
+    size = 2 if context == "spawn" else 3
+    for epochs, theirs in run(size, noisy_epochs, workers, context, persistent):
+        assert all(map(torch.equal, epochs, one))
+        assert theirs == after
+    first, second = (dict(zip(e[:, 0].tolist(), e[:, 1:].tolist(), strict=True)) for e in one)
+    assert all(first[index] != second[index] for index in first), "each epoch draws anew"
+    drawn = [tuple(rest) for rest in first.values()]
+    assert len(set(drawn)) == len(drawn), "each sample draws its own"
+
+
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+WORKERS = {
+    "forked": FORKED,
+    "persistent": {**FORKED, "persistent_workers": True, "prefetch_factor": 3},
+    "collating": {**FORKED, "collate_fn": list},
+    "pinned": {**FORKED, "pin_memory": True},
+}
+
+
+def square(index):
+    return {"x": torch.ones(3) * index**2, "name": str(index)}
+
+
+@ranks(2)
+def test_workers_load_their_ranks_rows():
+    warnings.filterwarnings("ignore", "'pin_memory'")  # there may be no device to pin for
+    for name, more in WORKERS.items():
+        results = []
+        for way in (iter, batches):
+            fresh()
+            loader = DataLoader(Counting(23, square), 5, shuffle=True, **more)
+            epochs = [list(way(loader)) for _ in range(2)]
+            results.append((epochs, streams()))
+            loader._iterator = None
+        (plain, before), (divided, after) = results
+        assert same(plain, divided), name
+        assert before == after, name
+
+
+class Opened(Counting):
+    """Is made ready in a worker."""
+
+    def __getitem__(self, index):
+        return self.base + index
+
+
+def open_in_worker(worker):
+    get_worker_info().dataset.base = 100
+
+
+@ranks(2)
+def test_a_worker_init_fn_sees_the_scripts_data_set():
+    loader = DataLoader(Opened(6), 3, worker_init_fn=open_in_worker, **FORKED)
+    assert [batch.tolist() for batch in batches(loader)] == [[100, 101, 102], [103, 104, 105]]
+
+
+@ranks(2)
+def test_loops_may_stop_anywhere_and_go_on_side_by_side():
+    def load(way):
+        fresh()
+        data = Counting(23)
+        loader = DataLoader(data, 5, shuffle=True)
+        seen = [next(way(loader)), next(way(loader))]
+        for k, batch in enumerate(way(loader)):
+            seen.append(batch)
+            if k == 1:
+                break
+        seen += zip(way(loader), way(DataLoader(data, 3)), strict=False)
+        for batch in way(loader):
+            seen += [batch, list(way(DataLoader(data, 11)))]
+        endless = RandomSampler(data, replacement=True, num_samples=10**10)
+        seen += islice(way(DataLoader(data, 4, sampler=endless)), 3)
+        data.make = lambda index: torch.ones(index % 2 + 1)
+        seen += way(DataLoader(data, 1))
+        return seen, streams()
+
+    assert same(load(batches), load(iter))
+
+
+def broken_at(bad, error):
+    def make(index):
+        if index in bad:
+            raise error(f"no picture {index}")
+        return index
+
+    return make
+
+
+class PickyError(Exception):
+    """Does not pickle as what it is."""
+
+    def __init__(self, text):
+        super().__init__(text, threading.Lock())
+
+
+@pytest.mark.parametrize("more", [{}, FORKED], ids=["here", "in workers"])
+@ranks(1, 2)
+def test_the_first_error_of_a_batch_is_raised_on_every_rank_and_the_loop_may_go_on(more):
+    def load(way):
+        loop = way(DataLoader(Counting(12, broken_at((5, 6, 7), KeyError)), 4, **more))
+        first = next(loop)
+        with pytest.raises(KeyError) as caught:
+            next(loop)
+        named = re.findall(r"no picture \d|in DataLoader worker process \d", str(caught.value))
+        return first, named, list(loop)
+
+    plain, divided = load(iter), load(batches)
+    assert same(plain, divided), (plain, divided)
+    with pytest.raises((PickyError, LoadingError), match="no picture 5"):
+        list(batches(DataLoader(Counting(12, broken_at((5, 7), PickyError)), 4)))
+
+
+@ranks(2)
+def test_an_error_names_the_sample_and_the_rank_that_loaded_it():
+    with pytest.raises(OSError, match="no picture 3") as caught:
+        list(batches(DataLoader(Counting(4, broken_at((3,), OSError)), 4)))
+    notes = "".join(caught.value.__notes__)
+    assert "This was sample 3 of Counting." in notes
+    assert ("On rank 1, which loaded it" in notes) == (instep.rank == 0)
+
+
+@ranks(2)
+def test_ranks_that_mean_different_samples_say_so():
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(instep.rank)).tolist()
+    with pytest.raises(DisagreementError, match="samples of the next batch"):
+        list(batches(DataLoader(Counting(20), 5, sampler=order)))
+    with pytest.raises(DisagreementError, match="none left"):
+        list(batches(DataLoader(Counting(20), 5, sampler=range(5 * (instep.rank + 1)))))
+
+
+class SometimesNoisy(Noisy):
+    """Draws for some samples only, and fails by chance."""
+
+    def __getitem__(self, index):
+        if index % 5 == 4 and random.random() < 0.3:
+            raise ValueError(f"bad luck at {index}")
+        return index, torch.rand(1) if index % 4 == 3 else torch.zeros(1)
+
+
+def lucky_batches():
+    fresh()
+    loop, seen = batches(DataLoader(SometimesNoisy(40), 5)), []
+    while True:
+        try:
+            seen.append(next(loop))
+        except ValueError as error:
+            seen.append(str(error))
+        except StopIteration:
+            return seen, streams()
+
+
+def test_samples_of_which_some_are_random_do_not_depend_on_the_ranks_either():
+    (alone,) = run(1, lucky_batches)
+    assert 0 < sum(isinstance(batch, str) for batch in alone[0]) < 8
+    for other in run(3, lucky_batches):
+        assert same(other, alone)
+
+
+class OwnGenerator(Noisy):
+    def __init__(self):
+        super().__init__()
+        self.transforms = [Jitter(np.random.default_rng(7))]
+
+    def __getitem__(self, index):
+        return self.transforms[0](index)
+
+
+class Jitter:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __call__(self, index):
+        return index + self.rng.random()
+
+
+GENERATOR = np.random.default_rng(1)
+
+
+def draw():
+    return GENERATOR.random()
+
+
+def test_generators_of_a_data_sets_own_are_found():
+    assert own_generator(OwnGenerator()) == "self.transforms[0].rng"
+    assert own_generator(Counting(1, lambda index: draw() + index)) == "GENERATOR"
+    assert own_generator(Counting(1, partial(torch.rand, generator=torch.Generator()))) is not None
+    assert own_generator(Noisy()) is None
+    assert own_generator(Counting(1)) is None
+    wrapped = Noisy()
+    wrapped.rng = np.random.mtrand._rand
+    wrapped.itself = wrapped
+    wrapped.paths = [str(k) for k in range(10**5)]
+    assert own_generator(wrapped) is None
+
+
+@ranks(2)
+def test_a_data_set_with_a_generator_of_its_own_is_loaded_whole():
+    def load(way):
+        return list(way(DataLoader(OwnGenerator(), 5)))
+
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert same(load(batches), load(iter))
+    assert ("it draws from a generator of its own" in said.getvalue()) == (instep.rank == 0)
+
+
+class Forgetless(Noisy):
+    """Each sample depends on how many came before."""
+
+    calls = 0
+
+    def __getitem__(self, index):
+        self.calls += 1
+        return torch.tensor(index + self.calls / 100)
+
+
+@ranks(2)
+def test_a_data_set_with_a_hidden_state_gives_every_rank_the_same_and_a_line_says_so():
+    said = io.StringIO()
+    with redirect_stderr(said):
+        (batch,) = batches(DataLoader(Forgetless(6), 6))
+    assert len({tuple(other.tolist()) for other in instep.all_gather_object(batch)}) == 1
+    line = "instep: data set Forgetless: its samples depend on who loads them"
+    assert (line in said.getvalue()) == (instep.rank == 0)
+
+
+def test_own_rows_pay_when_loading_takes_longer_than_talking():
+    assert pays(seconds=0.32, nbytes=20_000_000, count=32, ranks=2)
+    assert not pays(seconds=0.001, nbytes=1000, count=32, ranks=2)
+    assert not pays(seconds=0.01, nbytes=20_000_000, count=32, ranks=8)
+    assert not pays(seconds=0.32, nbytes=1000, count=1, ranks=2)
+
+
+def test_a_loader_is_judged_by_its_first_batches_and_tried_again_now_and_then():
+    cheap, costly = Worth(ranks=2, workers=0), Worth(ranks=2, workers=0)
+    for worth, seconds in ((cheap, 1e-4), (costly, 0.3)):
+        assert [worth.ask() for _ in range(3)] == [(True, True), (True, True), (True, False)]
+        for first_is_slow in (1.0, 0.0, 0.0):
+            worth.learn(32, seconds + first_is_slow, 1000)
+    assert [cheap.ask() for _ in range(3)] == [(True, True), (False, False), (False, False)]
+    assert [costly.ask() for _ in range(3)] == [(True, True), (True, False), (True, False)]
+    cheap.force(exchanging=True)
+    costly.force(exchanging=False)
+    assert [cheap.ask() for _ in range(2)] == [(True, False), (True, True)]
+    assert [costly.ask() for _ in range(2)] == [(False, False), (False, False)]
+    alone = Worth(ranks=1, workers=0)
+    assert [alone.ask() for _ in range(4)] == [(False, False)] * 4
+
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        yield from torch.rand(7)
+
+
+class Bulk(Noisy):
+    def __getitems__(self, indices):
+        return [torch.rand(1) + index for index in indices]
+
+
+@ranks(2)
+def test_what_has_no_rows_is_loaded_as_plain_python_does():
+    for data, more in (
+        (Lines(), {}),
+        (Bulk(), {}),
+        (Noisy(), {"batch_size": None}),
+        (Subset(Bulk(), range(9)), {}),
+        (TensorDataset(torch.rand(23)), {"shuffle": True}),
+    ):
+        results = []
+        for way in (iter, batches):
+            fresh()
+            results.append((list(way(DataLoader(data, **{"batch_size": 5, **more}))), streams()))
+        assert same(*results), data
+
+
+@ranks(2)
+def test_load_whole_keeps_the_numbers_of_plain_python():
+    os.environ["INSTEP_LOAD"] = "whole"
+    try:
+        results = []
+        for way in (iter, batches):
+            fresh()
+            results.append((list(way(DataLoader(Noisy(), 5, shuffle=True))), streams()))
+        assert same(*results)
+    finally:
+        del os.environ["INSTEP_LOAD"]
+
+
+class Nested(Counting):
+    """Loads with a loader of its own."""
+
+    def __getitem__(self, index):
+        return torch.cat(list(batches(DataLoader(Counting(index % 3 + 1, float), 2)))).sum()
+
+
+@ranks(2)
+def test_loaders_inside_a_data_set_are_plain():
+    plain = [sum(range(index % 3 + 1)) for index in range(7)]
+    assert [x for batch in batches(DataLoader(Nested(7), 3)) for x in batch.tolist()] == plain
+
+
+@ranks(2)
+def test_a_thread_of_the_scripts_may_fetch_batches_ahead():
+    fresh()
+    expected = list(DataLoader(Counting(40), 5, shuffle=True))
+    fresh()
+    loops = [batches(DataLoader(Counting(40), 5, shuffle=True)) for _ in range(1)]
+    fetched = queue.Queue()
+    thread = threading.Thread(target=lambda: fetched.put(list(loops[0])))
+    thread.start()
+    total = sum(instep.all_reduce(torch.ones(1)).item() for _ in range(50))
+    thread.join()
+    assert total == 50 * instep.world_size
+    assert same(fetched.get_nowait(), expected)
+
+
+@ranks(2)
+def test_the_table_puts_it_into_torchs_own_loader():
+    data = Counting(24, lambda index: torch.full((1 << 18,), float(index)))
+    put_in = Patched(LOADING)
+    try:
+        loaded = [batch[:, 0].tolist() for batch in DataLoader(Subset(data, range(4, 24)), 10)]
+    finally:
+        put_in.undo()
+    assert loaded == [list(range(4, 14)), list(range(14, 24))]
+    assert len(data.loaded) == 12, "its own half, and a sample of each batch as a proof"
