@@ -1,7 +1,7 @@
 """The table: every function that answers for another one while a script is divided, and why.
 
 The rooms provide the replacements; this is the only place where they are put in. In a world of one
-nothing is.
+only loaders are divided, into one part: so their random numbers are those of any other world.
 """
 
 from __future__ import annotations
@@ -168,6 +168,12 @@ def install() -> None:
     """Put the whole table in; does nothing where it is in already."""
     if not _put_in:
         _put_in.append(Patched(PATCHES))
+
+
+def install_alone() -> None:
+    """Put in what has a meaning in a world of one too."""
+    if not _put_in:
+        _put_in.append(Patched(LOADING))
 
 
 def undo() -> None:

@@ -116,8 +116,10 @@ class _Finder(MetaPathFinder):
         """As MetaPathFinder has it."""
         if name not in self._awaited:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
+        for finder in sys.meta_path[
+            sys.meta_path.index(self) + 1 :
+        ]:  # before it may be others such
+            if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:

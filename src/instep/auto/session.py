@@ -11,6 +11,7 @@ from typing import Any
 
 from instep import launchers
 from instep.auto import hiding, seeds
+from instep.auto.patching import when_imported
 from instep.errors import UneditedError
 from instep.identity import World
 
@@ -28,6 +29,7 @@ class Session:
     """What is in place, in a world of more than one."""
 
 
+_PATCHES = "instep.auto.patches"
 _current: Session | None = None
 
 
@@ -61,6 +63,8 @@ def stop() -> None:
         return
     if session.together is None:
         hiding.show()
+        if _PATCHES in sys.modules:
+            import_module(_PATCHES).undo()
     else:
         session.together.end()
 
@@ -91,11 +95,19 @@ def say_left_alone(world: World, reason: str) -> None:
 
 
 def _alone(world: World) -> Session:
-    """A world of one needs neither the other rooms nor torch."""
+    """A world of one needs neither the other rooms nor torch; only what is random in a sample must
+    not depend on how many ranks load it.
+    """
     seed = seeds.draw()
     seeds.sow(seed)
     hiding.hide()
+    when_imported("torch", _load_as_ranks_do)
     return Session(world, seed)
+
+
+def _load_as_ranks_do() -> None:
+    if _current is not None:
+        import_module(_PATCHES).install_alone()
 
 
 def _together(world: World) -> Session:
