@@ -32,7 +32,7 @@ from torch.utils.data import (
 import instep
 from instep.auto.generators import own_generator
 from instep.auto.loading import iterate
-from instep.auto.patches import LOADING
+from instep.auto.patches import DIVISION, LOADING
 from instep.auto.patching import Patched
 from instep.auto.worth import Worth, pays
 from instep.errors import DisagreementError, LoadingError
@@ -563,3 +563,28 @@ def test_the_table_puts_it_into_torchs_own_loader():
         put_in.undo()
     assert loaded == [list(range(4, 14)), list(range(14, 24))]
     assert len(data.loaded) == 12, "its own half, and a sample of each batch as a proof"
+
+
+class Embedded(Counting):
+    """Runs a model for every sample, as features are computed."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.model = torch.nn.Linear(4, 2)
+
+    @torch.no_grad()
+    def __getitem__(self, index):
+        return self.model(torch.full((6, 4), float(index)))
+
+
+@ranks(3)
+def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
+    for more in ({}, FORKED):
+        fresh()
+        data = Embedded(7)
+        expected = list(DataLoader(data, 4))
+        put_in = Patched([*DIVISION, *LOADING])
+        try:
+            assert same(list(DataLoader(data, 4, **more)), expected)
+        finally:
+            put_in.undo()

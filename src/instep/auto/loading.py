@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from instep import knobs
-from instep.auto.apart import is_apart
+from instep.apart import is_apart
 from instep.auto.generators import own_generator
 from instep.auto.rows import (
     Part,

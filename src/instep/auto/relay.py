@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from instep import knobs
-from instep.auto.apart import apart, is_apart
+from instep.apart import apart, is_apart
 from instep.errors import CollectiveTimeoutError, DisagreementError
 
 T = TypeVar("T")

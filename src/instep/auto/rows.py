@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from instep.auto.apart import apart
+from instep.apart import apart
 from instep.auto.kinds import Kind, common_kind, leaves_of
 from instep.auto.parcels import CannotTravelError, Parcel, pack
 from instep.auto.worth import Worth

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from instep.apart import is_apart
 from instep.divided.hooks import hooked
 from instep.divided.proof import Call, Plan, divided, prove, recheck
 from instep.seams import Function
@@ -82,6 +83,7 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
         or next(module.parameters(), None) is None
         or (_above and not module._modules)
         or threading.current_thread() is not threading.main_thread()
+        or is_apart()  # a sample that only this rank loads, or a loader's worker
     ):
         return original(module, *args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
