@@ -5,6 +5,8 @@ import os
 import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from collections import namedtuple
@@ -588,3 +590,41 @@ def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
             assert same(list(DataLoader(data, 4, **more)), expected)
         finally:
             put_in.undo()
+
+
+NOISY_SCRIPT = """
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return index + torch.rand(1) * np.random.rand()
+
+torch.manual_seed(0)
+np.random.seed(0)
+for workers in (0, 2):
+    for batch in DataLoader(Noisy(), 5, shuffle=True, num_workers=workers):
+        print(batch.squeeze().tolist())
+print(torch.rand(1), np.random.rand())
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_a_script_has_the_same_random_samples_on_one_rank_and_on_two(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NOISY_SCRIPT)
+
+    def said(size):
+        command = [sys.executable, "-m", "instep", "run", "-n", str(size), str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    one, two = said(1), said(2)
+    assert len(one.splitlines()) == 11
+    assert one == two
