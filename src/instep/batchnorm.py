@@ -13,7 +13,7 @@ The passes over the activations are PyTorch's own fused kernels with given stati
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,20 @@ from torch import Tensor
 from instep.calls import current_block
 from instep.collectives import all_reduce
 from instep.errors import TrainingError
-from instep.transport import Transport, applied, transport
+from instep.transport import Pending, applied, transport
+
 
 _LONG = 16  # elements of a channel that lie side by side
+
+
+class Way(Protocol):
+    """What a layer needs of a Transport."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start to reduce `tensor` into itself."""
 
 
 def batch_norm(
@@ -35,11 +46,14 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    way: Way | None = None,
 ) -> Tensor:
     """torch.nn.functional.batch_norm, with the statistics of the batch on all ranks.
 
     Args:
         input: (rows, channels, ...), this rank's rows; the rest as in PyTorch.
+        way: through what the ranks talk.
 
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
@@ -47,7 +61,9 @@ def batch_norm(
     block = current_block()
     ghost = block is not None and block.empty
     output: Tensor
-    output, mean, var, count = applied(_GlobalBatchNorm, input, weight, bias, eps, ghost)
+    output, mean, var, count = applied(
+        _GlobalBatchNorm, input, weight, bias, eps, ghost, way or transport()
+    )
     _refuse_single_value(count, input)
     with torch.no_grad():
         if running_mean is not None:
@@ -63,15 +79,20 @@ class _GlobalBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ghost: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        ghost: bool,
+        way: Way,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        way = transport()
         kind = _statistics_dtype(x)
         mean, var, count = _merged(way, _own(x, ghost))
         mean, var = mean.to(kind), var.to(kind)
         output, _, _ = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, mean, var)
-        ctx.eps, ctx.ghost, ctx.count, ctx.transport = eps, ghost, count, way
+        ctx.eps, ctx.ghost, ctx.count, ctx.way = eps, ghost, count, way
         ctx.mark_non_differentiable(mean, var, count)
         return output, mean, var, count
 
@@ -88,13 +109,14 @@ class _GlobalBatchNorm(torch.autograd.Function):
         sums = torch.stack((dot, total)).double()
         if ctx.ghost:
             sums.zero_()
-        ctx.transport.all_reduce(sums, "sum").wait()
+        ctx.way.all_reduce(sums, "sum").wait()
         dx = _input_gradient(grad, x, weight, mean, var, sums.div_(ctx.count), ctx.eps)
         wanted = ctx.needs_input_grad
         return (
             dx if wanted[0] else None,
             dot.to(weight.dtype) if wanted[1] else None,
             total.to(weight.dtype) if wanted[2] else None,
+            None,
             None,
             None,
         )
@@ -180,6 +202,7 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, var * count
 
 
+<<<<<<< HEAD
 def _merged(way: Transport, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of all ranks' rows together, and their number; in float64."""
     channels = mine.numel() // 2
@@ -189,6 +212,16 @@ def _merged(way: Transport, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     apart = means - merged
     spread = squares.addcmul_(counts * apart, apart).sum(0).div_(total)
     return merged, spread, total
+=======
+def _merged(way: Way, mean: Tensor, var: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of all ranks' rows together, in float64."""
+    mine = torch.stack((mean, var, torch.full_like(mean, count)))
+    means, variances, counts = torch.stack(way.all_gather(mine)).unbind(1)
+    total = counts.sum(0)
+    merged = (counts * means).sum(0) / total
+    spread = (counts * (variances + (means - merged).square())).sum(0) / total
+    return merged, spread, total[0]
+>>>>>>> 29b79a1 (Collectives matched by name, and Horovod's interface on them)
 
 
 def _input_gradient(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import calls
 from instep.blocks import Block
@@ -24,6 +25,10 @@ from instep.seams import Function
 from instep.transport import transport
 
 _communicating = True
+
+averaged_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
+DistributedOptimizer. Then this rank's gradient weighs its share of the batch times their number."""
 
 
 @contextmanager
@@ -94,12 +99,12 @@ def backward(
     rest = (retain_graph, create_graph, grad_variables, inputs)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
-    if nested or not reducer_of:
+    if nested or not (reducer_of or _unequal_block()):
         original(tensors, grad_tensors, *rest)
         return
     forwards, touched = calls_below(roots, reducer_of)
     if not touched:
-        original(tensors, grad_tensors, *rest)
+        _for_an_average(original, roots, grad_tensors, rest)
         return
     if create_graph:
         raise TrainingError(
@@ -108,6 +113,28 @@ def backward(
         )
     whose = _one_call(forwards)
     _run(original, roots, _weighted(roots, grad_tensors, whose), rest, whose)
+
+
+def _unequal_block() -> Block | None:
+    """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
+    block = calls.current_block() if averaged_elsewhere else None
+    return None if block is None or block.count * block.size == block.total else block
+
+
+def _for_an_average(
+    original: Function, roots: tuple[Tensor, ...], grad_tensors: Any, rest: tuple[Any, ...]
+) -> None:
+    """No replica is in this graph. What somebody else averages gets its weight."""
+    block = _unequal_block()
+    if block is None or not calls_below(roots, averaged_elsewhere)[1]:
+        original(roots, grad_tensors, *rest)
+        return
+    calls.enter(Call(block))
+    try:
+        weight = block.count * block.size / block.total
+        original(roots, _times(roots, grad_tensors, weight), *rest)
+    finally:
+        calls.leave()
 
 
 def _run(
@@ -158,8 +185,11 @@ def _weight(call: Call) -> float:
 
 def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: Call) -> list[Tensor | None]:
     """The gradients at the roots, times this rank's weight."""
+    return _times(roots, grads, _weight(whose))
+
+
+def _times(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor | None]:
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else list(grads)
-    weight = _weight(whose)
     result: list[Tensor | None] = []
     for root, grad in zip(roots, given, strict=True):
         if grad is None and root.numel() == 1:

@@ -69,5 +69,11 @@ def group(ranks: Iterable[int]) -> Group:
     return Group(members, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 
+def release(group: Group) -> None:
+    """Let the connections of a group go; nobody may talk in it any more. Not collective."""
+    if group.handle is not None:
+        dist.destroy_process_group(group.handle)
+
+
 def _named(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

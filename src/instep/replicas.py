@@ -203,10 +203,10 @@ def _grow(module: nn.Module, name: str, added: object) -> None:
 
 def _step_in() -> None:
     """Answer for the functions of torch that replicas need; once."""
-    if step_in(torch.autograd, "backward", gradients.backward):
+    step_in(torch.autograd, "backward", gradients.backward)
+    if step_in(nn.functional, "batch_norm", _batch_norm):
         register_module_parameter_registration_hook(_grow)
         register_module_module_registration_hook(_grow)
-    step_in(nn.functional, "batch_norm", _batch_norm)
     step_in(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm)
     for name, seam in DROPOUT_SEAMS.items():
         step_in(nn.functional, name, seam)

@@ -1,0 +1,171 @@
+"""Horovod's interface for PyTorch, on maintained PyTorch.
+
+    import instep.compat.horovod as hvd    # or, under `instep run`, import horovod.torch as hvd
+
+Names and arguments are those of Horovod 0.28; what they do is instep's. Collectives are matched by
+name, not by the order of calls, and an average counts every rank alike, as in Horovod. What is not
+there says so: `hvd.elastic` and the timeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from instep.compat.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from instep.compat.horovod.batchnorm import SyncBatchNorm
+from instep.compat.horovod.builds import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from instep.compat.horovod.compression import Compression
+from instep.compat.horovod.errors import NotThereError
+from instep.compat.horovod.handles import barrier, join, poll, synchronize
+from instep.compat.horovod.lifetime import init, shutdown
+from instep.compat.horovod.moves import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from instep.compat.horovod.ops import Adasum, Average, Max, Min, Product, Sum
+from instep.compat.horovod.optimizer import DistributedOptimizer
+from instep.compat.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from instep.compat.horovod.session import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
+from instep.compat.horovod.sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from instep.compat.horovod.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from instep.errors import NegotiationError as HorovodInternalError
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
+    """Raises NotThereError."""
+    raise NotThereError.timeline()
+
+
+def stop_timeline() -> NoReturn:
+    """Raises NotThereError."""
+    raise NotThereError.timeline()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        raise NotThereError.elastic()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -1,0 +1,71 @@
+"""SyncBatchNorm: batch statistics of all ranks, on the CPU too."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from instep import batchnorm
+from instep.compat.horovod.allreduce import allreduce_async_
+from instep.compat.horovod.handles import Handle
+from instep.compat.horovod.moves import allgather
+from instep.compat.horovod.ops import Sum
+from instep.compat.horovod.session import size
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics in training are those of all ranks' rows.
+
+    Args as torch.nn.BatchNorm2d's; inputs are (rows, channels, ...). Ranks may have different
+    numbers of rows. Weight and bias get this rank's gradients, which DistributedOptimizer averages.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes (rows, channels, ...), not {input.dim()}D.")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """As torch's batch normalisation. In training collective, and its backward too."""
+        own = self.training or not self.track_running_stats
+        if not own or size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        momentum = self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        return batchnorm.batch_norm(
+            input,
+            self.running_mean if self.training else None,
+            self.running_var if self.training else None,
+            self.weight,
+            self.bias,
+            True,
+            momentum or 0.0,
+            self.eps,
+            way=_Negotiated(),
+        )
+
+
+class _Negotiated:
+    """By name, so that ranks which have joined are noticed. Each layer waits, so names suffice."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor."""
+        return list(allgather(tensor.detach()[None], "sync_batch_norm.statistics"))
+
+    def all_reduce(self, tensor: Tensor, op: str) -> _Started:
+        """The sum, in place."""
+        return _Started(allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum))
+
+
+class _Started:
+    """A handle that waits as torch's works do."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def wait(self) -> object:
+        """Return when the tensor holds the sum."""
+        return self._handle.result()

@@ -1,0 +1,61 @@
+"""Gradients in fewer bits while they travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Compressor:
+    """What `compression=` takes: derive from it, or give a class with the same two functions."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """What travels, and what `decompress` has to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """The tensor in its own dtype again."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Everything travels as it is."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: None) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating point travels as float16."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """In float16, if it is floating point; and its dtype."""
+        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """In dtype `ctx`."""
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The choices."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+ELEMENTWISE = (NoneCompressor, FP16Compressor)
+"""Those that do the same to many tensors laid end to end as to each of them."""

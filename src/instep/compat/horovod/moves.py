@@ -1,0 +1,297 @@
+"""allgather, broadcast and alltoall: rows that change ranks unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.compat.horovod.errors import WrongArgumentError
+from instep.compat.horovod.handles import Handle, named, submit
+from instep.compat.horovod.session import rank
+from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.matching import Verdict
+from instep.transport import applied
+
+Tensors = Sequence[Tensor]
+
+# ---------------------------------------------------------------------------------- allgather
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """All ranks' rows, one after the other.
+
+    Args:
+        tensor: (rows, ...); the ranks may differ in the number of rows, and in nothing else.
+        name: what ranks are matched by.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor. As in Horovod, its derivative is this rank's rows of the *average* of the
+        ranks' gradients. Raises as `allreduce`, and WrongArgumentError for a scalar.
+    """
+    name = named("allgather", name, process_set)
+    (gathered,) = applied(_AllGather, name, process_set, tensor)
+    result: Tensor = gathered
+    return result
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start `allgather`; not differentiable."""
+    return _gather(named("allgather", name, process_set), [tensor], process_set, single=True)
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """`allgather` of several tensors of one dtype."""
+    name = named("grouped_allgather", name, process_set)
+    return list(applied(_AllGather, name, process_set, *tensors))
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start `grouped_allgather`; not differentiable."""
+    return _gather(named("grouped_allgather", name, process_set), tensors, process_set)
+
+
+def _gather(name: str, tensors: Tensors, process_set: ProcessSet, single: bool = False) -> Handle:
+    for tensor in tensors:
+        check_has_rows(name, tensor)
+    return submit(
+        "allgather",
+        name,
+        tensors,
+        process_set,
+        lambda _, results: results[0] if single else results,
+    )
+
+
+def check_has_rows(name: str, tensor: Tensor) -> None:
+    """Raise WrongArgumentError for a tensor without a dimension 0."""
+    if tensor.dim() == 0:
+        raise WrongArgumentError.scalar(name)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        for tensor in tensors:
+            check_has_rows(name, tensor)
+        ctx.name, ctx.process_set = name, process_set
+
+        def finish(verdict: Verdict, results: list[Tensor]) -> list[Tensor]:
+            me = process_set.members.index(rank())
+            ctx.mine = [
+                (sum(rows[k] for rows in verdict.rows[:me]), verdict.rows[me][k])
+                for k in range(len(tensors))
+            ]
+            return results
+
+        return tuple(submit("allgather", name, tensors, process_set, finish).result())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        means = averaged(f"{ctx.name}.backward", grads, ctx.process_set)
+        mine = zip(means, ctx.mine, strict=True)
+        return None, None, *(mean.narrow(0, start, rows) for mean, (start, rows) in mine)
+
+
+def averaged(name: str, tensors: Tensors, process_set: ProcessSet) -> list[Tensor]:
+    """The ranks' average, as derivatives need it."""
+    handle = submit(
+        "allreduce", name, tensors, process_set, lambda _, results: results, op="mean"
+    )
+    means: list[Tensor] = handle.result()
+    return means
+
+
+# ---------------------------------------------------------------------------------- broadcast
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Root's tensor.
+
+    Args:
+        tensor: the same shape and dtype on all ranks.
+        root_rank: the rank that gives; a rank of the world in process sets too.
+        name: what ranks are matched by.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor. As in Horovod, its derivative is the *average* of the ranks' gradients at
+        root, and zeros elsewhere. Raises as `allreduce`, and ValueError for a root outside.
+    """
+    name = named("broadcast", name, process_set)
+    result: Tensor = applied(_Broadcast, tensor, root_rank, name, process_set)
+    return result
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `broadcast`; not differentiable."""
+    return _spread(named("broadcast", name, process_set), tensor, root_rank, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `broadcast_`; until `synchronize`, `tensor` holds anything."""
+    name = named("broadcast", name, process_set)
+    return _spread(name, tensor, root_rank, process_set, into=tensor)
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`broadcast` in place; not differentiable."""
+    result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).result()
+    return result
+
+
+def _spread(
+    name: str, tensor: Tensor, root: int, process_set: ProcessSet, into: Tensor | None = None
+) -> Handle:
+    if root not in process_set.members:
+        raise WrongArgumentError.root(root, process_set.members)
+    return submit(
+        "broadcast",
+        name,
+        [tensor],
+        process_set,
+        lambda _, results: results[0] if into is None else into,
+        into=None if into is None else [into],
+        root=root,
+    )
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root: int, name: str, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.root, ctx.name, ctx.process_set = root, name, process_set
+        result: Tensor = _spread(name, tensor, root, process_set).result()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (mean,) = averaged(f"{ctx.name}.backward", grads, ctx.process_set)
+        return mean if rank() == ctx.root else torch.zeros_like(mean), None, None, None
+
+
+# ----------------------------------------------------------------------------------- alltoall
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Give each rank its part of this rank's rows; get the own part of every rank's.
+
+    Args:
+        tensor: (rows, ...); the ranks may differ in the number of rows, and in nothing else.
+        splits: how many rows each rank gets: integers; by default the same for all.
+        name: what ranks are matched by.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows received, in the order of ranks; where splits are given, also how many came from
+        each rank, int32. The derivative is the alltoall back. Raises as `allreduce`, and
+        WrongArgumentError for splits that are no integers or do not add up.
+    """
+    name = named("alltoall", name, process_set)
+    collected, received = applied(_AllToAll, tensor, splits, name, process_set)
+    return collected if splits is None else (collected, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `alltoall`; not differentiable."""
+    return _exchange(named("alltoall", name, process_set), tensor, splits, process_set)
+
+
+def _exchange(
+    name: str,
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None,
+    process_set: ProcessSet,
+    always_both: bool = False,
+) -> Handle:
+    check_has_rows(name, tensor)
+    counts = _counts(splits, len(tensor), len(process_set.members))
+    where = splits.device if isinstance(splits, Tensor) else "cpu"
+
+    def finish(verdict: Verdict, results: list[Tensor]) -> Any:
+        me = process_set.members.index(rank())
+        received = torch.tensor([rows[me] for rows in verdict.rows], dtype=torch.int32)
+        both = results[0], received.to(where)
+        return both if always_both or splits is not None else both[0]
+
+    return submit("alltoall", name, [tensor], process_set, finish, splits=counts)
+
+
+def _counts(splits: Tensor | Sequence[int] | None, rows: int, size: int) -> tuple[int, ...]:
+    if splits is None:
+        if rows % size:
+            raise WrongArgumentError.uneven(rows, size)
+        return (rows // size,) * size
+    given = torch.as_tensor(splits)
+    if given.dtype not in (torch.int32, torch.int64):
+        raise WrongArgumentError.splits_kind(given.dtype)
+    counts = given.tolist()
+    if given.dim() != 1 or len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise WrongArgumentError.splits(counts, rows, size)
+    return tuple(counts)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        splits: Tensor | Sequence[int] | None,
+        name: str,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.name, ctx.process_set = name, process_set
+        handle = _exchange(name, tensor, splits, process_set, always_both=True)
+        collected, ctx.received = handle.result()
+        ctx.mark_non_differentiable(ctx.received)
+        return collected, ctx.received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        name = f"{ctx.name}.backward"
+        back, _ = applied(_AllToAll, grads[0], ctx.received, name, ctx.process_set)
+        return back, None, None, None

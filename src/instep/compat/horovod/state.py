@@ -1,0 +1,150 @@
+"""What all ranks should begin with: parameters, the state of an optimizer, any object."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from instep.compat.horovod.errors import WrongArgumentError
+from instep.compat.horovod.handles import Handle, named, submit
+from instep.compat.horovod.moves import broadcast_async_
+from instep.compat.horovod.session import rank
+from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.matching import Verdict
+from instep.transport import own_device
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | Sequence[Tensor] | Iterable[tuple[str, Tensor]], root_rank: int
+) -> None:
+    """Overwrite tensors with root's, in place.
+
+    Args:
+        params: `model.state_dict()`, or a list of tensors or of pairs (name, tensor).
+        root_rank: the rank that gives.
+
+    Raises WrongArgumentError for something else, and what `broadcast` raises.
+    """
+    if isinstance(params, Mapping):
+        pairs: list[Any] = sorted(params.items())
+    elif isinstance(params, str | Tensor) or not isinstance(params, Iterable):
+        raise WrongArgumentError.parameters(type(params).__name__)
+    else:
+        pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
+    handles = [
+        broadcast_async_(tensor, root_rank, name)
+        for name, tensor in pairs
+        if isinstance(tensor, Tensor)
+    ]
+    for handle in handles:
+        handle.result()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None
+) -> None:
+    """Give every rank's optimizer the options and the state of root's.
+
+    Args:
+        optimizer: of torch, or a DistributedOptimizer; LBFGS too.
+        root_rank: the rank that gives.
+        model: not needed.
+
+    Raises what `broadcast` raises.
+    """
+    mine = optimizer.state_dict()
+    announced = broadcast_object(tree_map(_announced, mine), root_rank, name="optimizer_state")
+    state = mine if rank() == root_rank else tree_map(_made, announced)
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    broadcast_parameters([(f"optimizer_state.{k}", t) for k, t in enumerate(tensors)], root_rank)
+    if rank() != root_rank:
+        _load(optimizer, state)
+    if not tensors:
+        _zero_gradients(optimizer)
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A tensor, less its elements."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str
+
+
+def _announced(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _Announced(leaf.shape, leaf.dtype, leaf.device.type)
+
+
+def _made(leaf: object) -> object:
+    if not isinstance(leaf, _Announced):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=own_device(leaf.device))
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """load_state_dict, but the groups stay the objects that schedulers know."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.update(loaded)
+    optimizer.param_groups = groups
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Horovod makes a step with gradients of zero here, to have a state, and leaves them there.
+
+    Scripts look at them. The step is not made: weight decay would change the parameters.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def broadcast_object(
+    obj: T,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> T:
+    """Root's object, pickled; on root the object itself. Raises as `broadcast`."""
+    mine = pickle.dumps(obj) if rank() == root_rank else b""
+    name = named("broadcast_object", name, process_set)
+    handle = _gather_bytes(name, mine, process_set, root=root_rank)
+    (theirs,) = (part for part in handle.result() if part)
+    received: T = obj if rank() == root_rank else pickle.loads(theirs)
+    return received
+
+
+def allgather_object(
+    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[T]:
+    """Every rank's object, pickled, in the order of ranks. Raises as `allgather`."""
+    name = named("allgather_object", name, process_set)
+    handle = _gather_bytes(name, pickle.dumps(obj), process_set)
+    return [pickle.loads(part) for part in handle.result()]
+
+
+def _gather_bytes(
+    name: str, mine: bytes, process_set: ProcessSet, root: int | None = None
+) -> Handle:
+    if root is not None and root not in process_set.members:
+        raise WrongArgumentError.root(root, process_set.members)
+
+    def finish(verdict: Verdict, results: list[Tensor]) -> list[bytes]:
+        parts = results[0].split([rows[0] for rows in verdict.rows])
+        return [part.numpy().tobytes() for part in parts]
+
+    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0)
+    return submit("allgather", name, [tensor.byte()], process_set, finish, root=root)
