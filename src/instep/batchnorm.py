@@ -202,8 +202,7 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, var * count
 
 
-<<<<<<< HEAD
-def _merged(way: Transport, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merged(way: Way, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of all ranks' rows together, and their number; in float64."""
     channels = mine.numel() // 2
     means, squares, counts = torch.stack(way.all_gather(mine)).split((channels, channels, 1), 1)
@@ -212,16 +211,6 @@ def _merged(way: Transport, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     apart = means - merged
     spread = squares.addcmul_(counts * apart, apart).sum(0).div_(total)
     return merged, spread, total
-=======
-def _merged(way: Way, mean: Tensor, var: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics of all ranks' rows together, in float64."""
-    mine = torch.stack((mean, var, torch.full_like(mean, count)))
-    means, variances, counts = torch.stack(way.all_gather(mine)).unbind(1)
-    total = counts.sum(0)
-    merged = (counts * means).sum(0) / total
-    spread = (counts * (variances + (means - merged).square())).sum(0) / total
-    return merged, spread, total[0]
->>>>>>> 29b79a1 (Collectives matched by name, and Horovod's interface on them)
 
 
 def _input_gradient(

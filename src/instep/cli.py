@@ -16,15 +16,14 @@ COMMANDS = {
     "run": "instep.launch.command",
     "verify": "instep.verify.command",
     "check": "instep.check.command",
+    "horovodrun": "instep.launch.horovodrun",
 }
 """Where each command lives. Only the one that is asked for is imported: starting a job waits for
 nothing that it does not need."""
 
-WITH_PROGRAM = ("run", "verify")
-"""Commands at whose end the user's program stands, with arguments of its own."""
-
-WITH_VALUE = ("-n", "--output", "--steps", "--json", "--plot")
-"""Their options that take the next word as their value."""
+WITH_PROGRAM = ("run", "verify", "horovodrun")
+"""Commands at whose end the user's program stands, with arguments of its own. Their homes say in
+WITH_VALUE which of their options take the next word as their value."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,9 +64,10 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
     Not argparse's work: its REMAINDER loses a `--` among the program's arguments.
     """
+    with_value = import_module(COMMANDS[argv[0]]).WITH_VALUE
     at = 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
-        at += 2 if argv[at] in WITH_VALUE else 1
+        at += 2 if argv[at] in with_value else 1
     program = argv[at:]
     return argv[:at], program[1:] if program[:1] == ["--"] else program
 

@@ -113,7 +113,7 @@ class _Coordinator:
         return None
 
     def _tell(self, verdict: Verdict) -> None:
-        for rank in verdict.wish.members:
+        for rank in reversed(verdict.wish.members):  # this process last, it has the least far to go
             with suppress(OSError):  # it has ended, and its line will say so
                 self._lines[rank].send(verdict)
 

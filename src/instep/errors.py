@@ -79,9 +79,9 @@ class CommandLineError(LaunchError):
     """`instep` was asked for something that it cannot do. One line each."""
 
     @classmethod
-    def number_of_ranks(cls, value: str) -> CommandLineError:
+    def number_of_ranks(cls, value: str, flag: str = "-n") -> CommandLineError:
         """-n with something else than a positive whole number."""
-        return cls(f"-n takes the number of ranks, a whole number from 1 up, not {value!r}.")
+        return cls(f"{flag} takes the number of ranks, a whole number from 1 up, not {value!r}.")
 
     @classmethod
     def nothing_to_run(cls) -> CommandLineError:
@@ -112,6 +112,47 @@ class CommandLineError(LaunchError):
     def report_file(cls, path: str) -> CommandLineError:
         """A file for the report that cannot be written."""
         return cls(f"cannot write {path}: its folder may not be written, or it is a folder.")
+
+    @classmethod
+    def not_there(cls, flag: str) -> CommandLineError:
+        """A flag of Horovod's for something that instep does not have."""
+        return cls(
+            f"{flag} is not there: jobs keep their ranks, and there is no timeline and no "
+            "configuration file. Leave it out."
+        )
+
+    @classmethod
+    def not_a_number(cls, what: str, value: str) -> CommandLineError:
+        """A flag's value that should be one."""
+        return cls(f"{what} is a whole number, not {value!r}.")
+
+    @classmethod
+    def slots(cls, size: int, slots: int) -> CommandLineError:
+        """More ranks than the hosts are said to take."""
+        return cls(f"-np {size}, but the hosts have {slots} slots. Give them more, or start fewer.")
+
+    @classmethod
+    def other_host(cls, host: str) -> CommandLineError:
+        """A host that is not this one."""
+        return cls(
+            f"instep horovodrun starts ranks on this host only, not on {host}. Start the script "
+            "with srun or mpirun on several: `mpirun -np N python -m instep script.py`."
+        )
+
+    @classmethod
+    def hosts_file(cls, path: str, why: str) -> CommandLineError:
+        """--hostfile that cannot be read."""
+        return cls(f"cannot read the hosts in {path}: {why}.")
+
+    @classmethod
+    def interpreter_option(cls, option: str) -> CommandLineError:
+        """python with options of its own."""
+        return cls(f"the ranks' Python takes no {option}; write: python script.py, or python -m.")
+
+    @classmethod
+    def not_python(cls, program: str) -> CommandLineError:
+        """A program that is none of Python's."""
+        return cls(f"the program is a Python script, as in `python train.py`, not {program!r}.")
 
     @classmethod
     def no_matplotlib(cls) -> CommandLineError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -110,10 +111,8 @@ class Negotiator:
 
     def _say(self, what: Wish | None) -> None:
         if self._line is not None:
-            try:
+            with suppress(OSError):  # the coordinator has ended: the thread hears that too
                 self._line.send(what)
-            except OSError:
-                pass  # the coordinator has ended: the thread hears that too, and fails the tasks
 
     def _serve(self) -> None:
         """The thread: execute what it is told, until the end."""

@@ -28,6 +28,9 @@ prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
 rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
 
+WITH_VALUE = ("-n", "--output")
+"""Options that take the next word as their value."""
+
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from instep.errors import CommandLineError
@@ -20,6 +21,8 @@ class Job:
     """`prefix`, `rank0`, or the folder for one file per rank and stream."""
     plain: bool = False
     """Whether the program runs as it is, with nothing of it divided."""
+    variables: Callable[[int], Mapping[str, str]] = lambda rank: {}
+    """What each rank finds in its environment besides its place."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -108,6 +108,7 @@ def _start_ranks(
             failure_file=file,
             store_fd=None if held is None else held.fileno(),
         )
+        environ |= job.variables(number)
         try:
             rank = start_rank(
                 number, job.command, environ, output.streams(number), held, plain=job.plain

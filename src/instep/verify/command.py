@@ -20,6 +20,9 @@ and what the likely cause is. The script gets no input and its output is kept ba
 The exit code is 0 for the first two verdicts, 1 for DIFFERENT, 2 when the script cannot be judged.
 """
 
+WITH_VALUE = ("-n", "--steps", "--json", "--plot")
+"""Options that take the next word as their value."""
+
 
 def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""

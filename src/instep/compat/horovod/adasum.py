@@ -25,7 +25,7 @@ def adasum(rows: Tensor) -> Tensor:
     Returns:
         (elements,), of the same dtype. Products are added up in float64.
     """
-    level = list(rows.double())
+    level = list(rows.double().unbind())
     while len(level) > 1:
         level = [_of_two(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
     return level[0].to(rows.dtype)

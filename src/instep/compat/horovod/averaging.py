@@ -236,4 +236,3 @@ def _silent_ghost(grad: Tensor) -> Tensor | None:
     """A rank without rows contributes zeros, whatever it computed."""
     call = calls.current()
     return torch.zeros_like(grad) if call is not None and call.ghost else None
-

@@ -25,8 +25,8 @@ def nccl_built() -> int:
     """NCCL's version as one number, such as 22304; 0 without CUDA."""
     if not torch.cuda.is_available():
         return 0
-    major, minor, patch, *_ = (*torch.cuda.nccl.version(), 0, 0)
-    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return version[0] * 10_000 + version[1] * 100 + version[2]
 
 
 def cuda_built() -> bool:

@@ -29,8 +29,9 @@ def init(
     session.begin()
     atexit.register(shutdown)
     sets.begin()
-    for process_set in () if process_sets is None or process_sets == "dynamic" else process_sets:
-        sets.add_process_set(process_set)
+    if process_sets is not None and not isinstance(process_sets, str):
+        for process_set in process_sets:
+            sets.add_process_set(process_set)
 
 
 def shutdown() -> None:

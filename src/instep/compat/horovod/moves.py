@@ -108,9 +108,7 @@ class _AllGather(torch.autograd.Function):
 
 def averaged(name: str, tensors: Tensors, process_set: ProcessSet) -> list[Tensor]:
     """The ranks' average, as derivatives need it."""
-    handle = submit(
-        "allreduce", name, tensors, process_set, lambda _, results: results, op="mean"
-    )
+    handle = submit("allreduce", name, tensors, process_set, lambda _, results: results, op="mean")
     means: list[Tensor] = handle.result()
     return means
 
@@ -191,9 +189,7 @@ def _spread(
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root: int, name: str, process_set: ProcessSet
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root: int, name: str, process_set: ProcessSet) -> Tensor:
         ctx.root, ctx.name, ctx.process_set = root, name, process_set
         result: Tensor = _spread(name, tensor, root, process_set).result()
         return result

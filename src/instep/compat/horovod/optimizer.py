@@ -77,7 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
     )
     kind = _Stepwise if meant == Adasum and size() > 1 else _Averaged
-    cls = type(type(optimizer).__name__, (kind, type(optimizer)), {})
+    cls: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {})
     made = cls.__new__(cls)
     # A scheduler has replaced `step` of the instance that it was given.
     vars(made).update({name: v for name, v in vars(optimizer).items() if name != "step"})
@@ -120,7 +120,7 @@ class _Averaged(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Wait for the averages, and step. With a closure: after each of its backwards."""
         if self._should_synchronize:
             if closure is not None:
@@ -135,7 +135,7 @@ class _Averaged(torch.optim.Optimizer):
                     stacklevel=2,
                 )
         self._synchronized = False
-        return super().step(closure)  # type: ignore[arg-type]
+        return super().step(closure)
 
     def _synchronizing(self, closure: Closure) -> Closure:
         def synchronizing() -> Any:
@@ -179,10 +179,10 @@ class _Stepwise(torch.optim.Optimizer):
         """Raises OutOfTurnError."""
         raise OutOfTurnError.skip_with_adasum()
 
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Step by this rank's gradient, and replace the step by all ranks' Adasum."""
         before = {p: p.detach().clone() for p in self._parameter_names if p.requires_grad}
-        loss = super().step(closure)  # type: ignore[arg-type]
+        loss = super().step(closure)
         for dtype in dict.fromkeys(p.dtype for p in before):
             moved = [p for p in before if p.dtype == dtype]
             small = [self._terms.compression.compress(p.detach() - before[p]) for p in moved]

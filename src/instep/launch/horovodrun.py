@@ -1,0 +1,194 @@
+"""`instep horovodrun`: Horovod's command line, for ranks on this host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from instep import knobs
+from instep.errors import CommandLineError
+from instep.launch import supervisor
+from instep.launch.job import Job
+
+DESCRIPTION = """\
+Run a Python program on N processes of this host, as Horovod's command of that name would.
+
+`import horovod.torch as hvd` finds instep.compat.horovod there, unless Horovod is installed. The
+output of other ranks than 0 carries the rank; --output-filename DIR gets files rank0.out,
+rank0.err, rank1.out, ... Flags that tune Horovod's own engine are taken, named and not used.
+"""
+
+_MEANT = ("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename")
+_VARIABLES = {
+    "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "--fusion-threshold-mb": knobs.BUCKET_MIB.name,
+    "--gloo-timeout-seconds": knobs.TIMEOUT.name,
+}
+"""Flags with a value that the ranks read from their environment."""
+_UNUSED = (
+    *("--disable-cache", "--tcp", "--mpi", "--jsrun", "--mpi-threads-disable", "--autotune"),
+    *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
+    *("--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce"),
+    *("--no-autotune", "--no-mpi-threads-disable", "--log-without-timestamp"),
+    *("--log-with-timestamp", "--prefix-output-with-timestamp"),
+)
+_UNUSED_VALUES = (
+    *("--network-interfaces", "--network-interface", "-p", "--ssh-port", "-i"),
+    *("--ssh-identity-file", "--cycle-time-ms", "--cache-capacity", "--autotune-log-file"),
+    *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--mpi-args"),
+    *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"),
+    *("--binding-args", "--num-nccl-streams", "--thread-affinity", "--log-level"),
+    *("--start-timeout",),
+)
+"""What these tune is not there; the numbers are the same without."""
+_ABSENT = ("--timeline-mark-cycles",)
+_ABSENT_VALUES = (
+    *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--slots"),
+    *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range", "--config-file"),
+    *("--host-discovery-script", "--timeline-filename"),
+)
+"""What a job would be different with: an error."""
+WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES)
+"""Options that take the next word as their value."""
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `instep`."""
+    parser = commands.add_parser(
+        "horovodrun",
+        help="run a Horovod script on several processes of this host",
+        description=DESCRIPTION,
+        usage="instep horovodrun -np N [-H localhost:N] [flags] python script.py [args ...]",
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    parser.add_argument("-np", "--num-proc", metavar="N", help="how many ranks")
+    parser.add_argument("-H", "--hosts", metavar="HOST:N", help="this host, and its slots")
+    parser.add_argument("--hostfile", metavar="FILE", help="lines like: localhost slots=4")
+    parser.add_argument("--output-filename", default="prefix", metavar="DIR", help="for the output")
+    parser.add_argument("--verbose", action="store_true", help="say what is started")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="say what is there")
+    parser.add_argument("--gloo", action="store_true", help="what is used anyway")
+    parser.add_argument("--no-stall-check", action="store_true", help="do not name late ranks")
+    for flag in _VARIABLES:
+        parser.add_argument(flag, metavar="X")
+    for flag in (*_UNUSED, *_ABSENT):
+        parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in (*_UNUSED_VALUES, *_ABSENT_VALUES):
+        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
+
+
+def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
+    """Do it and return the exit code. Raises CommandLineError, StartError."""
+    given = vars(asked)
+    if asked.check_build:
+        return _check_build()
+    for flag in (*_ABSENT, *_ABSENT_VALUES):
+        if given[flag]:
+            raise CommandLineError.not_there(flag)
+    if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
+        print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
+    size = _size(asked)
+    variables = _variables(given)
+    command = _script(program)
+    job = Job(
+        size,
+        command,
+        asked.output_filename,
+        plain=True,
+        variables=lambda rank: _place(rank, size) | variables,
+    )
+    if asked.verbose:
+        print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)
+    return supervisor.run(job, started=lambda: None)
+
+
+def _place(rank: int, size: int) -> dict[str, str]:
+    """What Horovod's workers find in their environment."""
+    told = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    told |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {f"HOROVOD_{name}": str(value) for name, value in told.items()}
+
+
+def _variables(given: Mapping[str, Any]) -> dict[str, str]:
+    """What the flags mean for the ranks."""
+    variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if given["no_stall_check"] else {}
+    for flag, name in _VARIABLES.items():
+        value = given[flag.lstrip("-").replace("-", "_")]
+        if value is None:
+            continue
+        if not value.isdecimal():
+            raise CommandLineError.not_a_number(flag, value)
+        variables[name] = value
+    return variables
+
+
+def _size(asked: argparse.Namespace) -> int:
+    """How many ranks. Raises CommandLineError where this host has not so many slots."""
+    slots = _slots(asked)
+    if asked.num_proc is None and slots is not None:
+        return slots
+    if asked.num_proc is None or not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
+        raise CommandLineError.number_of_ranks(asked.num_proc or "nothing", "-np")
+    size = int(asked.num_proc)
+    if slots is not None and size > slots:
+        raise CommandLineError.slots(size, slots)
+    return size
+
+
+def _slots(asked: argparse.Namespace) -> int | None:
+    """How many ranks the hosts may have; None where nobody says."""
+    if asked.hosts is not None:
+        entries = [entry.partition(":")[::2] for entry in asked.hosts.split(",")]
+    elif asked.hostfile is not None:
+        entries = _read_hosts(asked.hostfile)
+    else:
+        return None
+    here = {"localhost", "127.0.0.1", socket.gethostname(), os.uname().nodename}
+    for host, count in entries:
+        if host not in here:
+            raise CommandLineError.other_host(host)
+        if count and not count.isdecimal():
+            raise CommandLineError.not_a_number(f"the number of slots of {host}", count)
+    return sum(int(count or 1) for _, count in entries)
+
+
+def _read_hosts(path: str) -> list[tuple[str, str]]:
+    try:
+        lines = [line.partition("#")[0].split() for line in Path(path).read_text().splitlines()]
+    except OSError as error:
+        raise CommandLineError.hosts_file(path, error.strerror or str(error)) from None
+    return [(line[0], line[-1].partition("slots=")[2]) for line in lines if line]
+
+
+def _script(program: Sequence[str]) -> tuple[str, ...]:
+    """`python [-u] script.py args…` or `python -m module args…`, less the interpreter."""
+    words = list(program)
+    if words and (_PYTHON.match(os.path.basename(words[0])) or words[0] == sys.executable):
+        words.pop(0)
+        while words[:1] == ["-u"]:  # each line goes out at once anyway
+            words.pop(0)
+        if words and words[0].startswith("-") and words[0] != "-m":
+            raise CommandLineError.interpreter_option(words[0])
+    elif words and not words[0].endswith(".py"):
+        raise CommandLineError.not_python(words[0])
+    return tuple(words)
+
+
+def _check_build() -> int:
+    import torch  # costs seconds, and only this question needs it
+
+    cuda = torch.cuda.is_available()
+    print("Frameworks: [X] PyTorch  [ ] TensorFlow  [ ] MXNet")
+    print("Controllers: [ ] MPI  [X] Gloo")
+    print(f"Tensor operations: [{'X' if cuda else ' '}] NCCL  [ ] DDL  [ ] CCL  [ ] MPI  [X] Gloo")
+    return 0
