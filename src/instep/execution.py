@@ -44,16 +44,19 @@ def absent(verdict: Verdict) -> list[Tensor]:
 
 
 def scaled(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = False) -> Tensor:
-    """`tensor` times factor / divisor, in its own dtype; `tensor` itself where that is 1.
+    """`tensor` times factor, over divisor, in its own dtype; `tensor` itself where both are 1.
 
     `spare`: the tensor may be overwritten.
     """
     if factor == 1.0 and divisor == 1:
         return tensor
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.mul(tensor, factor / divisor, out=tensor if spare else None)
-    exact = tensor if factor == 1.0 else tensor.double() * factor
-    return exact.div(divisor, rounding_mode="trunc").to(tensor.dtype)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        exact = tensor if factor == 1.0 else tensor.double() * factor
+        return exact.div(divisor, rounding_mode="trunc").to(tensor.dtype)
+    out = tensor if spare else None
+    if factor != 1.0:
+        tensor = torch.mul(tensor, factor, out=out)
+    return tensor if divisor == 1 else torch.div(tensor, divisor, out=out)
 
 
 def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
