@@ -372,7 +372,9 @@ def test_ranks_that_disagree_get_the_same_error():
             lambda: hvd.reducescatter(torch.ones(3 + odd)),
             lambda: hvd.grouped_allreduce([torch.ones(3)] * (1 + odd)),
         ):
-            with pytest.raises(hvd.HorovodInternalError, match="the ranks disagree about") as caught:
+            with pytest.raises(
+                hvd.HorovodInternalError, match="the ranks disagree about"
+            ) as caught:
                 submit()
             assert isinstance(caught.value, RuntimeError)
             texts.append(str(caught.value))
@@ -425,13 +427,13 @@ def test_arguments_that_cannot_be_meant():
             with pytest.raises(ValueError, match=words):
                 call()
         if n > 1:
-            with pytest.raises(ValueError, match="2 ranks the same number of rows, but .* has 3"):
+            with pytest.raises(ValueError, match=r"2 ranks the same number of rows, but .* has 3"):
                 hvd.alltoall(torch.ones(3))
 
 
 @ranks(3)
 def test_adasum_needs_pairs_of_pairs():
-    with initialized(), pytest.raises(ValueError, match="does not make 3 ranks; .* 1, 2, 4, 8"):
+    with initialized(), pytest.raises(ValueError, match=r"does not make 3 ranks; .* 1, 2, 4, 8"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
 
 

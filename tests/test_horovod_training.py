@@ -63,7 +63,7 @@ def classic(compression, **options):
 
 
 def by_the_rules(size, half):
-    """The same in this process: every rank's gradient, their sum (in float16), over their number."""
+    """The same in this process: every rank's gradient, summed (in float16), over their number."""
     dataset, model = data(), net(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * size, momentum=0.9)
     losses = []
@@ -246,7 +246,9 @@ def test_several_backwards_before_a_step():
             optimizer.step()
         optimizer.zero_grad()
         model(x).sum().backward()
-        with pytest.raises(AssertionError, match=r"zero_grad\(\) between backward\(\) and step\(\)"):
+        with pytest.raises(
+            AssertionError, match=r"zero_grad\(\) between backward\(\) and step\(\)"
+        ):
             optimizer.zero_grad()
         optimizer.step()
         assert model.weight.grad.tolist() == [[1.5, 15.0]]
@@ -288,7 +290,9 @@ def test_a_closure_gets_averages_too():
 
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
         train(model, hvd.DistributedOptimizer(optimizer), everything[hvd.rank()])
-        train(alone, torch.optim.LBFGS(alone.parameters(), 0.1, max_iter=4), everything.flatten(0, 1))
+        train(
+            alone, torch.optim.LBFGS(alone.parameters(), 0.1, max_iter=4), everything.flatten(0, 1)
+        )
         assert torch.allclose(model.weight, alone.weight, atol=1e-5)
 
 

@@ -23,7 +23,6 @@ from instep.collectives import all_reduce
 from instep.errors import TrainingError
 from instep.transport import Pending, applied, transport
 
-
 _LONG = 16  # elements of a channel that lie side by side
 
 

@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from instep.compat.finder import HOMES
+
 MOST = 300
 """Files that are read at most."""
+_SPEAKERS = {"instep", *(name.partition(".")[0] for name in HOMES)}
 
 
 def speaks_for_itself(command: Sequence[str]) -> str | None:
@@ -21,8 +24,8 @@ def speaks_for_itself(command: Sequence[str]) -> str | None:
         if tree is None:
             continue
         names = [*_imported(tree)]
-        if any(_is_explicit(name) for name in names):
-            return f"{os.path.relpath(path)} uses instep itself"
+        if speaker := next(filter(None, map(_speaker, names)), None):
+            return f"{os.path.relpath(path)} uses {speaker} itself"
         new = {file for name in names for file in _beside(name, path, root)} - seen
         seen |= new
         waiting += sorted(new)
@@ -58,8 +61,11 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{origin}{separator}{alias.name}" for alias in node.names)
 
 
-def _is_explicit(name: str) -> bool:
-    return f"{name}.".startswith("instep.") and not f"{name}.".startswith("instep.auto.")
+def _speaker(name: str) -> str | None:
+    """The library by which a script that imports this name speaks to the other ranks."""
+    root = name.partition(".")[0]
+    explicit = root in _SPEAKERS and not f"{name}.".startswith("instep.auto.")
+    return root if explicit else None
 
 
 def _beside(name: str, importer: Path, root: Path) -> Iterator[Path]:
