@@ -28,6 +28,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+import instep.compat.horovod as hvd
 from instep.auto.patches import DIVISION
 from instep.auto.patching import Patched
 from instep.divided import modules
@@ -80,6 +81,12 @@ def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
     return lambda inputs: modules.call(call, model, inputs), backward
 
 
+def horovod(model: nn.Module) -> tuple[nn.Module, Backward]:
+    """hvd.DistributedOptimizer, on plain batch normalisation: beside it, `instep_local_bn`."""
+    hvd.init()
+    return model, engine
+
+
 STRATEGIES: dict[str, Strategy] = {
     "none": lambda model: (model, engine),
     "ddp": ddp(),
@@ -88,6 +95,7 @@ STRATEGIES: dict[str, Strategy] = {
     "instep_local_bn": replicated(batch_statistics="rank"),
     "instep_inexact": inexact,
     "instep_unedited": unedited,
+    "horovod": horovod,
 }
 
 
@@ -97,6 +105,8 @@ def training_step(name: str, strategy: Strategy) -> Step:
     load = workload(name, ranks=dist.get_world_size() if strategy is unedited else 1)
     model, backward = strategy(load.model)
     optimizer = torch.optim.SGD(load.model.parameters(), 0.01, momentum=0.9)
+    if strategy is horovod:
+        optimizer = hvd.DistributedOptimizer(optimizer, load.model.named_parameters())
 
     def step() -> None:
         optimizer.zero_grad()

@@ -42,8 +42,13 @@ def forever():
 class Launch:
     """Launches of one test, in a folder of its own; every process of theirs carries a mark."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: tuple[str, ...] = ("run", "--plain")) -> None:
+        """`command` is what `instep` is asked to do.
+
+        Plain: these scripts tell the test what each rank of its own sees.
+        """
         self.folder = folder
+        self.command = command
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.mark = uuid.uuid4().hex
@@ -72,13 +77,10 @@ class Launch:
     def start(
         self, *arguments: object, environ: Mapping[str, str] | None = None, **options: Any
     ) -> Iterator[subprocess.Popen[str]]:
-        """Begin `instep run --plain arguments…`; its streams are pipes. Ends it if the test fails.
-
-        Plain: these scripts tell the test what each rank of its own sees.
-        """
+        """Begin `instep command… arguments…`; its streams are pipes. Ends it if the test fails."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen(
-            [sys.executable, "-m", "instep", "run", "--plain", *map(str, arguments)],
+            [sys.executable, "-m", "instep", *self.command, *map(str, arguments)],
             env=self.environ | dict(environ or {}),
             text=True,
             cwd=self.folder,
@@ -91,7 +93,7 @@ class Launch:
                 raise
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """`instep run arguments…` to its end, at which nothing of it may be left."""
+        """`instep command… arguments…` to its end, at which nothing of it may be left."""
         text = options.pop("input", None)
         with self.start(*arguments, **options) as process:
             return self.end_of(process, text)

@@ -142,23 +142,21 @@ def test_how_gradients_travel_does_not_change_them(options):
 
 def divided(norm, replicated):
     """The classic script with `instep.shard` for the sampler; its parameters and buffers."""
-    hvd.init()
-    torch.manual_seed(7)
-    model = net(norm)
-    if replicated:
-        model = instep.replicate(model)
-    loader = instep.shard(DataLoader(data(), BATCH, shuffle=True))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    for _ in range(EPOCHS):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-    hvd.barrier()
-    hvd.shutdown()
-    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    with initialized():
+        torch.manual_seed(7)
+        model = net(norm)
+        if replicated:
+            model = instep.replicate(model)
+        loader = instep.shard(DataLoader(data(), BATCH, shuffle=True))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for _ in range(EPOCHS):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+        return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from instep.transport import as_bytes, transport
 
 Tensors = Sequence[Tensor]
 
+_SUMMED_AS_THEY_ARE = ("torch.float32", "torch.float64", "torch.int64")
+
 
 def execute(verdict: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     """Do it and return the results: in `into`, where that is given, else in new tensors.
@@ -61,24 +63,33 @@ def scaled(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = Fal
 
 def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     before, after = v.wish.scales
-    flat = _flat([scaled(tensor, before) for tensor in tensors])
-    if into is None and flat.data_ptr() == tensors[0].data_ptr():
-        flat = flat.clone()
-    divisor = group.size if v.wish.op == "mean" else 1
-    op = "sum" if v.wish.op == "mean" else v.wish.op
-    total = scaled(_reduced(flat, op, group), after, divisor, spare=True)
-    parts = total.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
+    ours = into is not None
+    given = [scaled(tensor, before, spare=ours) for tensor in tensors]
+    if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and transport(group).in_place:
+        totals = _spare(given, ours or before != 1.0)
+        transport(group).all_reduce_each([total for total in totals if total.numel()], op)
+    else:
+        flat = torch.cat([tensor.reshape(-1) for tensor in given])
+        parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
+        totals = [part.view(tensor.shape) for part, tensor in zip(parts, given, strict=True)]
+    return [scaled(total, after, divisor, spare=True) for total in totals]
 
 
-def _flat(tensors: Tensors) -> Tensor:
-    """All elements in one dimension; those of a single dense tensor where they lie."""
-    parts = [tensor.reshape(-1) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
+    """Dense tensors of separate memory that may be overwritten; those given, if they are `ours`."""
+    seen: set[int] = set()
+    spare = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        fit = ours and tensor.is_contiguous() and memory not in seen
+        seen.add(memory)
+        spare.append(tensor if fit else tensor.clone(memory_format=torch.contiguous_format))
+    return spare
 
 
 def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
-    """The reduction over the group; in place where the dtype travels as it is."""
+    """The reduction over the group of a tensor that may be overwritten."""
     if op == "sum" and carried(flat, op) is flat:
         transport(group).all_reduce(flat, op).wait()
         return flat
@@ -89,8 +100,7 @@ def _reduce_scatter(
     v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
 ) -> list[Tensor]:
     before, after = v.wish.scales
-    divisor = group.size if v.wish.op == "mean" else 1
-    op = "sum" if v.wish.op == "mean" else v.wish.op
+    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
     results = []
     for tensor in tensors:
         gives = scaled(tensor, before).split(shares(len(tensor), group.size))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from instep import calls, gradients, knobs
-from instep.buckets import Bucket, Slot, plan_buckets
-from instep.compat.horovod.allreduce import Reduction, SparseHandle, only, sparse_allreduce_async
-from instep.compat.horovod.compression import ELEMENTWISE, Compressor
+from instep.buckets import Bucket, plan_buckets
+from instep.compat.horovod.allreduce import Reduction, SparseHandle, sparse_allreduce_async
+from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
@@ -44,14 +44,14 @@ class Terms:
 
 
 @dataclass(eq=False)
-class _Cargo:
-    """One bucket, its tensor, and where it is."""
+class _Bucket:
+    """Gradients that travel together, and where they are."""
 
     name: str
-    plan: Bucket
-    flat: Tensor
+    indices: list[int]
     filled: set[int] = field(default_factory=set)
-    context: Any = None
+    contexts: tuple[Any, ...] = ()
+    """What the compressor has to know of each."""
     handle: Handle | None = None
 
 
@@ -73,8 +73,8 @@ class Averaging:
         self._trained = {i for i, p in enumerate(self._parameters) if p.requires_grad}
         self._sparse: set[int] = set()
         self._sparse_handles: dict[int, SparseHandle] = {}
-        self._cargoes: list[_Cargo] = []
-        self._where: dict[int, tuple[_Cargo, Slot]] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
         self._planned: set[int] = set()
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
@@ -89,11 +89,10 @@ class Averaging:
         """Submit what backward has not reached, wait for all, and put the results into `.grad`."""
         self._plan()
         for index in self._planned:
-            cargo, _ = self._where[index]
-            if index not in cargo.filled:
+            if index not in self._bucket_of[index].filled:
                 self._fill(index)
-        for cargo in self._cargoes:
-            self._deliver(cargo)
+        for bucket in self._buckets:
+            self._deliver(bucket)
         for index, handle in self._sparse_handles.items():
             grad = self._parameters[index].grad
             assert grad is not None
@@ -104,9 +103,9 @@ class Averaging:
         """No backward has been."""
         self._sparse_handles.clear()
         self._done = [0] * len(self._parameters)
-        for cargo in self._cargoes:
-            cargo.filled.clear()
-            cargo.handle = None
+        for bucket in self._buckets:
+            bucket.filled.clear()
+            bucket.handle = None
 
     # ------------------------------------------------------------------------ during backward
 
@@ -134,21 +133,29 @@ class Averaging:
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad = parameter.grad
-        if grad.is_sparse and not self._terms.sparse_as_dense:
-            self._start_sparse(index, grad)
-            if index not in self._where:
+        if parameter.grad.is_sparse and not self._terms.sparse_as_dense:
+            self._start_sparse(index, parameter.grad)
+            if index not in self._bucket_of:
                 return
-            grad = torch.zeros_like(parameter)  # until the next plan, which leaves it out
-        if index not in self._where:  # has thawed
-            self._add(self._bucket([index]))
-        cargo, slot = self._where[index]
-        dense = grad.to_dense() if grad.is_sparse else grad
-        cargo.flat[slot.start : slot.stop].view(parameter.shape).copy_(dense)
-        cargo.filled.add(index)
-        if len(cargo.filled) == len(cargo.plan.slots):
-            small, cargo.context = self._terms.compression.compress(cargo.flat)
-            cargo.handle = self._terms.reduction(cargo.name).start([small], [small], only)
+        if index not in self._bucket_of:  # has thawed
+            self._add([index])
+        bucket = self._bucket_of[index]
+        bucket.filled.add(index)
+        if len(bucket.filled) == len(bucket.indices):
+            self._send(bucket)
+
+    def _send(self, bucket: _Bucket) -> None:
+        dense = [self._dense(self._parameters[index]) for index in bucket.indices]
+        small, bucket.contexts = zip(*map(self._terms.compression.compress, dense), strict=True)
+        bucket.handle = self._terms.reduction(bucket.name).start(small, into=small)
+
+    def _dense(self, parameter: Tensor) -> Tensor:
+        """What travels of a gradient. One that goes another way is zeros until the next plan."""
+        grad = parameter.grad
+        assert grad is not None
+        if not grad.is_sparse:
+            return grad
+        return grad.to_dense() if self._terms.sparse_as_dense else torch.zeros_like(parameter)
 
     def _start_sparse(self, index: int, grad: Tensor) -> None:
         self._sparse.add(index)
@@ -157,20 +164,19 @@ class Averaging:
             grad, name, self._terms.op, self._terms.process_set
         )
 
-    def _deliver(self, cargo: _Cargo) -> None:
-        assert cargo.handle is not None
-        total = self._terms.compression.decompress(cargo.handle.result(), cargo.context)
-        for slot in cargo.plan.slots:
-            if slot.index in self._sparse_handles:
-                continue
-            parameter = self._parameters[slot.index]
-            part = total.view(-1)[slot.start : slot.stop].view(parameter.shape)
+    def _deliver(self, bucket: _Bucket) -> None:
+        assert bucket.handle is not None
+        totals = bucket.handle.result()
+        for index, total, context in zip(bucket.indices, totals, bucket.contexts, strict=True):
+            parameter = self._parameters[index]
+            average = self._terms.compression.decompress(total, context)
             if parameter.grad is None:
-                parameter.grad = part.clone()
+                parameter.grad = average.clone()
             elif parameter.grad.is_sparse:
-                parameter.grad = part.to_sparse(parameter.grad.sparse_dim())
-            else:
-                parameter.grad.copy_(part)
+                if index not in self._sparse_handles:
+                    parameter.grad = average.to_sparse(parameter.grad.sparse_dim())
+            elif parameter.grad is not average:
+                parameter.grad.copy_(average)
 
     # ------------------------------------------------------------------------------- the plan
 
@@ -179,44 +185,30 @@ class Averaging:
         wanted = self._trained - self._sparse
         if wanted == self._planned:
             return
-        self._cargoes, self._where = [], {}
-        for bucket in self._buckets(sorted(wanted)):
-            self._add(bucket)
+        self._buckets, self._bucket_of = [], {}
+        for group in self._grouped(sorted(wanted)):
+            for plan in self._sized(group):
+                self._add([slot.index for slot in plan.slots])
         self._planned = wanted
 
-    def _add(self, bucket: Bucket) -> None:
-        first, last = (self._parameters[slot.index] for slot in (bucket.slots[0], bucket.slots[-1]))
-        name = f"gradient of {self._names[first]}"
-        if first is not last:
-            name = f"gradients of {self._names[first]} ... {self._names[last]}"
-        flat = torch.empty(bucket.numel, dtype=first.dtype, device=first.device)
-        if self._terms.compression not in ELEMENTWISE:
-            flat = flat.view(first.shape)
-        cargo = _Cargo(name, bucket, flat)
-        self._cargoes.append(cargo)
-        self._where.update((slot.index, (cargo, slot)) for slot in bucket.slots)
+    def _add(self, indices: list[int]) -> None:
+        first, last = (self._names[self._parameters[indices[k]]] for k in (0, -1))
+        several = len(indices) > 1
+        name = f"gradients of {first} ... {last}" if several else f"gradient of {first}"
+        bucket = _Bucket(name, indices)
+        self._buckets.append(bucket)
+        self._bucket_of.update(dict.fromkeys(indices, bucket))
 
-    def _buckets(self, indices: list[int]) -> list[Bucket]:
-        if self._terms.compression not in ELEMENTWISE:
-            return [self._bucket([index]) for index in indices]
-        return [
-            bucket
-            for group in self._grouped(indices)
-            for bucket in self._sized(group, limited=self._terms.groups is None)
-        ]
-
-    def _bucket(self, indices: list[int]) -> Bucket:
-        (bucket,) = self._sized(indices, limited=False)
-        return bucket
-
-    def _sized(self, indices: list[int], limited: bool) -> list[Bucket]:
+    def _sized(self, indices: list[int]) -> list[Bucket]:
+        """Of one dtype each; not too large, unless the user has said what belongs together."""
         parameters = [self._parameters[index] for index in indices]
         widest = max((p.element_size() for p in parameters), default=1)
         everything = sum(p.numel() for p in parameters)
+        limit = int(knobs.BUCKET_MIB) * 2**20 // widest
         return plan_buckets(
             [(index, p.numel()) for index, p in zip(indices, parameters, strict=True)],
             [(p.dtype, p.device) for p in parameters],
-            capacity=int(knobs.BUCKET_MIB) * 2**20 // widest if limited else everything,
+            capacity=limit if self._terms.groups is None else everything,
         )
 
     def _grouped(self, indices: list[int]) -> list[list[int]]:

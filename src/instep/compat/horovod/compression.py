@@ -55,7 +55,3 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
-
-
-ELEMENTWISE = (NoneCompressor, FP16Compressor)
-"""Those that do the same to many tensors laid end to end as to each of them."""

@@ -1,0 +1,188 @@
+"""`instep horovodrun`, and `import horovod.torch` where there is no Horovod: real launches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from instep import cli
+from instep.compat import finder
+from instep.launch import horovodrun
+from launching import Launch
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path, ("horovodrun",))
+    yield launch
+    launch.close()
+
+
+@pytest.mark.launch
+def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
+    script = launch.script(
+        """
+        import horovod
+        import horovod.torch as hvd
+        import torch
+        hvd.init()
+        places = {name: os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK")}
+        total = hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist()
+        tell(rank, places, total, sys.argv[1:], os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"])
+        """
+    )
+    flags = ["-np", 2, "-H", "localhost:4", "--verbose", "--cycle-time-ms", 5, "--mpi"]
+    flags += ["--stall-check-warning-time-seconds", 7]
+    done = launch.run(*flags, "python", "-u", script, "--lr", "0.1", "--")
+    assert done.returncode == 0
+    assert launch.events(2) == [
+        [r, {"RANK": str(r), "SIZE": "2", "LOCAL_RANK": str(r)}, [2, 2], ["--lr", "0.1", "--"], "7"]
+        for r in range(2)
+    ]
+    assert "instep: not used here: --mpi, --cycle-time-ms\n" in done.stderr
+    assert f"instep: 2 ranks on this host: {script} --lr 0.1 --\n" in done.stderr
+
+
+@pytest.mark.launch
+def test_who_is_late_is_named_with_the_line_where_the_others_wait(launch: Launch) -> None:
+    """Rank 2 comes when it has been named: nobody sleeps."""
+    script = launch.script(
+        """
+        import horovod.torch as hvd
+        import torch
+        hvd.init()
+        if rank == 2:
+            tell("ready")
+            meeting.wait_for(1)
+        hvd.allreduce(torch.ones(1), name="loss")  # the line
+        """
+    )
+    line = 1 + Path(script).read_text().splitlines().index(
+        'hvd.allreduce(torch.ones(1), name="loss")  # the line'
+    )
+    environ = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+    with launch.start("-np", 3, "python", script, environ=environ) as process:
+        assert launch.event() == ["ready"]
+        assert process.stderr is not None
+        words = process.stderr.readline()
+        launch.call()
+        done = launch.end_of(process)
+    assert done.returncode == 0
+    assert words.startswith("instep: ranks 0, 1 submitted allreduce.loss ")
+    assert words.endswith(f" s ago at {script}:{line}; rank 2 did not yet.\n")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends: bool) -> None:
+    """It dies, or it does something else for longer than the job wants to wait."""
+    script = launch.script(
+        f"""
+        import horovod.torch as hvd
+        import torch
+        hvd.init()
+        hvd.barrier()
+        if rank == 1:
+            if {ends}:
+                meeting.wait_for(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+            forever()
+        handle = hvd.allreduce_async(torch.ones(1), name="loss")
+        meeting.come()
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            tell(str(error))
+            raise
+        """
+    )
+    limits = ("--stall-check-warning-time-seconds", 0, "--stall-check-shutdown-time-seconds", 1)
+    done = launch.run("-np", 2, *(() if ends else limits), "python", script)
+    (words,) = launch.event()
+    if ends:
+        assert words.startswith("rank 1 of 2 has ended or called shutdown()")
+        assert done.returncode == 128 + 9
+    else:
+        assert words.startswith("rank 0 submitted allreduce.loss 1 s ago at ")
+        assert words.endswith("rank 1 did not yet. The job asked to end now rather than wait.")
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-np 5 -H localhost:4 python a.py", "-np 5, but the hosts have 4 slots"),
+        ("-np 2 -H localhost:1,far:4 python a.py", "on this host only, not on far"),
+        ("-np 2 -H localhost:x python a.py", "slots of localhost is a whole number, not 'x'"),
+        ("-np 2 --hostfile nowhere python a.py", "cannot read the hosts in nowhere"),
+        ("python a.py", "-np takes the number of ranks"),
+        ("-np 0 python a.py", "-np takes the number of ranks, a whole number from 1 up, not '0'"),
+        ("-np 2 --fusion-threshold-mb x python a.py", "--fusion-threshold-mb is a whole number"),
+        ("-np 2 --min-np 1 python a.py", "--min-np is not there"),
+        ("-np 2 --timeline-filename t.json python a.py", "--timeline-filename is not there"),
+        ("-np 2 --host-discovery-script s.sh python a.py", "--host-discovery-script is not there"),
+        ("-np 2 bash a.sh", "`python train.py`, not 'bash'"),
+        ("-np 2 python -c 1", "the ranks' Python takes no -c"),
+        ("-np 2 python nowhere.py", "cannot run nowhere.py: there is no such file"),
+        ("-np 2", "nothing to run"),
+        ("-np 2 --spam python a.py", "unrecognized arguments: --spam"),
+    ],
+)
+def test_what_cannot_be_done_as_asked_is_said_in_one_line(words, said, capsys):
+    assert cli.main(["horovodrun", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("instep: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_slots_come_from_a_file_of_hosts(tmp_path: Path, capsys) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# ours\nlocalhost slots=3\n\n127.0.0.1\n")
+    assert cli.main(["horovodrun", "-np", "5", "--hostfile", str(hosts), "python", "a.py"]) == 2
+    assert "the hosts have 4 slots" in capsys.readouterr().err
+
+
+def test_what_is_there_is_listed(capsys) -> None:
+    assert cli.main(["horovodrun", "--check-build"]) == 0
+    assert "[X] PyTorch" in capsys.readouterr().out
+
+
+def test_every_flag_is_used_named_or_refused():
+    known = {*horovodrun._UNUSED, *horovodrun._UNUSED_VALUES}
+    assert not known & {*horovodrun._ABSENT, *horovodrun._ABSENT_VALUES}
+    assert "--blacklist-cooldown-range" in horovodrun.WITH_VALUE
+
+
+def test_an_installed_horovod_comes_first(tmp_path: Path) -> None:
+    package = tmp_path / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").touch()
+    (package / "__init__.py").write_text("real = True")
+    code = (
+        "from instep.compat import finder; finder.install(); finder.install(); import sys;"
+        "assert not any(name.startswith('torch') for name in sys.modules);"
+        f"sys.path.insert(0, {str(tmp_path)!r}); import horovod.torch as hvd; print(hvd.real)"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "True\n"
+
+
+def test_every_name_in_the_finder_has_a_home():
+    code = (
+        "from instep.compat import finder; finder.install(); import importlib, sys\n"
+        "for name, home in finder.HOMES.items():\n"
+        "    module = importlib.import_module(name)\n"
+        "    assert module.__name__ == module.__spec__.name == home, module\n"
+        "import horovod.torch as hvd\n"
+        "assert hvd is sys.modules['horovod.torch'] is sys.modules['instep.compat.horovod']\n"
+        "try: import horovod.spark\n"
+        "except ModuleNotFoundError as error: print(error.name)\n"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "horovod.spark\n"
+    assert "horovod.torch" in finder.HOMES
