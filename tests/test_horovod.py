@@ -410,7 +410,7 @@ def test_arguments_that_cannot_be_meant():
             (lambda: hvd.allreduce(ones, average=True, op=hvd.Sum), "op or average, not both"),
             (lambda: hvd.allreduce(ones, op=17), "does not make 17; it makes Average, Sum"),
             (lambda: hvd.reducescatter(ones, op=hvd.Adasum), "reducescatter does not make Adasum"),
-            (lambda: hvd.alltoall(ones, [5] * n), f"add up to the tensor's 4; got {[5] * n}"),
+            (lambda: hvd.alltoall(ones, [5] * n), r"up to the tensor's 4; got \[5.*\]"),
             (lambda: hvd.alltoall(ones, torch.ones(n)), "are integers .* not torch.float32"),
             (lambda: hvd.allgather(torch.tensor(1.0)), "needs a tensor with rows"),
             (lambda: hvd.reducescatter(torch.tensor(1.0)), "needs a tensor with rows"),

@@ -32,6 +32,8 @@ class Task:
         """What this rank gives."""
         self.into = None if into is None else [tensor.detach() for tensor in into]
         """Where the results go; None for new tensors."""
+        self.stream = torch.cuda.current_stream() if wish.device == "cuda" else None
+        """Where the tensors come from and the results are used, on a GPU."""
         self._over = threading.Event()
         self._outcome: tuple[Verdict, list[Tensor]] | Exception
 
@@ -65,6 +67,7 @@ class Negotiator:
         self._lock = threading.Lock()
         self._end: NegotiationError | None = None
         self._line = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         if world.size > 1:
             self._line = open_line(world, patience)
             self._thread = threading.Thread(target=self._serve, name="instep", daemon=True)
@@ -117,6 +120,8 @@ class Negotiator:
     def _serve(self) -> None:
         """The thread: execute what it is told, until the end."""
         assert self._line is not None
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread has the first one
         end: Verdict | NegotiationError
         try:
             while isinstance(end := self._line.recv(), Verdict):
@@ -137,7 +142,7 @@ class Negotiator:
             outcome = verdict.fault
         else:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch.cuda.stream(task.stream):
                     group = self._groups[wish.members]
                     outcome = verdict, execute(verdict, task.tensors, task.into, group)
             except InstepError as error:
