@@ -37,7 +37,8 @@ InstepError
     ├── ShardedTwiceError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
     ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
-    └── MixedBatchesError         two batches of different weights in one backward
+    ├── MixedBatchesError         two batches of different weights in one backward
+    └── PrecisionError            (RuntimeError) mixed precision; see instep.precision.errors
 
 InstepWarning (UserWarning)       what instep cannot keep the same
 

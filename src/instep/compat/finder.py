@@ -1,6 +1,6 @@
-"""`import horovod.torch` where no Horovod is installed: instep's own module of that interface.
+"""`import horovod.torch` and `from apex import amp` where neither is installed.
 
-Asked last of all finders, so whatever is installed comes first.
+What is installed comes first: a name is answered by instep only where nobody else has its package.
 """
 
 from __future__ import annotations
@@ -10,29 +10,46 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 HOMES = {
+    "apex": "instep.compat.apex",
     "horovod.torch": "instep.compat.horovod",
 }
-"""Which module of ours answers for which name; the packages above are empty."""
+"""Which package or module of ours answers for which name, its parts included; the packages above
+are empty."""
 
 
 def install() -> None:
     """Let these names be found, in this process. Imports nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        # First: else a part of our package would be found by its file and be a second module.
+        sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in HOMES:
-            return ModuleSpec(name, _Alias(HOMES[name]))
-        above = any(known.startswith(f"{name}.") for known in HOMES)
-        # A package that is installed is found by its own finder, and then so are its parts.
-        return ModuleSpec(name, _Empty(), is_package=True) if above else None
+        home, above = _home(name), any(known.startswith(f"{name}.") for known in HOMES)
+        if not (home or above) or self._installed(name.partition(".")[0]):
+            return None
+        if above:
+            return ModuleSpec(name, _Empty(), is_package=True)
+        assert home is not None
+        return None if find_spec(home) is None else ModuleSpec(name, _Alias(home), is_package=True)
+
+    def _installed(self, package: str) -> bool:
+        others = (finder for finder in sys.meta_path if finder is not self)
+        return any(finder.find_spec(package, None) is not None for finder in others)
+
+
+def _home(name: str) -> str | None:
+    for known, home in HOMES.items():
+        if name == known or name.startswith(f"{known}."):
+            return home + name.removeprefix(known)
+    return None
 
 
 class _Alias(Loader):
