@@ -38,3 +38,8 @@ BACKEND = Knob(
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")
 SEED = Knob("INSTEP_SEED", "", "What unedited scripts are seeded with; unset: drawn by rank 0.")
+DIST_FILE = Knob(
+    "INSTEP_DIST_FILE",
+    "",
+    "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
+)

@@ -25,6 +25,19 @@ class Meeting:
     """How many threads each rank may compute with."""
 
 
+def place_variables(world: World) -> dict[str, str]:
+    """The world in torch's names."""
+    place = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+    }
+    return {name: str(value) for name, value in place.items()}
+
+
 def job_name(environ: Mapping[str, str]) -> str:
     """A new name. A job started inside another one's rank carries that job's name in front."""
     name = os.urandom(8).hex()
