@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,7 +24,10 @@ nothing that it does not need."""
 WITH_PROGRAM = ("run", "verify")
 """Commands at whose end the user's program stands, with arguments of its own."""
 
-WITH_VALUE = ("-n", "--output", "--steps", "--json", "--plot")
+WITH_VALUE = (
+    *("-n", "--output", "--steps", "--json", "--plot"),
+    *("--nnodes", "--node-rank", "--master", "--dist-file"),
+)
 """Their options that take the next word as their value."""
 
 
@@ -54,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (LaunchError, VerificationError) as error:
         return _refuse(error)
+    except KeyboardInterrupt:  # while it waited for other hosts
+        return 128 + signal.SIGINT
 
 
 def _run_here(words: Sequence[str], plain: bool) -> int:

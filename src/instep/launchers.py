@@ -167,6 +167,7 @@ _PREFIXES = (
 _NAMES = frozenset(
     {
         FAILURE_FILE,
+        SOURCE,
         STORE_FD,
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -197,6 +198,15 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     world = launcher.world(environ)
     _contradicts(world, launcher, environ)
     return world
+
+
+def detect_tasks(environ: Mapping[str, str] = os.environ) -> World:
+    """As `detect`, of a launcher that starts tasks (srun, mpirun); others make a world of one.
+
+    Who speaks torch's dialect has started ranks, inside of which a new job may begin.
+    """
+    launcher = _launcher(environ)
+    return World() if launcher is None or launcher.rank == "RANK" else detect(environ)
 
 
 def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> meeting.Place:

@@ -73,8 +73,8 @@ def init(
     the interface that leads to the master (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set
     where the user has not). With GPUs, the rank's own device becomes the current one.
 
-    Raises MixedJobError where the ranks are not of one job, PortInUseError, LeftoverRendezvousError, RendezvousError, DeviceError or
-    LaunchVariablesError.
+    Raises MixedJobError where the ranks are not of one job, PortInUseError,
+    LeftoverRendezvousError, RendezvousError, BackendError, DeviceError or LaunchVariablesError.
     """
     if dist.is_initialized() or _ones:
         return current()

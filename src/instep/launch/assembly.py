@@ -70,7 +70,7 @@ def meet(
         return _join(place, mine, seconds, members)
     lines: dict[int, socket.socket] = {}
     with ExitStack() as failed:
-        failed.callback(lambda: [line.close() for line in lines.values()])
+        failed.callback(_close, lines)
         try:
             with _door(place) as door:
                 came = _receive(door, _job(place), mine, lines, seconds, members)
@@ -135,9 +135,7 @@ def _receive(
         held = came.get(member.number)
         lines[member.number if held is None else -1] = line
         if held is not None:
-            raise RendezvousError.twice(
-                members, member.number, [held.card.host, member.card.host]
-            )
+            raise RendezvousError.twice(members, member.number, [held.card.host, member.card.host])
         if member.count != mine.count or not 0 < member.number < mine.count:
             raise RendezvousError.counted_differently(
                 members, mine.count, member.card.host, member.number, member.count
@@ -163,6 +161,11 @@ def _member(told: Facts) -> Member:
         told["ranks"],
         told["master"],
     )
+
+
+def _close(lines: Mapping[int, socket.socket]) -> None:
+    for line in lines.values():
+        line.close()
 
 
 def _tell(lines: Mapping[int, socket.socket], answer: Facts) -> None:

@@ -6,20 +6,23 @@ import os
 from dataclasses import dataclass
 
 from instep.errors import CommandLineError
+from instep.launch.hosts import ONE_HOST, Hosts
 
 
 @dataclass(frozen=True)
 class Job:
-    """One program on several ranks of this host. Raises CommandLineError for what cannot run."""
+    """One program on several ranks. Raises CommandLineError for what cannot run."""
 
     size: int
-    """How many ranks; more than there are cores is allowed."""
+    """How many ranks on this host; more than there are cores is allowed."""
     command: tuple[str, ...]
     """As the interpreter would take it: `script.py args…` or `-m package.module args…`."""
     output: str = "prefix"
     """`prefix`, `rank0`, or the folder for one file per rank and stream."""
     plain: bool = False
     """Whether the program runs as it is, with nothing of it divided."""
+    hosts: Hosts = ONE_HOST
+    """Where else it runs."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
