@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from instep import __version__
 from instep.errors import MixedJobError
+from instep.version import __version__
 
 _ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
 """Arguments by which old launchers tell each rank its place: `--local_rank=1`, `--rank 1`."""

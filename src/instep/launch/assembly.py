@@ -98,14 +98,17 @@ def _door(place: meeting.Place) -> Iterator[socket.socket]:
             with listening.listen(host, port, one_host=False) as door:
                 yield door
         case meeting.PrivateFile(path):
-            with listening.listen(notice.HOST) as door:
-                with notice.put_up(path, door.getsockname()[1]):
-                    yield door
+            with _noted(path, notice.HOST, [notice.HOST]) as door:
+                yield door
         case meeting.SharedFile(path):
-            with listening.listen(listening.ANYWHERE) as door:
-                hosts = interfaces.outer_addresses()
-                with notice.put_up(path, door.getsockname()[1], hosts):
-                    yield door
+            with _noted(path, listening.ANYWHERE, interfaces.outer_addresses()) as door:
+                yield door
+
+
+@contextmanager
+def _noted(path: str, here: str, hosts: Sequence[str]) -> Iterator[socket.socket]:
+    with listening.listen(here) as door, notice.put_up(path, door.getsockname()[1], hosts):
+        yield door
 
 
 def _receive(

@@ -14,7 +14,6 @@ from instep.errors import CommandLineError
 from instep.launch.assembly import Facts, Member, meet
 from instep.launch.master import where_to_meet
 
-
 _NOWHERE_ELSE = meeting.Address(notice.HOST, 0, "")
 
 
@@ -100,7 +99,7 @@ def address(text: str) -> meeting.Address:
     return meeting.Address(host, port, "")
 
 
-def gather(hosts: Hosts, ranks: int, command: Sequence[str]) -> Party:
+def gather(hosts: Hosts, ranks: int, card: Card) -> Party:
     """Meet the supervisors of the other hosts; returns at once on one host. Raises LaunchError."""
     job = os.urandom(8).hex()
     if hosts.nodes == 1:
@@ -115,7 +114,7 @@ def gather(hosts: Hosts, ranks: int, command: Sequence[str]) -> Party:
         sizes = [member.ranks for member in members]
         return facts | {"job": job, "sizes": sizes, "names": [m.card.host for m in members]}
 
-    mine = Member(hosts.node, hosts.nodes, Card.of_command(command), ranks)
+    mine = Member(hosts.node, hosts.nodes, card, ranks)
     assembly = meet(hosts.place, mine, decide, float(int(knobs.TIMEOUT)), "host")
     facts = assembly.facts
     return Party(

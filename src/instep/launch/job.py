@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from instep.cards import Card
 from instep.errors import CommandLineError
 from instep.launch.hosts import ONE_HOST, Hosts
 
@@ -23,6 +24,8 @@ class Job:
     """Whether the program runs as it is, with nothing of it divided."""
     hosts: Hosts = ONE_HOST
     """Where else it runs."""
+    card: Card | None = None
+    """What the other hosts are shown; unless given, that of the command."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -9,10 +9,12 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from instep.cards import Card
 from instep.errors import StartError
 from instep.launch import links
 from instep.launch.environment import rank_environment
@@ -60,12 +62,15 @@ class Result:
     """The failure that the others followed from."""
     report: str = ""
     """What to say of it on this host."""
+    asked: signal.Signals | None = None
+    """The signal that asked this process, or that of another host, to end."""
 
 
-def run(job: Job, *, started: Callable[[], None]) -> Result:
+def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> Result:
     """Run `job` to its end.
 
-    `started` is called once, when all ranks of this host have been started.
+    `started` is called once, when all ranks of this host have been started. `folder` is for the
+    job's own files, removed with it should this process be killed; unless given, a new one.
 
     The code is 0 when every rank, on every host, ended with 0; that of the rank that failed
     first, or 128 + n where signal n ended it; 128 + n also when this process was asked to end by
@@ -73,17 +78,21 @@ def run(job: Job, *, started: Callable[[], None]) -> Result:
     the job is left on this host.
     """
     output = choose_output(job.output)
-    party = gather(job.hosts, job.size, job.command)
+    party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
     with Mailbox() as mailbox:
         watch = Watch(mailbox, Links(party))
-        with tempfile.TemporaryDirectory(prefix="instep-") as name:
-            files = [Path(name, f"rank{rank}") for rank in range(job.size)]
+        with _new_folder() if folder is None else nullcontext(folder) as files_of_job:
+            files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
             _run_ranks(job, party, watch, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
         mailbox.obey()
         output.finish(failures)
         whole = watch.links.conclude(Outcome(watch.ends, failures))
         return _conclude(job, party, watch.asked, whole)
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="instep-")
 
 
 def _run_ranks(
@@ -137,7 +146,7 @@ def _start_ranks(job: Job, party: Party, output: Output, files: Sequence[Path]) 
 
 def _conclude(job: Job, party: Party, asked: signal.Signals | None, whole: Outcome) -> Result:
     if asked is not None:
-        return Result(128 + asked)
+        return Result(128 + asked, asked=asked)
     first = first_failure(whole.ends, whole.failures)
     if first is None:
         return Result(0)
