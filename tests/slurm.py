@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ FIRST = "127.0.0.1"
 """The first node's name resolves, as names on a cluster do; it is where the ranks meet."""
 CONFIGURATION = """\
 ClusterName=lab
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
@@ -65,7 +67,12 @@ class Slurm:
         key.chmod(0o400)
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(
-                folder=self.folder, host=socket.gethostname(), ports=_free_ports(3), first=FIRST
+                folder=self.folder,
+                host=socket.gethostname(),
+                ports=_free_ports(3),
+                first=FIRST,
+                # Jobs of one number, of two clusters on one host, would meet at the same port.
+                first_job=random.randrange(1, 1_000_000),
             )
         )
         files = [f"--{what}-file={munge}/{what}" for what in ("key", "pid", "log", "seed")]
