@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,11 +46,11 @@ def start(folder, *command, **more):
     assert not list((folder / "tmp").glob("instep-*"))
 
 
-def reports(folder, size):
+def reports(folder, size, beyond=()):
+    """What the ranks left; they listened on loopback only, and on the addresses `beyond`."""
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
-    assert [
-        where for r in found for where in r["listening"] if not where.startswith(LOOPBACK)
-    ] == []
+    allowed = (*LOOPBACK, *(socket.inet_aton(address)[::-1].hex().upper() for address in beyond))
+    assert [where for r in found for where in r["listening"] if not where.startswith(allowed)] == []
     return found
 
 
@@ -60,11 +61,13 @@ def oracle():
     return torch.tensor(learned)
 
 
-def assert_same(folder, size, oracle, source):
-    for rank, report in enumerate(reports(folder, size)):
+def assert_same(folder, size, oracle, source, beyond=()):
+    found = reports(folder, size, beyond)
+    for rank, report in enumerate(found):
         assert report["source"] == source
         assert report["world"][:2] == [rank, size]
         assert (torch.tensor(report["learned"]) - oracle).norm() < 1e-6 * oracle.norm()
+    return found
 
 
 COMMANDS = {
@@ -184,8 +187,6 @@ def test_shared_memory_listens_nowhere_else(tmp_path):
 
 
 def _free_port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 

@@ -94,7 +94,7 @@ def address(text: str) -> meeting.Address:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or not port or parts.netloc != text:
+    if not host or not port or parts.netloc != text or "@" in text:
         raise CommandLineError.several_hosts(f"--master takes HOST:PORT, not {text!r}")
     return meeting.Address(host, port, "")
 
