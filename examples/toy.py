@@ -33,7 +33,9 @@ class ToyModel(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dist-file", help="meet in this file, and not where the launcher says")
-    parser.add_argument("--local-rank", "--local_rank", help="from torch.distributed.launch; unused")
+    parser.add_argument(
+        "--local-rank", "--local_rank", help="from torch.distributed.launch; unused"
+    )
     parser.add_argument("--save", help="write the model here")
     args = parser.parse_args()
     if args.dist_file:

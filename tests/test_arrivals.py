@@ -152,7 +152,9 @@ def test_all_hear_why_they_are_not_one_job(place):
 
 def test_all_hear_who_is_missing_and_who_is_there(place):
     heard = come(place, Member(0, 3, CARD, 1), Member(1, 3, card(host="i"), 1), seconds=0.5)
-    expected = "rank 2 of 3 did not come within 0 seconds; there is rank 0 on h, rank 1 on i."
+    expected = (
+        "rank 2 of 3 did not come within 0 seconds; those that came: rank 0 on h, rank 1 on i."
+    )
     assert [text.startswith(expected) for text in heard] == [True, True]
 
 

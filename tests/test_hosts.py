@@ -196,4 +196,4 @@ def test_a_host_that_never_comes_is_named_and_so_are_those_that_did(hosts, tmp_p
         capture_output=True, timeout=30, check=False,
     )  # fmt: skip
     assert ran.returncode == 2
-    assert "host 1 of 2 did not come within 1 seconds; there is host 0 on h0." in ran.stderr
+    assert "host 1 of 2 did not come within 1 seconds; those that came: host 0 on h0." in ran.stderr

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from socket import gethostname
 
 import pytest
 
@@ -173,16 +174,57 @@ def test_tasks_of_one_host_meet_in_a_file_of_the_step():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (OPEN_MPI, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
-        (MPICH, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
-        (HOROVODRUN, "horovodrun started 4 ranks, but does not say where.*Export MASTER_ADDR"),
-        (JSRUN, "jsrun started 4 ranks, but does not say where"),
-        (OTHER_PMI, "PMI_RANK and PMI_SIZE started 2 ranks"),
+        (OPEN_MPI, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*INSTEP_DIST_FILE"),
+        (MPICH, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*INSTEP_DIST_FILE"),
+        (HOROVODRUN, "horovodrun started 4 ranks on several hosts .*Export MASTER_ADDR"),
+        (JSRUN, "jsrun started 4 ranks on several hosts"),
+        (OPEN_MPI | {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": "/nowhere"}, "4 ranks on several hosts"),
     ],
 )
 def test_where_nobody_says_where_to_meet_the_error_says_what_to_do(variables, message):
     with pytest.raises(RendezvousError, match=message):
         place(variables)
+
+
+def allocations(folder):
+    """A job of two hosts, as each batch system tells its ranks of it."""
+    listing = folder / "hosts"
+    slurm_ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[08-09]"}
+    pbs = {"PBS_JOBID": "12.server", "PBS_NODEFILE": str(listing)}
+    lsf = {"LSB_JOBID": "12", "LSB_DJOB_RANKFILE": str(listing)}
+    return [
+        ("node08", OPEN_MPI | slurm_),
+        ("node08", OPEN_MPI | pbs),
+        ("node08", MPICH | pbs),
+        ("node09", JSRUN | lsf),  # the first one is where the batch script runs
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_mpirun_and_jsrun_put_rank_0_on_the_first_host_of_the_allocation(tmp_path, which):
+    (tmp_path / "hosts").write_text("node08\nnode09\n")
+    host, variables = allocations(tmp_path)[which]
+    found = place(variables)
+    assert found.host == host
+    assert 20000 <= found.port < 32768
+    assert found == place(variables)
+    (job,) = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"} & variables.keys()
+    other = place(variables | {job: "13"})
+    assert (other.port, other.job) != (found.port, found.job)
+
+
+def test_two_mpiruns_in_one_allocation_meet_at_different_ports(tmp_path):
+    (tmp_path / "hosts").write_text("node08\nnode09\n")
+    _, variables = allocations(tmp_path)[1]
+    assert place(variables).port != place(variables | {"PMIX_NAMESPACE": "7"}).port
+
+
+@pytest.mark.parametrize("variables", [OTHER_PMI, alone_on_host(SRUN)])
+def test_the_file_that_the_user_names_comes_first(tmp_path, variables):
+    named = {"INSTEP_DIST_FILE": str(tmp_path / "meet")}
+    assert place(variables | named) == meeting.PrivateFile(str(tmp_path / "meet"))
+    assert place(OPEN_MPI | named) == meeting.SharedFile(str(tmp_path / "meet"))
+    assert place(SRUN | named) == meeting.SharedFile(str(tmp_path / "meet"))
 
 
 def test_a_node_list_that_is_none_or_missing_is_named():
@@ -193,8 +235,10 @@ def test_a_node_list_that_is_none_or_missing_is_named():
 
 
 def meet(variables, seconds=0.05):
-    world = detect(variables)
-    return stores._store_of_environment(variables, world, timedelta(seconds=seconds))
+    with pytest.MonkeyPatch.context() as environ:
+        for name, value in variables.items():
+            environ.setenv(name, value)
+        return stores.open_store(None, detect(variables), timedelta(seconds=seconds))
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
@@ -227,7 +271,10 @@ def test_half_an_address_is_named(given):
 
 def test_ranks_that_never_come_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RendezvousError, match="ranks 1, 2 of 3 did not come within 0 seconds"):
+    told = (
+        f"ranks 1, 2 of 3 did not come within 0 seconds; those that came: rank 0 on {gethostname()}"
+    )
+    with pytest.raises(RendezvousError, match=told):
         meet(alone_on_host(SRUN) | {"SLURM_PROCID": "0"})
     with pytest.raises(RendezvousError, match="rank 0 of 3 did not come within 0 seconds"):
         meet(alone_on_host(SRUN))
@@ -239,7 +286,7 @@ def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as ended:
         port = ended.getsockname()[1]
         with notice.put_up(path, port):
-            assert notice.read(path, 10) == port
+            assert notice.read(path, 10) == ("127.0.0.1", port)
             ended.close()
             assert notice.read(path, 0.05) is None
 
@@ -351,8 +398,12 @@ def environment_in(folder):
     return environment(TMPDIR=str(folder / "tmp"), **root)
 
 
+def bare(folder, name="rank"):
+    return [sys.executable, str(folder / "script.py"), str(folder / name)]
+
+
 def program(folder, name="rank"):
-    return [sys.executable, "-m", "instep", str(folder / "script.py"), str(folder / name)]
+    return [sys.executable, "-m", "instep", *bare(folder, name)[1:]]
 
 
 def reports(folder, size, name="rank"):
@@ -392,7 +443,7 @@ with open(f"{sys.argv[1]}{world.rank}", "w") as file:
 def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
     (folder / "script.py").write_text(PLACE)
     jobs = [
-        subprocess.Popen([*mpirun, "2", *program(folder, job)], env=environment_in(folder))
+        subprocess.Popen([*mpirun, "2", *bare(folder, job)], env=environment_in(folder))
         for job in "ab"
     ]
     assert [job.wait(50) for job in jobs] == [0, 0]
@@ -403,14 +454,6 @@ def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
 def start_in(cluster, folder, *command):
     told = environment_in(folder) | cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*command], env=told, check=True, timeout=50)
-
-
-@pytest.mark.launch
-@components.needs("Slurm")
-def test_under_srun_on_one_node(folder, cluster):
-    start_in(cluster, folder, "srun", "-N1", "-n2", *program(folder))
-    assert reports(folder, 2) == [World(r, 2, r, 2, 0, 1, "srun") for r in range(2)]
-    assert notes(folder) == []
 
 
 @pytest.mark.launch
@@ -436,7 +479,7 @@ def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folde
 @pytest.mark.parametrize(("mpirun", "source"), MPI)
 def test_mpirun_in_an_allocation_is_believed_before_slurm(folder, cluster, mpirun, source):
     (folder / "script.py").write_text(PLACE)
-    start_in(cluster, folder, "salloc", "-Q", "-N1", "-n2", *mpirun, "2", *program(folder))
+    start_in(cluster, folder, "salloc", "-Q", "-N1", "-n2", *mpirun, "2", *bare(folder))
     told = [(folder / f"rank{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert told[0].startswith(f"{source}: ")

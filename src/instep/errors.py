@@ -258,7 +258,7 @@ class RendezvousError(LaunchError):
         there = ", ".join(f"{_ranks(held, members)} on {host}" for host, held in hosts.items())
         return cls(
             f"{_ranks(absent, members)} of {size} did not come within {seconds:.0f} seconds"
-            f"{f'; there is {there}' if there else ''}. Their own output may say why; "
+            f"{f'; those that came: {there}' if there else ''}. Their own output may say why; "
             "INSTEP_TIMEOUT sets how long the others wait."
         )
 

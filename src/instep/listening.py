@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from instep import interfaces
 from instep.errors import PortInUseError, RendezvousError
 
 ANYWHERE = "0.0.0.0"
+
+
+def only(hosts: Sequence[str]) -> str:
+    """The one address to listen at; all, where it is not known at which one others will come."""
+    return hosts[0] if len(hosts) == 1 else ANYWHERE
 
 
 def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:

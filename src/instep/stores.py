@@ -21,7 +21,7 @@ from instep.errors import (
     RendezvousError,
 )
 from instep.identity import World
-from instep.listening import ANYWHERE, reserve, resolve
+from instep.listening import ANYWHERE, only, reserve, resolve
 
 
 def open_store(
@@ -111,7 +111,7 @@ def _noted_store(
         if found is None:
             raise RendezvousError.absent([0], world.size, seconds)
         return _client(*found, world, timeout)
-    listener = reserve(hosts[0] if world.one_host else ANYWHERE)
+    listener = reserve(only(hosts))
     stack.enter_context(notice.put_up(path, listener.getsockname()[1], hosts))
     return serve(listener, world.size, timeout)
 

@@ -98,16 +98,19 @@ def _door(place: meeting.Place) -> Iterator[socket.socket]:
             with listening.listen(host, port, one_host=False) as door:
                 yield door
         case meeting.PrivateFile(path):
-            with _noted(path, notice.HOST, [notice.HOST]) as door:
+            with _noted(path, [notice.HOST]) as door:
                 yield door
         case meeting.SharedFile(path):
-            with _noted(path, listening.ANYWHERE, interfaces.outer_addresses()) as door:
+            with _noted(path, interfaces.outer_addresses()) as door:
                 yield door
 
 
 @contextmanager
-def _noted(path: str, here: str, hosts: Sequence[str]) -> Iterator[socket.socket]:
-    with listening.listen(here) as door, notice.put_up(path, door.getsockname()[1], hosts):
+def _noted(path: str, hosts: Sequence[str]) -> Iterator[socket.socket]:
+    with (
+        listening.listen(listening.only(hosts)) as door,
+        notice.put_up(path, door.getsockname()[1], hosts),
+    ):
         yield door
 
 
