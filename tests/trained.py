@@ -60,6 +60,7 @@ def main(folder: str) -> None:
     import instep
 
     learned = train()
+    instep.group([0, 1])  # listens too
     world = instep.world
     report = {
         "world": [world.rank, world.size, world.local_rank, world.local_size, world.node_rank],
