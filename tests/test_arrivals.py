@@ -11,6 +11,7 @@ import pytest
 from instep import cards, interfaces, listening, meeting
 from instep.cards import Card
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
+from instep.identity import World
 from instep.launch import local_rank
 from instep.launch.assembly import Member, meet
 from instep.launch.hosts import address
@@ -220,7 +221,7 @@ def offered(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
                         argparse.ArgumentParser.parse_known_args)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    local_rank.offer(3)
+    local_rank.offer(World(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])

@@ -180,9 +180,10 @@ def assert_unaided(found, local_ranks=(0, 1)):
     assert [r["variables"]["LOCAL_RANK"] for r in found] == [*map(str, local_ranks)]
 
 
-def test_shared_memory_listens_nowhere_else(tmp_path):
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_no_backend_listens_beyond_loopback(tmp_path, backend):
     command = [*PYTHON, "-m", "instep", "run", "-n", "2", TESTS / "trained.py", tmp_path]
-    start(tmp_path, *command, INSTEP_BACKEND="shm")
+    start(tmp_path, *command, INSTEP_BACKEND=backend)
     reports(tmp_path, 2)
 
 

@@ -16,8 +16,11 @@ parser.add_argument("--method", default="env://")
 parser.add_argument("folder")
 args = parser.parse_args()
 
-told = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-dist.init_process_group("gloo", args.method, **({} if args.method == "env://" else told))
+if args.method == "env://":
+    dist.init_process_group("gloo")
+else:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", args.method, rank=rank, world_size=size)
 rank = dist.get_rank()
 total = torch.tensor(rank + 1.0)
 dist.all_reduce(total)

@@ -352,7 +352,8 @@ class BackendError(LaunchError):
     def unknown(cls, name: str) -> BackendError:
         """INSTEP_BACKEND with another word."""
         return cls(
-            f"INSTEP_BACKEND={name} is unknown; it is auto, gloo or shm, for CPUs. GPUs talk over NCCL."
+            f"INSTEP_BACKEND={name} is unknown; it is auto, gloo or shm, for CPUs. "
+            "GPUs talk over NCCL."
         )
 
 

@@ -53,8 +53,9 @@ def spawn(
             nprocs,
             ("-m", "instep.launch.called", name),
             output,
-            of_launcher(os.environ, nprocs),
-            Card.of_this_process(),
+            plain=True,
+            hosts=of_launcher(os.environ, nprocs),
+            card=Card.of_this_process(),
         )
         result = supervisor.run(job, started=lambda: None, folder=folder)
         if result.asked is not None:

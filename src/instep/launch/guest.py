@@ -11,9 +11,9 @@ import socket
 from collections.abc import Sequence
 
 from instep import knobs, launchers, meeting, notice
+from instep.auto import session
 from instep.cards import Card
 from instep.identity import World
-from instep.launch import local_rank, torch_init
 from instep.launch.assembly import Facts, Member, meet
 from instep.launch.environment import place_variables
 from instep.launch.master import interface_variables, master_variables, where_to_meet
@@ -26,13 +26,14 @@ def prepare(command: Sequence[str]) -> None:
     """Make this process what a rank of `instep run` is. Leaves one that nobody launched alone.
 
     Writes this process's environment. Waits for the other ranks where the launcher does not say
-    where they meet. Raises LaunchError.
+    where they meet. Starts this program again where strings would hash differently on the ranks.
+    Raises LaunchError.
     """
-    torch_init.expect()
     world = launchers.detect()
     if world == World():
         return
-    local_rank.offer(world.local_rank)
+    if world.size > 1:
+        session.hash_alike()
     told = place_variables(world)
     one_host = world.one_host
     if not os.environ.keys() >= _TORCHS:
