@@ -166,6 +166,22 @@ def test_a_script_that_makes_its_process_group_itself(tmp_path, command, method)
     assert_unaided(reports(tmp_path, 2))
 
 
+LATE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank() + 1.0)
+dist.all_reduce(total)
+open(f"{sys.argv[1]}/total{dist.get_rank()}", "w").write(str(total.item()))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_script_that_ran_unedited_until_then_meet_again(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    start(tmp_path, *PYTHON, "-m", "instep", "run", "-n", "2", "late.py", tmp_path)
+    assert [(tmp_path / f"total{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
+
+
 @components.needs("Slurm")
 def test_such_a_script_under_srun(tmp_path, cluster):
     command = ["srun", "-N2", "-n2", *PYTHON, "-m", "instep", TESTS / "unaided.py", tmp_path]

@@ -34,7 +34,9 @@ class Card:
 
     @classmethod
     def of_this_process(cls) -> Card:
-        """The card of the program that runs as `__main__`."""
+        """The card of the program that runs as `__main__`, or that was announced."""
+        if _announced:
+            return cls.of_command(_announced)
         path = getattr(sys.modules.get("__main__"), "__file__", None)
         return cls.of_command([path or "", *sys.argv[1:]])
 
@@ -55,6 +57,14 @@ class Card:
         """As it arrives. Raises TypeError where another version has other fields."""
         card = cls(**told)  # type: ignore[arg-type]
         return replace(card, arguments=tuple(card.arguments))
+
+
+_announced: list[str] = []
+
+
+def announce(command: Sequence[str]) -> None:
+    """This process is about to run `command`, whatever its own command line says."""
+    _announced[:] = command
 
 
 def check(cards: Mapping[int, Card], members: str) -> None:

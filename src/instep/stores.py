@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -37,6 +38,23 @@ def open_store(
     if one_host:
         return store, interfaces.LOOPBACK
     return store, interfaces.interface_towards(_master_of(store))
+
+
+_kept: dict[tuple[str, int], dist.Store] = {}
+"""The stores at MASTER_ADDR and MASTER_PORT. Their ports are taken until this process ends."""
+_turns: Counter[tuple[str, int]] = Counter()
+
+
+def again(host: str, port: int) -> dist.Store | None:
+    """The store at which this process has met there before, for another meeting of all ranks.
+
+    A script that runs unedited until it makes a process group of its own meets twice.
+    """
+    store = _kept.get((host, port))
+    if store is None:
+        return None
+    _turns[host, port] += 1
+    return dist.PrefixStore(f"again{_turns[host, port]}", store)
 
 
 def _master_of(store: dist.Store) -> str | None:
@@ -81,11 +99,15 @@ def _store_of_environment(
         raise LaunchVariablesError.not_a_number("MASTER_PORT", environ["MASTER_PORT"]) from None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _client(host, port, world, timeout)
+    if (met_before := again(host, port)) is not None:
+        return met_before
     handed_down = environ.get(launchers.STORE_FD)
     if world.rank == 0 and handed_down is not None:
-        listener = socket.socket(fileno=int(handed_down))
-        return serve(listener, world.size, timeout)
-    return _tcp_store(host, port, world, timeout)
+        store: dist.Store = serve(socket.socket(fileno=int(handed_down)), world.size, timeout)
+    else:
+        store = _tcp_store(host, port, world, timeout)
+    _kept[host, port] = store
+    return store
 
 
 def _store_at(

@@ -33,6 +33,10 @@ def _on_one_address(store: Callable[..., Any]) -> Callable[..., Any]:
     """TCPStore as torch's rendezvous calls it: by keywords."""
 
     def open_store(**told: Any) -> Any:
+        from instep import stores  # needs torch, which the script has imported
+
+        if (met_before := stores.again(told["host_name"], told["port"])) is not None:
+            return met_before
         if not told["is_master"]:
             return store(**told)
         try:
@@ -73,7 +77,7 @@ def _backends(c10d: ModuleType) -> None:
 
 
 def _refuse(backend: str | None) -> None:
-    import torch.distributed  # the script has imported it
+    import torch.distributed
 
     asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
     if "nccl" in asked and not torch.cuda.is_available():
