@@ -44,8 +44,9 @@ def prepare(command: Sequence[str]) -> None:
         one_host = facts["one_host"]
         if store is not None:
             told[launchers.STORE_FD] = str(store.detach())
-    told = told | os.environ
-    os.environ.update(told | interface_variables(told["MASTER_ADDR"], one_host=one_host) | told)
+    if master := (told | os.environ).get("MASTER_ADDR"):
+        told |= interface_variables(master, one_host=one_host)
+    os.environ.update(told | os.environ)
 
 
 def _agree(world: World, card: Card) -> tuple[Facts, socket.socket | None]:

@@ -107,12 +107,11 @@ def _run_ranks(
     guard = Guard(party.name, files[0].parent)
     ranks: list[Rank] = []
     try:
-        for rank in _start_ranks(job, party, output, files):
-            ranks.append(rank)
-            guard.watch(rank.pid)
-            rank.go()
-        if party.store is not None:
-            party.store.close()
+        with party.store or nullcontext():
+            for rank in _start_ranks(job, party, output, files):
+                ranks.append(rank)
+                guard.watch(rank.pid)
+                rank.go()
         output.begin()
         started()
         watch.until_ended(ranks)
