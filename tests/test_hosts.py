@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def start(hosts, folder, command, **more):
 def by_hand(hosts, host, *program, ranks=2, port=29471):
     master = f"{hosts.addresses[0]}:{port}"
     told = ["--nnodes", 2, "--node-rank", host, "--master", master]
-    return [*PYTHON, "-m", "instep", "run", "-n", ranks, *told, *program]
+    return [*PYTHON, "-m", "instep", "run", "--plain", "-n", ranks, *told, *program]
 
 
 def by_file(folder, host, *program):
@@ -147,6 +148,37 @@ def test_a_host_whose_supervisor_dies_is_lost(hosts, tmp_path):
     )
     assert (code, other) == (1, -9)
     assert "rank 2 of 4 was lost with its host h1" in err
+
+
+CUT = """
+import os, signal, sys
+with open(sys.argv[1], "w") as there:
+    there.write(".")
+while True:
+    signal.pause()
+"""
+
+
+def test_hosts_that_lose_each_other_end_their_ranks(tmp_path):
+    (tmp_path / "cut.py").write_text(CUT)
+    os.mkfifo(tmp_path / "there")
+    there = os.open(tmp_path / "there", os.O_RDWR)
+    with networks.TwoHosts() as hosts:
+
+        def pull_the_cable():
+            arrived = 0
+            while arrived < 4:
+                arrived += len(os.read(there, 4))
+            hosts.cut()
+
+        puller = threading.Thread(target=pull_the_cable)
+        puller.start()
+        ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "cut.py", "there"))
+        puller.join()
+    os.close(there)
+    for host, (code, _, err) in enumerate(ends):
+        assert code == 1
+        assert f"rank {2 - 2 * host} of 4 was lost with its host h{1 - host}" in err
 
 
 @pytest.mark.parametrize(
