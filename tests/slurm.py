@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,12 +12,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
+from components import PATH
+
 FIRST = "127.0.0.1"
 """The first node's name resolves, as names on a cluster do; it is where the ranks meet."""
-PATH = os.environ["PATH"] + ":/usr/sbin"
 CONFIGURATION = """\
 ClusterName=lab
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
@@ -49,14 +50,6 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing() -> str | None:
-    """Why there can be no Slurm here, if so."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if absent:
-        return f"Slurm is not installed ({', '.join(absent)} not found)"
-    return None if os.getuid() == 0 else "a private Slurm of this configuration needs root"
-
-
 class Slurm:
     """Running daemons, in the foreground of processes that this one holds."""
 
@@ -74,7 +67,12 @@ class Slurm:
         key.chmod(0o400)
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(
-                folder=self.folder, host=socket.gethostname(), ports=_free_ports(3), first=FIRST
+                folder=self.folder,
+                host=socket.gethostname(),
+                ports=_free_ports(3),
+                first=FIRST,
+                # Jobs of one number, of two clusters on one host, would meet at the same port.
+                first_job=random.randrange(1, 1_000_000),
             )
         )
         files = [f"--{what}-file={munge}/{what}" for what in ("key", "pid", "log", "seed")]

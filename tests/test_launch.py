@@ -285,6 +285,9 @@ def test_a_reader_who_leaves_does_not_stop_the_job(launch: Launch) -> None:
     assert launch.event() == ["went on"]
 
 
+TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -300,6 +303,13 @@ def test_a_reader_who_leaves_does_not_stop_the_job(launch: Launch) -> None:
         (["-n", "2", "--output", "train.py", "train.py"], "train.py: File exists"),
         (["-n", "2", "--output", "/proc/nowhere", "train.py"], "/proc/nowhere"),
         (["-n", "2", "--output", "/proc", "train.py"], "/proc"),
+        (["-n", "2", "--nnodes", "2", "train.py"], "--node-rank None of --nnodes 2"),
+        (["-n", "2", "--node-rank", "1", "train.py"], "--node-rank 1 of --nnodes None"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node-rank 2 of"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "1", "train.py"], "--master or --dist-file"),
+        ([*TWO_HOSTS, "--master", "here", "train.py"], "HOST:PORT, not 'here'"),
+        ([*TWO_HOSTS, "--master", "no.invalid:1", "train.py"], "'no.invalid' does not resolve"),
+        ([*TWO_HOSTS, "--master", "198.51.100.1:1", "train.py"], "cannot listen on 198.51.100.1:1"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
@@ -313,6 +323,18 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert result.stderr.count("\n") == 1
     assert said in result.stderr
     assert launch.no_event()
+
+
+TASKS = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def test_several_tasks_of_one_host_do_not_each_start_all_its_ranks(launch: Launch) -> None:
+    script = launch.script("tell(rank)")
+    refused = launch.run("-n", 2, script, environ=TASKS)
+    assert refused.returncode == 2
+    assert "mpirun of Open MPI started 2 tasks on this host" in refused.stderr
+    assert launch.run("-n", 1, "--nnodes", 1, script, environ=TASKS).returncode == 0
+    assert launch.event() == [0]
 
 
 def test_two_dashes_may_stand_before_the_script(launch: Launch) -> None:

@@ -388,7 +388,7 @@ def test_a_signal_without_a_name_has_its_number() -> None:
     ends = [End(0, 1.0, -40, stopped=False)]
     first = first_failure(ends, [])
     assert first is not None
-    assert report(first, ends) == "instep: rank 0 of 1 was killed by signal 40\n"
+    assert report(first, ends, 1) == "instep: rank 0 of 1 was killed by signal 40\n"
 
 
 def test_a_failure_survives_the_disk(tmp_path: Path) -> None:

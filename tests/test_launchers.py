@@ -2,15 +2,15 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 from datetime import timedelta
+from socket import gethostname
 
 import pytest
 
-import slurm
+import components
 from instep import cli, meeting, notice, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
 from instep.identity import World
@@ -174,16 +174,57 @@ def test_tasks_of_one_host_meet_in_a_file_of_the_step():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (OPEN_MPI, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
-        (MPICH, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*file:///path"),
-        (HOROVODRUN, "horovodrun started 4 ranks, but does not say where.*Export MASTER_ADDR"),
-        (JSRUN, "jsrun started 4 ranks, but does not say where"),
-        (OTHER_PMI, "PMI_RANK and PMI_SIZE started 2 ranks"),
+        (OPEN_MPI, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*INSTEP_DIST_FILE"),
+        (MPICH, r"4 ranks on several hosts \(2 on this one\).*MASTER_ADDR.*INSTEP_DIST_FILE"),
+        (HOROVODRUN, "horovodrun started 4 ranks on several hosts .*Export MASTER_ADDR"),
+        (JSRUN, "jsrun started 4 ranks on several hosts"),
+        (OPEN_MPI | {"PBS_JOBID": "7.pbs", "PBS_NODEFILE": "/nowhere"}, "4 ranks on several hosts"),
     ],
 )
 def test_where_nobody_says_where_to_meet_the_error_says_what_to_do(variables, message):
     with pytest.raises(RendezvousError, match=message):
         place(variables)
+
+
+def allocations(folder):
+    """A job of two hosts, as each batch system tells its ranks of it."""
+    listing = folder / "hosts"
+    slurm_ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[08-09]"}
+    pbs = {"PBS_JOBID": "12.server", "PBS_NODEFILE": str(listing)}
+    lsf = {"LSB_JOBID": "12", "LSB_DJOB_RANKFILE": str(listing)}
+    return [
+        ("node08", OPEN_MPI | slurm_),
+        ("node08", OPEN_MPI | pbs),
+        ("node08", MPICH | pbs),
+        ("node09", JSRUN | lsf),  # the first one is where the batch script runs
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_mpirun_and_jsrun_put_rank_0_on_the_first_host_of_the_allocation(tmp_path, which):
+    (tmp_path / "hosts").write_text("node08\nnode09\n")
+    host, variables = allocations(tmp_path)[which]
+    found = place(variables)
+    assert found.host == host
+    assert 20000 <= found.port < 32768
+    assert found == place(variables)
+    (job,) = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"} & variables.keys()
+    other = place(variables | {job: "13"})
+    assert (other.port, other.job) != (found.port, found.job)
+
+
+def test_two_mpiruns_in_one_allocation_meet_at_different_ports(tmp_path):
+    (tmp_path / "hosts").write_text("node08\nnode09\n")
+    _, variables = allocations(tmp_path)[1]
+    assert place(variables).port != place(variables | {"PMIX_NAMESPACE": "7"}).port
+
+
+@pytest.mark.parametrize("variables", [OTHER_PMI, alone_on_host(SRUN)])
+def test_the_file_that_the_user_names_comes_first(tmp_path, variables):
+    named = {"INSTEP_DIST_FILE": str(tmp_path / "meet")}
+    assert place(variables | named) == meeting.PrivateFile(str(tmp_path / "meet"))
+    assert place(OPEN_MPI | named) == meeting.SharedFile(str(tmp_path / "meet"))
+    assert place(SRUN | named) == meeting.SharedFile(str(tmp_path / "meet"))
 
 
 def test_a_node_list_that_is_none_or_missing_is_named():
@@ -194,8 +235,10 @@ def test_a_node_list_that_is_none_or_missing_is_named():
 
 
 def meet(variables, seconds=0.05):
-    world = detect(variables)
-    return stores._store_of_environment(variables, world, timedelta(seconds=seconds))
+    with pytest.MonkeyPatch.context() as environ:
+        for name, value in variables.items():
+            environ.setenv(name, value)
+        return stores.open_store(None, detect(variables), timedelta(seconds=seconds))
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
@@ -228,7 +271,10 @@ def test_half_an_address_is_named(given):
 
 def test_ranks_that_never_come_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RendezvousError, match="ranks 1, 2 of 3 did not come within 0 seconds"):
+    told = (
+        f"ranks 1, 2 of 3 did not come within 0 seconds; those that came: rank 0 on {gethostname()}"
+    )
+    with pytest.raises(RendezvousError, match=told):
         meet(alone_on_host(SRUN) | {"SLURM_PROCID": "0"})
     with pytest.raises(RendezvousError, match="rank 0 of 3 did not come within 0 seconds"):
         meet(alone_on_host(SRUN))
@@ -240,7 +286,7 @@ def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as ended:
         port = ended.getsockname()[1]
         with notice.put_up(path, port):
-            assert notice.read(path, 10) == port
+            assert notice.read(path, 10) == ("127.0.0.1", port)
             ended.close()
             assert notice.read(path, 0.05) is None
 
@@ -326,19 +372,15 @@ def environment(**more):
     return kept | {"OMP_NUM_THREADS": "1", "INSTEP_TIMEOUT": "30"} | more
 
 
-def installed(program):
-    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
-
-
 MPI = [
     pytest.param(
         ["mpirun.openmpi", "--mca", "oob_tcp_if_include", "lo", "--oversubscribe", "--bind-to",
          "none", "-n"],
-        "mpirun of Open MPI", id="Open MPI", marks=installed("mpirun.openmpi"),
+        "mpirun of Open MPI", id="Open MPI", marks=components.needs("Open MPI"),
     ),
     pytest.param(
         ["mpirun.mpich", "-n"],
-        "mpirun of MPICH or Intel MPI", id="MPICH", marks=installed("mpirun.mpich"),
+        "mpirun of MPICH or Intel MPI", id="MPICH", marks=components.needs("MPICH"),
     ),
 ]  # fmt: skip
 
@@ -356,8 +398,12 @@ def environment_in(folder):
     return environment(TMPDIR=str(folder / "tmp"), **root)
 
 
+def bare(folder, name="rank"):
+    return [sys.executable, str(folder / "script.py"), str(folder / name)]
+
+
 def program(folder, name="rank"):
-    return [sys.executable, "-m", "instep", str(folder / "script.py"), str(folder / name)]
+    return [sys.executable, "-m", "instep", *bare(folder, name)[1:]]
 
 
 def reports(folder, size, name="rank"):
@@ -375,11 +421,11 @@ def notes(folder):
 @pytest.mark.parametrize(("mpirun", "source"), MPI)
 def test_ranks_of_mpirun_meet_again_and_again_through_shells_of_their_own(folder, mpirun, source):
     one, two = (" ".join(program(folder, name)) for name in ("one", "two"))
-    command = [*mpirun, "3", "sh", "-c", f"{one} && {two}"]
+    command = [*mpirun, "2", "sh", "-c", f"{one} && {two}"]
     subprocess.run(command, env=environment_in(folder), check=True, timeout=50)
     for name in ("one", "two"):
-        found = reports(folder, 3, name)
-        assert found == [World(rank, 3, rank, 3, 0, 1, source) for rank in range(3)]
+        found = reports(folder, 2, name)
+        assert found == [World(rank, 2, rank, 2, 0, 1, source) for rank in range(2)]
     assert notes(folder) == []
 
 
@@ -397,25 +443,12 @@ with open(f"{sys.argv[1]}{world.rank}", "w") as file:
 def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
     (folder / "script.py").write_text(PLACE)
     jobs = [
-        subprocess.Popen([*mpirun, "2", *program(folder, job)], env=environment_in(folder))
+        subprocess.Popen([*mpirun, "2", *bare(folder, job)], env=environment_in(folder))
         for job in "ab"
     ]
     assert [job.wait(50) for job in jobs] == [0, 0]
     a, b = ([(folder / f"{job}{rank}").read_text() for rank in range(2)] for job in "ab")
     assert a[0] == a[1] != b[0] == b[1]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    running = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
-
-
-real_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 
 def start_in(cluster, folder, *command):
@@ -424,15 +457,7 @@ def start_in(cluster, folder, *command):
 
 
 @pytest.mark.launch
-@real_slurm
-def test_under_srun_on_one_node(folder, cluster):
-    start_in(cluster, folder, "srun", "-N1", "-n2", *program(folder))
-    assert reports(folder, 2) == [World(r, 2, r, 2, 0, 1, "srun") for r in range(2)]
-    assert notes(folder) == []
-
-
-@pytest.mark.launch
-@real_slurm
+@components.needs("Slurm")
 def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folder, cluster):
     job, ended, output = folder / "job.sh", folder / "ended", folder / "output"
     alone, together = (" ".join(program(folder, name)) for name in ("alone", "together"))
@@ -450,11 +475,11 @@ def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folde
 
 
 @pytest.mark.launch
-@real_slurm
+@components.needs("Slurm")
 @pytest.mark.parametrize(("mpirun", "source"), MPI)
 def test_mpirun_in_an_allocation_is_believed_before_slurm(folder, cluster, mpirun, source):
     (folder / "script.py").write_text(PLACE)
-    start_in(cluster, folder, "salloc", "-Q", "-N1", "-n2", *mpirun, "2", *program(folder))
+    start_in(cluster, folder, "salloc", "-Q", "-N1", "-n2", *mpirun, "2", *bare(folder))
     told = [(folder / f"rank{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert told[0].startswith(f"{source}: ")

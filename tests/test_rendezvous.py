@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 import instep
-from instep import rendezvous
+from instep import rendezvous, rollcall
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -18,6 +21,7 @@ from instep.errors import (
     PortInUseError,
     RendezvousError,
 )
+from instep.identity import World
 from pool import run
 
 pytestmark = pytest.mark.launch
@@ -68,51 +72,15 @@ def free_port():
 
 
 def start(size, command, environ):
-    """`size` bare processes that are told who they are."""
+    """`size` bare processes, each of which `command(rank)`, are told who they are."""
     processes = [
         subprocess.Popen(
-            [sys.executable, *command], env=environ(rank), stderr=subprocess.PIPE, text=True
+            [sys.executable, *command(rank)], env=environ(rank), stderr=subprocess.PIPE, text=True
         )
         for rank in range(size)
     ]
     errors = [process.communicate(timeout=50)[1] for process in processes]
     return [process.returncode for process in processes], errors
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_under_instep_run(tmp_path, size):
-    subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", str(size), *script(tmp_path)],
-        env=clean_environ(),
-        check=True,
-    )
-    found = reports(tmp_path, size)
-    assert {r["source"] for r in found} == {"instep run"}
-    assert only_loopback(found)
-
-
-def test_a_script_that_makes_the_process_group_itself(tmp_path):
-    before = "dist.init_process_group('gloo')"
-    subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "2", *script(tmp_path, before)],
-        env=clean_environ(),
-        check=True,
-    )
-    reports(tmp_path, 2)
-
-
-def test_under_torchrun(tmp_path):
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *("--local-addr", "127.0.0.1", *script(tmp_path)),
-        ],
-        env=clean_environ(),
-        check=True,
-        stderr=subprocess.DEVNULL,
-    )
-    assert {r["source"] for r in reports(tmp_path, 2)} == {"torchrun"}
 
 
 @pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
@@ -126,13 +94,83 @@ def test_bare_processes_meet_by(method, tmp_path):
     }[method]
     codes, errors = start(
         2,
-        script(tmp_path, before),
+        lambda _: script(tmp_path, before),
         lambda rank: clean_environ(
             RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
         ),
     )
     assert codes == [0, 0], errors
     assert only_loopback(reports(tmp_path, 2))
+
+
+def test_ranks_that_are_not_of_one_job_are_refused_on_all(tmp_path):
+    port = free_port()
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    codes, errors = start(
+        2,
+        lambda rank: [*script(tmp_path), "--lr", str(rank), "--local_rank", str(rank)],
+        lambda rank: clean_environ(RANK=rank, **place),
+    )
+    assert codes == [1, 1]
+    told = rf"MixedJobError: the ranks .* different arguments: {tmp_path}/rank --lr 0 on rank 0; "
+    assert all(re.search(told, error) for error in errors), errors
+
+
+def test_ranks_that_never_come_are_named_with_the_hosts_that_did():
+    store = dist.HashStore()
+    seconds = timedelta(seconds=0.2)
+
+    def hear():
+        with pytest.raises(RendezvousError) as raised:
+            rollcall.call(store, World(2, 4, 2, 4), seconds)
+        heard.append(str(raised.value))
+
+    heard = []
+    other = threading.Thread(target=hear)
+    other.start()
+    store.wait(["instep/card2"])
+    told = f"ranks 1, 3 of 4 did not come .*; those that came: ranks 0, 2 on {socket.gethostname()}"
+    with pytest.raises(RendezvousError, match=told) as raised:
+        rollcall.call(store, World(0, 4, 0, 4), seconds)
+    other.join()
+    assert heard == [str(raised.value)]
+
+
+REFUSED = """
+torch.cuda.is_available = lambda: False
+from instep import errors
+def refused(error, *told, **named):
+    try:
+        dist.init_process_group(*told, **named)
+    except error as refusal:
+        print(refusal)
+refused(errors.BackendError, "nccl")
+refused(errors.BackendError, "cpu:gloo,cuda:nccl")
+refused(errors.BackendError, backend="MPI")
+taken = dict(init_method=f"tcp://127.0.0.1:{{sys.argv[2]}}", rank=0, world_size=2)
+refused(errors.PortInUseError, "gloo", **taken)
+"""
+
+
+def test_what_init_process_group_cannot_do_is_answered_with_what_to_do(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = ["-m", "instep", "run", "-n", "1", *script(tmp_path, REFUSED.format()), str(port)]
+        ran = subprocess.run(
+            [sys.executable, *command], env=clean_environ(), capture_output=True, text=True
+        )
+    assert ran.returncode == 0, ran.stderr
+    for line, told in zip(
+        ran.stdout.splitlines(),
+        (
+            "the backend 'nccl' needs GPUs, .* sees none on this host. Say 'gloo' for CPUs",
+            "the backend 'nccl' needs GPUs",
+            "the backend 'mpi' needs a torch that was built .* mpirun may start the ranks",
+            f"port {port} on 127.0.0.1 is in use by another process",
+        ),
+        strict=True,
+    ):
+        assert re.match(told, line)
 
 
 def test_a_process_that_nobody_launched_talks_to_nobody(tmp_path):

@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from instep.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from instep.collectives import all_reduce, barrier, broadcast, reduce, reduce_scatter
     from instep.errors import InstepError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from instep.gradients import no_sync, weight
     from instep.groups import Group, group
     from instep.identity import World
+    from instep.launch.calling import spawn
     from instep.metrics import Accuracy, Mean
     from instep.objects import all_gather_object, broadcast_object, gather_object
     from instep.pairs import recv, send
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     """Whether the job has several processes (Jittor's name; any launcher will do)."""
     local_rank: int
     """Which of the processes on this host, from 0."""
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Accuracy": "metrics",
@@ -68,6 +69,7 @@ _HOMES = {
     "send": "pairs",
     "shard": "shards",
     "single_process_scope": "scopes",
+    "spawn": "launch.calling",
     "weight": "gradients",
 }
 _OF_THE_WORLD = {
@@ -106,6 +108,7 @@ __all__ = [
     "send",
     "shard",
     "single_process_scope",
+    "spawn",
     "weight",
     "world",
     "world_size",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
-from instep.launch import program
+from instep.launch import guest, local_rank, program
 
 COMMANDS = {
     "run": "instep.launch.command",
@@ -40,23 +41,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     this process, as a rank of whoever started it (`mpirun -n 2 python -m instep script.py`); what
     it raises escapes.
     """
-    words = sys.argv[1:] if argv is None else argv
+    words = local_rank.without(sys.argv[1:] if argv is None else argv)
     plain = words[:1] == ["--plain"]
     words = words[plain:]
     name = words[0] if words else ""
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
-        if not sys.flags.safe_path:
-            del sys.path[0]  # this command's own folder
-        program.run(words, plain=plain)
-        return 0
+        return _run_here(words, plain)
     try:
         ours, theirs = _split(words) if name in WITH_PROGRAM else (words, ())
         asked = _parser(name).parse_args(ours)
         code: int = asked.command(asked, tuple(theirs))
         return code
     except (LaunchError, VerificationError) as error:
-        print(f"instep: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
+    except KeyboardInterrupt:  # while it waited for other hosts
+        return 128 + signal.SIGINT
+
+
+def _run_here(words: Sequence[str], plain: bool) -> int:
+    try:
+        guest.prepare(words)
+    except LaunchError as error:
+        return _refuse(error)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # this command's own folder
+    program.run(words, plain=plain)
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"instep: {error}", file=sys.stderr)
+    return 2
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

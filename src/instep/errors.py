@@ -9,6 +9,10 @@ InstepError
 │   ├── LeftoverRendezvousError   a rendezvous file of another job
 │   ├── RendezvousError           the ranks cannot meet as asked
 │   ├── DeviceError               no accelerator for this rank, or one for two ranks
+│   ├── MixedJobError             ranks of different scripts, arguments or versions
+│   ├── BackendError              a backend that this host does not have
+│   ├── RankFailedError           a rank that `instep.spawn` started failed
+│   ├── CannotSendError           (TypeError) what `instep.spawn` cannot hand to a rank, or back
 │   └── UneditedError             a script that cannot run unedited on several ranks
 ├── RunOnceError                  a run-once scope that cannot hand over its result
 ├── CollectiveError               talking
@@ -50,10 +54,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """ "rank 2" or "ranks 0, 2"."""
+def _ranks(ranks: Iterable[int], members: str = "rank") -> str:
+    """ "rank 2" or "ranks 0, 2"; or "host 2", if that is what they are."""
     named = sorted(ranks)
-    return f"rank{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
+    return f"{members}{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
 
 
 def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:
@@ -83,6 +87,23 @@ class CommandLineError(LaunchError):
     def number_of_ranks(cls, value: str, flag: str = "-n") -> CommandLineError:
         """-n with something else than a positive whole number."""
         return cls(f"{flag} takes the number of ranks, a whole number from 1 up, not {value!r}.")
+
+    @classmethod
+    def several_hosts(cls, why: str) -> CommandLineError:
+        """--nnodes, --node-rank and --master that do not go together."""
+        return cls(
+            f"{why}. On every host: instep run --nnodes 2 --node-rank K --master HOST:PORT -n 2 "
+            "script.py, with K from 0 up, and an address of host 0."
+        )
+
+    @classmethod
+    def tasks_of_one_host(cls, source: str, tasks: int, ranks: int) -> CommandLineError:
+        """Several supervisors on one host, each of which would start all ranks of the host."""
+        return cls(
+            f"{source} started {tasks} tasks on this host, and each would start {ranks} ranks. "
+            "Start one task per host (--ntasks-per-node=1), or the script itself without "
+            "`instep run`; with --nnodes 1 each task is a job of its own."
+        )
 
     @classmethod
     def nothing_to_run(cls) -> CommandLineError:
@@ -267,18 +288,149 @@ class RendezvousError(LaunchError):
         )
 
     @classmethod
-    def absent(cls, ranks: Iterable[int], size: int, seconds: float) -> RendezvousError:
-        """Some ranks never came."""
+    def absent(
+        cls,
+        absent: Iterable[int],
+        size: int,
+        seconds: float,
+        came: Mapping[int, str] | None = None,
+        members: str = "rank",
+    ) -> RendezvousError:
+        """Some ranks, or hosts, never came; `came` says on which host those are that did."""
+        hosts: dict[str, list[int]] = {}
+        for member, host in (came or {}).items():
+            hosts.setdefault(host, []).append(member)
+        there = ", ".join(f"{_ranks(held, members)} on {host}" for host, held in hosts.items())
         return cls(
-            f"{_ranks(ranks)} of {size} did not come within {seconds:.0f} seconds. Their own "
-            "output may say why; INSTEP_TIMEOUT sets how long the others wait."
+            f"{_ranks(absent, members)} of {size} did not come within {seconds:.0f} seconds"
+            f"{f'; those that came: {there}' if there else ''}. Their own output may say why; "
+            "INSTEP_TIMEOUT sets how long the others wait."
+        )
+
+    @classmethod
+    def foreign_master(cls, host: str, port: int, why: str) -> RendezvousError:
+        """The master's address is not one of rank 0's host."""
+        return cls(
+            f"rank 0 cannot listen on {host}:{port} ({why}); "
+            "the master must be an address of rank 0's own host."
+        )
+
+    @classmethod
+    def twice(cls, members: str, number: int, hosts: Iterable[str]) -> RendezvousError:
+        """Two say that they are the same one."""
+        return cls(
+            f"{members} {number} has come twice, from {' and from '.join(hosts)}. "
+            f"Each {members} needs a number of its own, from 0 up."
+        )
+
+    @classmethod
+    def counted_differently(
+        cls, members: str, count: int, host: str, number: int, told: int
+    ) -> RendezvousError:
+        """Not all were told the same number of members."""
+        return cls(
+            f"{members} 0 expects {count} {members}s, but {host} came as {members} {number} of "
+            f"{told}. Start all of them with the same number."
         )
 
 
 _SAY_WHERE = (
-    "Export MASTER_ADDR (an address of rank 0's host) and MASTER_PORT on every rank, or call "
-    "instep.init('file:///path') with a new file on a file system that all hosts share."
+    "Export MASTER_ADDR (an address of rank 0's host) and MASTER_PORT on every rank, or "
+    "INSTEP_DIST_FILE with the path of a file on a file system that all hosts share."
 )
+
+
+class MixedJobError(LaunchError):
+    """What was started together is not one job."""
+
+    @classmethod
+    def versions(cls, seen: Mapping[str, Iterable[int]], members: str) -> MixedJobError:
+        """Different versions of instep."""
+        return cls(
+            f"two versions of instep in one job: {_sides(seen, members)}. "
+            "Install the same one everywhere, and start every rank with the same Python."
+        )
+
+    @classmethod
+    def scripts(cls, seen: Mapping[str, Iterable[int]], members: str) -> MixedJobError:
+        """Different scripts, or different texts of one."""
+        return cls(
+            f"the {members}s run different scripts: {_sides(seen, members)}. "
+            "Every rank must run the same program; bring the copies up to date."
+        )
+
+    @classmethod
+    def arguments(cls, seen: Mapping[str, Iterable[int]], members: str) -> MixedJobError:
+        """Different arguments."""
+        return cls(
+            f"the {members}s were started with different arguments: {_sides(seen, members)}. "
+            "Start all with the same ones; what depends on the rank belongs into the script "
+            "(instep.rank)."
+        )
+
+
+def _sides(seen: Mapping[str, Iterable[int]], members: str) -> str:
+    return "; ".join(f"{value} on {_ranks(held, members)}" for value, held in seen.items())
+
+
+class BackendError(LaunchError):
+    """A backend of torch.distributed that this host, or this torch, does not have."""
+
+    @classmethod
+    def no_gpu(cls, torch: str) -> BackendError:
+        """NCCL without a GPU."""
+        return cls(
+            f"the backend 'nccl' needs GPUs, and torch {torch} sees none on this host. "
+            "Say 'gloo' for CPUs, or no backend at all: then torch takes what the host has. "
+            "On a GPU host, look at CUDA_VISIBLE_DEVICES and at which build of torch this is."
+        )
+
+    @classmethod
+    def no_mpi(cls, torch: str) -> BackendError:
+        """MPI without an MPI build of torch."""
+        return cls(
+            f"the backend 'mpi' needs a torch that was built from source with MPI; torch {torch} "
+            "was not. Say 'nccl' (GPUs) or 'gloo' (CPUs): mpirun may start the ranks all the same."
+        )
+
+    @classmethod
+    def unknown(cls, name: str) -> BackendError:
+        """INSTEP_BACKEND with another word."""
+        return cls(
+            f"INSTEP_BACKEND={name} is unknown; it is auto, gloo or shm, for CPUs. "
+            "GPUs talk over NCCL."
+        )
+
+
+class RankFailedError(LaunchError):
+    """A rank that `instep.spawn` started failed; the message ends with its traceback."""
+
+    def __init__(self, report: str, rank: int, code: int) -> None:
+        super().__init__(report)
+        self.rank = rank
+        """Which rank failed first."""
+        self.code = code
+        """Its exit code; 128 + n for signal n."""
+
+
+class CannotSendError(LaunchError, TypeError):
+    """A function, an argument or a result that does not pickle."""
+
+    @classmethod
+    def call(cls, name: str, why: str) -> CannotSendError:
+        """From the caller to the ranks."""
+        return cls(
+            f"{name} and its arguments cannot be sent to the ranks: {why}. Open files, locks and "
+            "connections inside the function instead."
+        )
+
+    @classmethod
+    def result(cls, name: str, why: str) -> CannotSendError:
+        """From a rank to the caller."""
+        return cls(
+            f"what {name} returned cannot be sent back: {why}. Return something that pickles, "
+            "or None."
+        )
 
 
 class DeviceError(LaunchError):

@@ -44,3 +44,8 @@ LOAD = Knob(
     "In an unedited script, own: each rank loads its rows of every batch; whole: each rank loads "
     "everything, with the random numbers of plain Python.",
 )
+DIST_FILE = Knob(
+    "INSTEP_DIST_FILE",
+    "",
+    "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
+)

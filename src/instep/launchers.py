@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from instep import meeting, nodelist
+from instep import knobs, meeting, nodelist
 from instep.errors import LaunchVariablesError
 from instep.identity import World
 
@@ -18,6 +18,8 @@ JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
 STORE_FD = "INSTEP_STORE_FD"
 """Set by `instep run` for rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT."""
+SOURCE = "INSTEP_SOURCE"
+"""Set by `python -m instep script.py` for its script: who said what it repeats in torch's names."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
 """Set by `instep run` for its ranks: where a rank that fails leaves its traceback."""
 
@@ -38,8 +40,10 @@ class Launcher:
     node_rank: str | None = None
     nodes: str | None = None
     """Unsaid, hosts are taken to be alike and filled one after the other."""
-    meeting: meeting.Meeting = meeting.nowhere
+    meeting: meeting.Meeting = meeting.under_mpi
     """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
+    on_behalf: str | None = None
+    """The variable that names the launcher for which this one speaks."""
 
     def describes(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher started the process with these variables."""
@@ -63,7 +67,7 @@ class Launcher:
             local_size=local_size,
             node_rank=rank // alike if node_rank is None else node_rank,
             nodes=_number(environ, self.nodes, default=-(-size // alike)),
-            source=self.name,
+            source=self.name if self.on_behalf is None else environ[self.on_behalf],
         )
 
     def _local_size(self, environ: Mapping[str, str], node: int, size: int) -> int:
@@ -82,7 +86,7 @@ def _number(environ: Mapping[str, str], name: str | None, default: int | None = 
         raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
-def _torch_names(name: str, *markers: str) -> Launcher:
+def _torch_names(name: str, *markers: str, on_behalf: str | None = None) -> Launcher:
     """Who speaks PyTorch's own dialect of the environment."""
     return Launcher(
         name,
@@ -94,11 +98,13 @@ def _torch_names(name: str, *markers: str) -> Launcher:
         node_rank="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
         meeting=meeting.as_said,
+        on_behalf=on_behalf,
     )
 
 
 LAUNCHERS = (
     _torch_names("instep run", JOB, "RANK"),
+    _torch_names("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
     _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
     _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE"),
     Launcher(
@@ -126,7 +132,6 @@ LAUNCHERS = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        meeting=meeting.under_mpi,
     ),
     Launcher(
         "mpirun of MPICH or Intel MPI",
@@ -135,7 +140,6 @@ LAUNCHERS = (
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-        meeting=meeting.under_mpi,
     ),
     Launcher(  # neither an sbatch script nor a salloc shell has SLURM_STEP_ID
         "srun",
@@ -163,6 +167,7 @@ _PREFIXES = (
 _NAMES = frozenset(
     {
         FAILURE_FILE,
+        SOURCE,
         STORE_FD,
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -195,11 +200,22 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     return world
 
 
+def detect_tasks(environ: Mapping[str, str] = os.environ) -> World:
+    """As `detect`, of a launcher that starts tasks (srun, mpirun); others make a world of one.
+
+    Who speaks torch's dialect has started ranks, inside of which a new job may begin.
+    """
+    launcher = _launcher(environ)
+    return World() if launcher is None or launcher.rank == "RANK" else detect(environ)
+
+
 def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> meeting.Place:
-    """Where the ranks of this world meet by their launcher's own facts.
+    """Where the ranks of this world meet: as the user says, or by their launcher's own facts.
 
     Raises LaunchVariablesError or RendezvousError where these do not say.
     """
+    if said := environ.get(knobs.DIST_FILE.name):
+        return meeting.said_by_user(said, world)
     launcher = _launcher(environ)
     if launcher is None or launcher.name != world.source:
         return meeting.as_said(environ, world)

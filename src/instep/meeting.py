@@ -2,13 +2,15 @@
 
 On one host that is a private file: rank 0 listens on a free port of the loopback interface and
 writes it there; the file is gone as soon as all have met. Its name follows from what the launcher
-gives to every rank of this job and to no other. On several hosts it is an address.
+gives to every rank of this job and to no other. On several hosts it is an address: the first host
+of the allocation, and a port that follows from the job's name; or a file that the user names.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +42,15 @@ class PrivateFile:
     """No other job's, however similar."""
 
 
-Place = Address | PrivateFile
+@dataclass(frozen=True)
+class SharedFile:
+    """As PrivateFile, on a file system that all hosts of the job share."""
+
+    path: str
+    """Said by the user, for one job at a time."""
+
+
+Place = Address | PrivateFile | SharedFile
 Meeting = Callable[[Mapping[str, str], World], Place]
 """Where a launcher's ranks meet. Raises LaunchError where they cannot know."""
 
@@ -51,19 +61,23 @@ def as_said(environ: Mapping[str, str], world: World) -> Place:
     raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
 
 
-def nowhere(environ: Mapping[str, str], world: World) -> Place:
-    """The launcher says nothing that all ranks, and only this job's, have in common."""
-    raise RendezvousError.no_master(world.source, world.size)
-
-
 def under_mpi(environ: Mapping[str, str], world: World) -> Place:
-    """On one host a file that is named after the process which started all of its ranks."""
+    """On one host a file that is named after the process which started all of its ranks.
+
+    On several, the first host of the allocation, where mpirun puts rank 0.
+    """
     if not world.one_host:
-        raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
+        return _in_allocation(environ, world)
     launching = _launching_process(environ)
     if launching is None:
         raise RendezvousError.no_master(world.source, world.size)
     return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching}")
+
+
+def said_by_user(path: str, world: World) -> Place:
+    """The file of INSTEP_DIST_FILE or --dist-file."""
+    whole = os.path.abspath(path)
+    return PrivateFile(whole) if world.one_host else SharedFile(whole)
 
 
 def under_slurm(environ: Mapping[str, str], world: World) -> Place:
@@ -86,6 +100,45 @@ def under_slurm(environ: Mapping[str, str], world: World) -> Place:
     return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
 
 
+def _in_allocation(environ: Mapping[str, str], world: World) -> Place:
+    """The first host of a batch system's job, and a port that follows from the job's name.
+
+    jsrun's list begins with the host that the batch script runs on, which holds no ranks.
+    """
+    found = (
+        _host_of_slurm(environ)
+        or _host_of_file(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
+        or _host_of_file(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
+    )
+    if found is None:
+        raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
+    host, job = found
+    key = f"mpi-{job}-{environ.get('PMIX_NAMESPACE', '')}"
+    return Address(host, FIRST_PORT + zlib.crc32(key.encode()) % PORTS, key)
+
+
+def _host_of_slurm(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    listed = environ.get("SLURM_JOB_NODELIST")
+    if listed is None:
+        return None
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return next(nodelist.hosts(listed)), f"{environ.get('SLURM_JOB_ID', '')}.{restarts}"
+
+
+def _host_of_file(
+    environ: Mapping[str, str], job: str, listing: str, first: int
+) -> tuple[str, str] | None:
+    """PBS shows the file to the first host only, some sites to all."""
+    if job not in environ or listing not in environ:
+        return None
+    try:
+        with open(environ[listing]) as file:
+            hosts = file.read().split()
+    except OSError:
+        return None
+    return (hosts[first], environ[job]) if len(hosts) > first else None
+
+
 def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ.get(name, "0"))
@@ -103,7 +156,10 @@ def _private(key: str) -> PrivateFile:
 
 # ------------------------------------------------------------------ the process that started all
 
-_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD")
+_RANK_NAMES = (
+    *("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD"),
+    *("HOROVOD_RANK", "JSM_NAMESPACE_RANK"),
+)
 
 
 def _launching_process(environ: Mapping[str, str]) -> str | None:

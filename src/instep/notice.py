@@ -1,4 +1,4 @@
-"""A note for the ranks of one job on one host: at which port of the loopback interface rank 0 is.
+"""A note for the ranks of one job: at which addresses, and at which port, rank 0 is.
 
 Rank 0 writes it, everybody else reads it, and rank 0 takes it down when all have come. A note that
 a killed job left behind points to a port at which nobody listens: it is not believed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from instep.errors import RendezvousError
@@ -17,16 +17,18 @@ from instep.errors import RendezvousError
 HOST = "127.0.0.1"
 _PAUSE = 0.01
 """Seconds between two looks."""
+_KNOCK = 2.0
+"""Seconds within which an address of another host answers."""
 
 
 @contextmanager
-def put_up(path: str, port: int) -> Iterator[None]:
+def put_up(path: str, port: int, hosts: Sequence[str] = (HOST,)) -> Iterator[None]:
     """Let the file say `port` for a while. Raises RendezvousError where it cannot be written."""
     draft = f"{path}.{os.getpid()}"
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w") as file:
-            file.write(f"{port}\n")
+            file.write(" ".join([str(port), *hosts]))
         os.replace(draft, path)
     except OSError as error:
         with suppress(OSError):
@@ -38,33 +40,36 @@ def put_up(path: str, port: int) -> Iterator[None]:
         os.unlink(path)
 
 
-def read(path: str, seconds: float) -> int | None:
-    """The port, once the file is there and somebody listens; None if not within `seconds`.
+def read(path: str, seconds: float) -> tuple[str, int] | None:
+    """Host and port, once the file is there and somebody listens; None if not in `seconds`.
 
     Raises RendezvousError for a file that is not this user's own.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        port = _port(path)
-        if port is not None and _answers(port):
-            return port
+        port, hosts = _said(path)
+        for host in hosts:
+            if _answers(host, port):
+                return host, port
         time.sleep(_PAUSE)
     return None
 
 
-def _port(path: str) -> int | None:
+def _said(path: str) -> tuple[int, list[str]]:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return None
+        return 0, []
     except OSError as error:
         raise RendezvousError.private_file(path, str(error.strerror)) from None
     with open(handle) as file:
         if os.fstat(handle).st_uid != os.getuid():
             raise RendezvousError.private_file(path, "it belongs to another user")
-        return int(file.read())
+        port, *hosts = file.read().split()
+        return int(port), hosts
 
 
-def _answers(port: int) -> bool:
-    with socket.socket() as knock:
-        return knock.connect_ex((HOST, port)) == 0
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), _KNOCK):
+        return True
+    return False

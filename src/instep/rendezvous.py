@@ -19,8 +19,9 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import knobs, launchers, shm
+from instep import interfaces, knobs, launchers, shm
 from instep.errors import (
+    BackendError,
     DeviceError,
     LaunchVariablesError,
     RendezvousError,
@@ -28,7 +29,6 @@ from instep.errors import (
 from instep.identity import World
 from instep.stores import open_store
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
 _met: list[World] = []
@@ -69,11 +69,12 @@ def init(
     Everything in instep that needs the other ranks calls this by itself; call it for a
     rendezvous of your own: `env://`, `tcp://host:port`, `file://path` or a Store.
     `rank` and `world_size` are the launcher's unless given. On one host nothing listens beyond
-    the loopback interface (except where torchrun hosts the store). With GPUs, the rank's own
-    device becomes the current one.
+    the loopback interface (except where torchrun hosts the store); on several, Gloo and NCCL take
+    the interface that leads to the master (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set
+    where the user has not). With GPUs, the rank's own device becomes the current one.
 
-    Raises PortInUseError, LeftoverRendezvousError, RendezvousError, DeviceError or
-    LaunchVariablesError.
+    Raises MixedJobError where the ranks are not of one job, PortInUseError,
+    LeftoverRendezvousError, RendezvousError, BackendError, DeviceError or LaunchVariablesError.
     """
     if dist.is_initialized() or _ones:
         return current()
@@ -82,16 +83,17 @@ def init(
         return world
     timeout = timeout or timedelta(seconds=int(knobs.TIMEOUT))
     device = _take_device(world)
-    store = open_store(method, world, timeout)
-    with _loopback_only(world):
-        dist.init_process_group(
-            _backend(world, device),
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+    backend = _backend(world, device)
+    store, interface = open_store(method, world, timeout)
+    _tell_interface(interface)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     _met[:] = [world]
     atexit.register(leave)
     _no_device_twice(world, device)
@@ -122,7 +124,7 @@ def _backend(world: World, device: torch.device) -> str:
     """What the ranks talk through, in torch's words."""
     asked = str(knobs.BACKEND)
     if asked not in ("auto", "gloo", "shm"):
-        raise RendezvousError(f"INSTEP_BACKEND={asked} is unknown; it is auto, gloo or shm.")
+        raise BackendError.unknown(asked)
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl"
     shared = asked == "shm" or (asked == "auto" and not shm.obstacle())
@@ -150,17 +152,11 @@ def _asked_for(rank: int | None, world_size: int | None) -> World:
     )
 
 
-@contextmanager
-def _loopback_only(world: World) -> Iterator[None]:
-    """Gloo takes its interface from the environment and from nowhere else."""
-    if not world.one_host or _INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_INTERFACE] = "lo"
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
+def _tell_interface(name: str | None) -> None:
+    """Gloo and NCCL take it from the environment and from nowhere else; what is there stays."""
+    if name is not None:
+        for variable in interfaces.VARIABLES:
+            os.environ.setdefault(variable, name)
 
 
 # --------------------------------------------------------------------------------- the device

@@ -5,32 +5,75 @@ On one host it listens on the loopback interface only (except where torchrun hos
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from instep import launchers, meeting, notice
+from instep import interfaces, launchers, meeting, notice, rollcall
 from instep.errors import (
     LaunchVariablesError,
     LeftoverRendezvousError,
-    PortInUseError,
     RendezvousError,
 )
 from instep.identity import World
+from instep.listening import ANYWHERE, only, reserve, resolve
 
 
-def open_store(method: str | dist.Store | None, world: World, timeout: timedelta) -> dist.Store:
-    """This rank's end of the store. Raises RendezvousError and its siblings under LaunchError."""
+def open_store(
+    method: str | dist.Store | None, world: World, timeout: timedelta
+) -> tuple[dist.Store, str | None]:
+    """This rank's end of the store at which all have arrived; the interface that joins them.
+
+    Raises RendezvousError and its siblings under LaunchError.
+    """
+    with ExitStack() as until_all_have_come:
+        store = _open(method, world, timeout, until_all_have_come)
+        one_host = rollcall.call(store, world, timeout)
+    if one_host:
+        return store, interfaces.LOOPBACK
+    return store, interfaces.interface_towards(_master_of(store))
+
+
+_kept: dict[tuple[str, int], dist.Store] = {}
+"""The stores at MASTER_ADDR and MASTER_PORT. Their ports are taken until this process ends."""
+_turns: Counter[tuple[str, int]] = Counter()
+
+
+def again(host: str, port: int) -> dist.Store | None:
+    """The store at which this process has met there before, for another meeting of all ranks.
+
+    A script that runs unedited until it makes a process group of its own meets twice.
+    """
+    store = _kept.get((host, port))
+    if store is None:
+        return None
+    _turns[host, port] += 1
+    return dist.PrefixStore(f"again{_turns[host, port]}", store)
+
+
+def _master_of(store: dist.Store) -> str | None:
+    """The host at which rank 0 listens, as this rank knows it; None where nobody says."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore) and store.host != ANYWHERE:
+        return store.host
+    return None
+
+
+def _open(
+    method: str | dist.Store | None, world: World, timeout: timedelta, stack: ExitStack
+) -> dist.Store:
     if isinstance(method, dist.Store):
         return method
     url = urlparse(method or "env://")
     if url.scheme == "env":
-        return _store_of_environment(os.environ, world, timeout)
+        return _store_of_environment(os.environ, world, timeout, stack)
     if url.scheme == "tcp" and url.hostname and url.port:
         return _tcp_store(url.hostname, url.port, world, timeout)
     if url.scheme == "file" and url.path:
@@ -41,12 +84,12 @@ def open_store(method: str | dist.Store | None, world: World, timeout: timedelta
 
 
 def _store_of_environment(
-    environ: Mapping[str, str], world: World, timeout: timedelta
+    environ: Mapping[str, str], world: World, timeout: timedelta, stack: ExitStack
 ) -> dist.Store:
     both = ("MASTER_ADDR", "MASTER_PORT")
     present = {name: environ[name] for name in both if name in environ}
     if not present:
-        return _store_at(launchers.meeting_place(world, environ), world, timeout)
+        return _store_at(launchers.meeting_place(world, environ), world, timeout, stack)
     if missing := [name for name in both if name not in environ]:
         raise LaunchVariablesError.half_set(world.source, present, missing)
     host = environ["MASTER_ADDR"]
@@ -55,77 +98,68 @@ def _store_of_environment(
     except ValueError:
         raise LaunchVariablesError.not_a_number("MASTER_PORT", environ["MASTER_PORT"]) from None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+        return _client(host, port, world, timeout)
+    if (met_before := again(host, port)) is not None:
+        return met_before
     handed_down = environ.get(launchers.STORE_FD)
     if world.rank == 0 and handed_down is not None:
-        listener = socket.socket(fileno=int(handed_down))
-        return _serve(listener, world, timeout)
-    return _tcp_store(host, port, world, timeout)
-
-
-def _store_at(place: meeting.Place, world: World, timeout: timedelta) -> dist.Store:
-    if isinstance(place, meeting.PrivateFile):
-        return _noted_store(place.path, world, timeout)
-    # Should another job hold this port, its keys are none of ours.
-    return dist.PrefixStore(place.job, _tcp_store(place.host, place.port, world, timeout))
-
-
-def _noted_store(path: str, world: World, timeout: timedelta) -> dist.Store:
-    """One host: rank 0 takes a free port, and says which in the file until all have come."""
-    seconds = timeout.total_seconds()
-    if world.rank != 0:
-        port = notice.read(path, seconds)
-        if port is None:
-            raise RendezvousError.absent([0], world.size, seconds)
-        store = _tcp_store(notice.HOST, port, world, timeout)
-        store.set(f"instep/here{world.rank}", "")
-        return store
-    listener = socket.create_server((notice.HOST, 0))
-    with notice.put_up(path, listener.getsockname()[1]):
-        store = _serve(listener, world, timeout)
-        _wait_for_all(store, world, timeout)
+        store: dist.Store = serve(socket.socket(fileno=int(handed_down)), world.size, timeout)
+    else:
+        store = _tcp_store(host, port, world, timeout)
+    _kept[host, port] = store
     return store
 
 
-def _wait_for_all(store: dist.Store, world: World, timeout: timedelta) -> None:
-    here = {rank: f"instep/here{rank}" for rank in range(1, world.size)}
+def _store_at(
+    place: meeting.Place, world: World, timeout: timedelta, stack: ExitStack
+) -> dist.Store:
+    match place:
+        case meeting.Address(host, port, job):
+            # Should another job hold this port, its keys are none of ours.
+            return dist.PrefixStore(job, _tcp_store(host, port, world, timeout))
+        case meeting.PrivateFile(path):
+            return _noted_store(path, (notice.HOST,), world, timeout, stack)
+        case meeting.SharedFile(path):
+            return _noted_store(path, interfaces.outer_addresses(), world, timeout, stack)
+
+
+def _noted_store(
+    path: str, hosts: Sequence[str], world: World, timeout: timedelta, stack: ExitStack
+) -> dist.Store:
+    """Rank 0 takes a free port, and says which in the file until all have come."""
+    seconds = timeout.total_seconds()
+    if world.rank != 0:
+        found = notice.read(path, seconds)
+        if found is None:
+            raise RendezvousError.absent([0], world.size, seconds)
+        return _client(*found, world, timeout)
+    listener = reserve(only(hosts))
+    stack.enter_context(notice.put_up(path, listener.getsockname()[1], hosts))
+    return serve(listener, world.size, timeout)
+
+
+def _client(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
     try:
-        store.wait(list(here.values()), timeout)
-    except dist.DistStoreError:
-        absent = [rank for rank, key in here.items() if not store.check([key])]
-        raise RendezvousError.absent(absent, world.size, timeout.total_seconds()) from None
+        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
+    except dist.DistNetworkError:
+        raise RendezvousError.absent([0], world.size, timeout.total_seconds()) from None
 
 
 def _tcp_store(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise RendezvousError.unresolved(host, str(error.strerror)) from None
-    if world.rank != 0:
-        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(host, port) from None
-        raise RendezvousError(
-            f"rank 0 cannot listen on {host}:{port} ({error.strerror}); "
-            "the master must be an address of rank 0's own host."
-        ) from None
-    return _serve(listener, world, timeout)
+    if world.rank == 0:
+        return serve(reserve(host, port, one_host=world.one_host), world.size, timeout)
+    resolve(host, port)
+    return _client(host, port, world, timeout)
 
 
-def _serve(listener: socket.socket, world: World, timeout: timedelta) -> dist.Store:
+def serve(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPStore:
     """Rank 0's store on a socket that is bound already: TCPStore alone binds every interface."""
     listener.listen(socket.SOMAXCONN)
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
         host,
         port,
-        world.size,
+        size,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,

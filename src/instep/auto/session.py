@@ -49,7 +49,7 @@ def start() -> Session | None:
     if _current is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
         if world.size > 1:
-            _hash_alike()
+            hash_alike()
         hiding.narrow(world)
         _current = _alone(world) if world.size == 1 else _together(world)
     return _current
@@ -115,8 +115,11 @@ def _together(world: World) -> Session:
     return Session(together.world, together.seed, together=together)
 
 
-def _hash_alike() -> None:
-    """Sets of strings have the same order on all ranks: Python decides that as it starts."""
+def hash_alike() -> None:
+    """Sets of strings have the same order on all ranks: Python decides that as it starts.
+
+    Starts this program again where that is not so.
+    """
     if os.environ.get("PYTHONHASHSEED", "random") == "random" and "-" not in sys.orig_argv:
         os.environ["PYTHONHASHSEED"] = "0"
         sys.stdout.flush()

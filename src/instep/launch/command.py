@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from instep import knobs, meeting
 from instep.errors import CommandLineError
 from instep.launch import supervisor
+from instep.launch.hosts import ONE_HOST, Hosts, address, of_launcher
 from instep.launch.job import Job
 
 RUN = """\
 Run a script on N processes of this host, as `python script.py` would on one.
+
+On several hosts, start it on each: `--nnodes 2 --node-rank K --master HOST:PORT`, or one task per
+host by srun or mpirun, which say all that themselves.
 
 The script may be one that was written for one process: every rank runs it, its calls of modules
 are divided among them, and it sees, prints and writes what one process would. A script that uses
@@ -28,7 +34,7 @@ prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
 rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
 
-WITH_VALUE = ("-n", "--output")
+WITH_VALUE = ("-n", "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
 
 
@@ -38,30 +44,63 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes of this host",
         description=RUN,
-        usage="instep run -n N [--plain] [--output prefix|rank0|DIR] "
-        "(script.py | -m module) [args ...]",
+        usage="instep run -n N [--plain] [--output prefix|rank0|DIR] [--nnodes M --node-rank K "
+        "(--master HOST:PORT | --dist-file FILE)] (script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(command=run)
     parser.add_argument(
-        "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks"
+        "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks on this host"
     )
     parser.add_argument("--plain", action="store_true", help="divide nothing of the script")
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
+    parser.add_argument(
+        "--nnodes", type=int, metavar="M", help="how many hosts; 1 also inside srun or mpirun"
+    )
+    parser.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    parser.add_argument(
+        "--master", metavar="HOST:PORT", help="where they meet: an address of host 0, a free port"
+    )
+    parser.add_argument(
+        "--dist-file", metavar="FILE", help="or where they meet: a new file that all of them see"
+    )
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do it and return the exit code. Raises CommandLineError, StartError."""
-    job = Job(asked.n, tuple(program), asked.output, asked.plain)
-    return supervisor.run(job, started=lambda: _mention_findings(job.command[0]))
+    """Do it and return the exit code. Raises LaunchError."""
+    job = Job(asked.n, tuple(program), asked.output, asked.plain, _hosts(asked))
+    result = supervisor.run(job, started=lambda: _mention_findings(job))
+    sys.stderr.write(result.report)
+    sys.stderr.flush()
+    return result.code
 
 
-def _mention_findings(script: str) -> None:
+def _hosts(asked: argparse.Namespace) -> Hosts:
+    """What the options say, and where they do not, the launcher around this one."""
+    if asked.nnodes == 1:
+        return ONE_HOST
+    if asked.nnodes is None and asked.node_rank is None:
+        environ = dict(os.environ)
+        if asked.dist_file:
+            environ[knobs.DIST_FILE.name] = asked.dist_file
+        return of_launcher(environ, asked.n)
+    node, nodes = asked.node_rank, asked.nnodes
+    if node is None or nodes is None or not 0 <= node < nodes:
+        raise CommandLineError.several_hosts(f"--node-rank {node} of --nnodes {nodes}")
+    if asked.master:
+        return Hosts(node, nodes, address(asked.master))
+    if asked.dist_file:
+        return Hosts(node, nodes, meeting.SharedFile(os.path.abspath(asked.dist_file)))
+    raise CommandLineError.several_hosts("the hosts need --master or --dist-file to meet")
+
+
+def _mention_findings(job: Job) -> None:
     """One line where the script shows a severe mistake; read while the ranks start."""
     from instep.check.checker import severe_findings  # costs what a start should not wait for
 
-    findings = severe_findings(script)
+    script = job.command[0]
+    findings = severe_findings(script) if job.hosts.node == 0 else []
     if findings:
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
         print(f"instep: {codes} in this script; see: instep check {script}", file=sys.stderr)

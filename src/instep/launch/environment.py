@@ -5,65 +5,60 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from instep.identity import World
+from instep.launch.hosts import Party
+from instep.launch.master import interface_variables
 from instep.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What all ranks of one job share."""
-
-    job: str
-    """The job's name, which no other job has."""
-    size: int
-    """How many ranks."""
-    port: int
-    """Where on 127.0.0.1 rank 0 listens."""
-    threads: int
-    """How many threads each rank may compute with."""
-
-
-def job_name(environ: Mapping[str, str]) -> str:
-    """A new name. A job started inside another one's rank carries that job's name in front."""
-    name = os.urandom(8).hex()
-    return f"{environ[JOB]}.{name}" if JOB in environ else name
+def place_variables(world: World) -> dict[str, str]:
+    """The world in torch's names."""
+    place = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+    }
+    return {name: str(value) for name, value in place.items()}
 
 
 def rank_environment(
     environ: Mapping[str, str],
-    meeting: Meeting,
+    party: Party,
     *,
-    rank: int,
+    local_rank: int,
     failure_file: Path,
     store_fd: int | None,
 ) -> dict[str, str]:
-    """The user's environment as rank `rank` shall see it."""
+    """The user's environment as rank `local_rank` of this host shall see it."""
     kept = {name: value for name, value in environ.items() if not says_who(name)}
-    threads = str(meeting.threads)
+    here = party.sizes[party.node]
+    threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:
         kept.setdefault("MKL_NUM_THREADS", threads)
-    defaults = {
-        "OMP_NUM_THREADS": threads,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONHASHSEED": "0",
-    }
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": meeting.size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": meeting.size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": meeting.port,
-        JOB: meeting.job,
-        FAILURE_FILE: failure_file,
+    defaults = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0"}
+    world = World(
+        rank=party.first + local_rank,
+        size=party.size,
+        local_rank=local_rank,
+        local_size=here,
+        node_rank=party.node,
+        nodes=len(party.sizes),
+    )
+    told = {
+        "MASTER_ADDR": party.master,
+        "MASTER_PORT": str(party.port),
+        JOB: party.name,
+        FAILURE_FILE: str(failure_file),
     }
     if store_fd is not None:
-        place[STORE_FD] = store_fd
-    return defaults | kept | {name: str(value) for name, value in place.items()}
+        told[STORE_FD] = str(store_fd)
+    interface = interface_variables(party.master, one_host=party.one_host)
+    return defaults | interface | kept | place_variables(world) | told
 
 
 def threads_per_rank(size: int) -> int:

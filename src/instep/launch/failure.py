@@ -27,6 +27,8 @@ class Failure:
     """Whether an exception escaped from the script."""
     text: str = ""
     """Its traceback, or the message of its SystemExit."""
+    lost_host: str = ""
+    """The host whose supervisor does not answer any more, if that is the failure."""
 
     def write(self, path: Path) -> None:
         """Leave it at `path`, whole or not at all."""
@@ -49,6 +51,8 @@ class Failure:
 
     def __str__(self) -> str:
         """What happened, as a predicate."""
+        if self.lost_host:
+            return f"was lost with its host {self.lost_host}"
         if self.raised:
             return f"failed (exit code {self.code})"
         if self.code < 0:
@@ -81,8 +85,8 @@ def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | 
     return min(candidates, key=lambda failure: (failure.time, failure.rank), default=None)
 
 
-def report(first: Failure, ends: Sequence[End]) -> str:
-    """What the user reads last: who failed, how, and what became of the others."""
+def report(first: Failure, ends: Sequence[End], size: int) -> str:
+    """What the user reads last: who of `size` ranks failed, how, what became of the others."""
     finished = [end.rank for end in ends if end.code == 0 and not end.stopped]
     stopped = [end.rank for end in ends if end.rank not in (first.rank, *finished)]
     fates = [
@@ -93,7 +97,7 @@ def report(first: Failure, ends: Sequence[End]) -> str:
         )
         if ranks
     ]
-    sentence = f"instep: rank {first.rank} of {len(ends)} {first}"
+    sentence = f"instep: rank {first.rank} of {size} {first}"
     text = first.text.rstrip(os.linesep)
     return "\n".join(["; ".join([sentence, *fates]), *([text] if text else [])]) + "\n"
 

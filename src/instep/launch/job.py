@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instep.cards import Card
 from instep.errors import CommandLineError
+from instep.launch.hosts import ONE_HOST, Hosts
 
 
 @dataclass(frozen=True)
 class Job:
-    """One program on several ranks of this host. Raises CommandLineError for what cannot run."""
+    """One program on several ranks. Raises CommandLineError for what cannot run."""
 
     size: int
-    """How many ranks; more than there are cores is allowed."""
+    """How many ranks on this host; more than there are cores is allowed."""
     command: tuple[str, ...]
     """As the interpreter would take it: `script.py args…` or `-m package.module args…`."""
     output: str = "prefix"
@@ -23,6 +25,10 @@ class Job:
     """Whether the program runs as it is, with nothing of it divided."""
     variables: Callable[[int], Mapping[str, str]] = lambda rank: {}
     """What each rank finds in its environment besides its place."""
+    hosts: Hosts = ONE_HOST
+    """Where else it runs."""
+    card: Card | None = None
+    """What the other hosts are shown; unless given, that of the command."""
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instep import launchers
+from instep import cards, launchers
 from instep.auto import real, session
-from instep.launch import reading, script
+from instep.launch import local_rank, reading, script, torch_init
 
 real_files = real.real
 
@@ -17,6 +17,9 @@ def run(command: Sequence[str], *, plain: bool = False) -> None:
     Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
     sees one process, and its work is divided until this process ends.
     """
+    cards.announce(command)
+    torch_init.expect()
+    local_rank.offer(launchers.detect())
     if not plain:
         begin(command)
     script.run(command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from types import FrameType
 
 ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -12,19 +13,21 @@ ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Mailbox:
     """While it is open, signals that ask this process to end are collected, not obeyed.
 
-    One that was ignored (by nohup, or for a shell's background job) stays ignored. Use it in the
-    main thread, as a context manager.
+    One that was ignored (by nohup, or for a shell's background job) stays ignored. In another
+    thread than the main one, to which Python brings them, none is collected. A context manager.
     """
 
     def __init__(self) -> None:
         self._before = {number: signal.getsignal(number) for number in ASKED_TO_END}
-        self._kept = [n for n in ASKED_TO_END if self._before[n] is not signal.SIG_IGN]
+        kept = [n for n in ASKED_TO_END if self._before[n] is not signal.SIG_IGN]
+        self._kept = kept if threading.current_thread() is threading.main_thread() else []
         self._inbox, self._entry = socket.socketpair()
 
     def __enter__(self) -> Mailbox:
         self._inbox.setblocking(False)
         self._entry.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._entry.fileno(), warn_on_full_buffer=False)
+        if self._kept:
+            self._wakeup = signal.set_wakeup_fd(self._entry.fileno(), warn_on_full_buffer=False)
         for number in self._kept:
             signal.signal(number, _to_the_mailbox)
         return self
@@ -46,7 +49,8 @@ class Mailbox:
             signal.signal(number, signal.SIG_DFL)
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
+        if self._kept:
+            signal.set_wakeup_fd(self._wakeup)
         for number in self._kept:
             signal.signal(number, self._before[number])
         self._inbox.close()

@@ -6,20 +6,24 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from instep.cards import Card
 from instep.errors import StartError
-from instep.launch.environment import Meeting, job_name, rank_environment, threads_per_rank
+from instep.launch import links
+from instep.launch.environment import rank_environment
 from instep.launch.failure import End, Failure, first_failure, report
 from instep.launch.guard import Guard, end_ranks
+from instep.launch.hosts import Party, gather
 from instep.launch.job import Job
 from instep.launch.line import FAILED
+from instep.launch.links import Links, Message, Outcome
 from instep.launch.output import Output, choose_output
 from instep.launch.rank import Rank, start_rank
 from instep.launch.signals import Mailbox
@@ -48,38 +52,63 @@ AFTER_SIGNAL = {
 }
 
 
-def run(job: Job, *, started: Callable[[], None]) -> int:
-    """Run `job` to its end and return the exit code for the shell.
+@dataclass(frozen=True)
+class Result:
+    """How a job ended."""
 
-    `started` is called once, when all ranks have been started.
+    code: int
+    """For the shell."""
+    first: Failure | None = None
+    """The failure that the others followed from."""
+    report: str = ""
+    """What to say of it on this host."""
+    asked: signal.Signals | None = None
+    """The signal that asked this process, or that of another host, to end."""
 
-    That is 0 when every rank ended with 0; the code of the rank that failed first, or 128 + n
-    where signal n ended it; 128 + n also when this process was asked to end by signal n. Reports
-    a failure on stderr. Raises CommandLineError or StartError when the job cannot be started.
-    When it returns, no process of the job is left.
+
+def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> Result:
+    """Run `job` to its end.
+
+    `started` is called once, when all ranks of this host have been started. `folder` is for the
+    job's own files, removed with it should this process be killed; unless given, a new one.
+
+    The code is 0 when every rank, on every host, ended with 0; that of the rank that failed
+    first, or 128 + n where signal n ended it; 128 + n also when this process was asked to end by
+    signal n. Raises LaunchError when the job cannot be started. When it returns, no process of
+    the job is left on this host.
     """
     output = choose_output(job.output)
+    party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
     with Mailbox() as mailbox:
-        watch = Watch(mailbox)
-        with tempfile.TemporaryDirectory(prefix="instep-") as folder:
-            files = [Path(folder, f"rank{rank}") for rank in range(job.size)]
-            _run_ranks(job, watch, output, files, started)
+        watch = Watch(mailbox, Links(party))
+        with _new_folder() if folder is None else nullcontext(folder) as files_of_job:
+            files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
+            _run_ranks(job, party, watch, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
         mailbox.obey()
         output.finish(failures)
-        return _conclude(watch, failures)
+        whole = watch.links.conclude(Outcome(watch.ends, failures))
+        return _conclude(job, party, watch.asked, whole)
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="instep-")
 
 
 def _run_ranks(
-    job: Job, watch: Watch, output: Output, files: Sequence[Path], started: Callable[[], None]
+    job: Job,
+    party: Party,
+    watch: Watch,
+    output: Output,
+    files: Sequence[Path],
+    started: Callable[[], None],
 ) -> None:
     """Start the ranks and wait for their end; nothing of them is left, whatever happens."""
-    name = job_name(os.environ)
-    guard = Guard(name, files[0].parent)
+    guard = Guard(party.name, files[0].parent)
     ranks: list[Rank] = []
     try:
-        with _reserve() as store:
-            for rank in _start_ranks(job, name, store, output, files):
+        with party.store or nullcontext():
+            for rank in _start_ranks(job, party, output, files):
                 ranks.append(rank)
                 guard.watch(rank.pid)
                 rank.go()
@@ -87,24 +116,21 @@ def _run_ranks(
         started()
         watch.until_ended(ranks)
     finally:
-        end_ranks((rank.pid for rank in ranks), name)
+        end_ranks((rank.pid for rank in ranks), party.name)
         for rank in ranks:
             rank.reap()
         guard.dismiss()
 
 
-def _start_ranks(
-    job: Job, name: str, store: socket.socket, output: Output, files: Sequence[Path]
-) -> Iterator[Rank]:
+def _start_ranks(job: Job, party: Party, output: Output, files: Sequence[Path]) -> Iterator[Rank]:
     """Each rank in its turn, waiting for its `go`."""
-    port = store.getsockname()[1]
-    meeting = Meeting(name, job.size, port, threads_per_rank(job.size))
-    for number, file in enumerate(files):
-        held = store if number == 0 else None
+    for local_rank, file in enumerate(files):
+        number = party.first + local_rank
+        held = party.store if number == 0 else None
         environ = rank_environment(
             os.environ,
-            meeting,
-            rank=number,
+            party,
+            local_rank=local_rank,
             failure_file=file,
             store_fd=None if held is None else held.fileno(),
         )
@@ -114,36 +140,28 @@ def _start_ranks(
                 number, job.command, environ, output.streams(number), held, plain=job.plain
             )
         except OSError as error:
-            raise StartError(number, job.size, error.strerror or str(error)) from None
+            raise StartError(number, party.size, error.strerror or str(error)) from None
         yield rank
 
 
-def _reserve() -> socket.socket:
-    """A socket for rank 0 to meet the others at: on loopback, on a port that is nobody else's.
-
-    Bound, not listening: a script that calls init_process_group itself can still bind the port.
-    """
-    store = socket.socket()
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    store.bind(("127.0.0.1", 0))
-    return store
-
-
-def _conclude(watch: Watch, failures: Sequence[Failure]) -> int:
-    if watch.asked is not None:
-        return 128 + watch.asked
-    first = first_failure(watch.ends, failures)
+def _conclude(job: Job, party: Party, asked: signal.Signals | None, whole: Outcome) -> Result:
+    if asked is not None:
+        return Result(128 + asked, asked=asked)
+    first = first_failure(whole.ends, whole.failures)
     if first is None:
-        return 0
-    sys.stderr.write(report(first, watch.ends))
-    sys.stderr.flush()
-    return first.exit_code
+        return Result(0)
+    text = report(first, whole.ends, party.size)
+    here = party.first <= first.rank < party.first + job.size
+    if not (here or job.hosts.by_hand):  # who started the hosts shows the traceback once
+        text = text.split("\n")[0] + "\n"
+    return Result(first.exit_code, first, text)
 
 
 class Watch:
     """Wait for the ranks, and end them when one fails or when we are asked to end."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, links: Links) -> None:
+        self.links = links
         self.asked: signal.Signals | None = None
         """The signal that asked this job to end, before any rank had failed."""
         self._ranks: Sequence[Rank] = ()
@@ -167,6 +185,8 @@ class Watch:
         for rank in ranks:
             self._on(rank.pidfd, partial(self._ended, rank))
             self._on(rank.line, partial(self._said, rank))
+        for node, line in self.links.lines.items():
+            self._on(line, partial(self._heard, node, line))
         while len(self.ends) < len(ranks):
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
@@ -193,18 +213,33 @@ class Watch:
         if FAILED in said:
             self._end_job(AFTER_FAILURE)
 
+    def _heard(self, node: int, line: socket.socket) -> None:
+        messages = self.links.hear(node)
+        if node not in self.links.lines:
+            self._selector.unregister(line)
+        for message in messages:
+            if "asked" in message:
+                self._ask(signal.Signals(message["asked"]))
+            else:
+                self._end_job(AFTER_FAILURE)
+
     def _signalled(self) -> None:
         for number in self._mailbox.take():
             if self._steps is None:
-                self.asked = number
-                self._end_job(AFTER_SIGNAL[number])
+                self._ask(number)
             else:
                 self._next_step()
 
-    def _end_job(self, steps: Sequence[Step]) -> None:
+    def _ask(self, number: signal.Signals) -> None:
+        if self._steps is None:
+            self.asked = number
+            self._end_job(AFTER_SIGNAL[number], links.asked(number))
+
+    def _end_job(self, steps: Sequence[Step], why: Message = links.FAILING) -> None:
         """Begin with the first of `steps`, unless the end has begun already."""
         if self._steps is None:
             self._steps = list(steps)
+            self.links.say(why)
             self._next_step()
 
     def _next_step(self) -> None:

@@ -167,7 +167,7 @@ class InstepRun:
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
         """As Starter has it."""
-        launcher = ["-m", "instep", "run", "-n", str(n)] if n else []
+        launcher = ["-m", "instep", "run", "--nnodes", "1", "-n", str(n)] if n else []
         entry = ["-m", "instep.verify.entry", str(folder)]
         output = folder / "output"
         with output.open("wb") as file:

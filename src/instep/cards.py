@@ -1,0 +1,112 @@
+"""What a process says of itself when it meets the others, and whether all of that is one job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from instep.errors import MixedJobError
+from instep.version import __version__
+
+_ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
+"""Arguments by which old launchers tell each rank its place: `--local_rank=1`, `--rank 1`."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One process of a job, or one host's supervisor."""
+
+    host: str
+    """The host's name."""
+    network: str
+    """What tells its network from every other: processes of one share the loopback interface."""
+    instep: str
+    """The version of instep there."""
+    script: str
+    """The file's name and the beginning of its SHA-256, since folders differ between hosts."""
+    arguments: tuple[str, ...]
+    """What the script was started with, less what only tells a rank its place."""
+
+    @classmethod
+    def of_this_process(cls) -> Card:
+        """The card of the program that runs as `__main__`, or that was announced."""
+        if _announced:
+            return cls.of_command(_announced)
+        path = getattr(sys.modules.get("__main__"), "__file__", None)
+        return cls.of_command([path or "", *sys.argv[1:]])
+
+    @classmethod
+    def of_command(cls, command: Sequence[str]) -> Card:
+        """The card of a program to be: `script.py args…` or `-m module args…`."""
+        program, *arguments = command[1:] if command[0] == "-m" else command
+        return cls(
+            socket.gethostname(), _network(), __version__, _script(program), _common(arguments)
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """As it travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, object]) -> Card:
+        """As it arrives. Raises TypeError where another version has other fields."""
+        card = cls(**told)  # type: ignore[arg-type]
+        return replace(card, arguments=tuple(card.arguments))
+
+
+_announced: list[str] = []
+
+
+def announce(command: Sequence[str]) -> None:
+    """This process is about to run `command`, whatever its own command line says."""
+    _announced[:] = command
+
+
+def check(cards: Mapping[int, Card], members: str) -> None:
+    """Raise MixedJobError unless these are of one job; `members` is "rank" or "host"."""
+    for field, error in _MUST_AGREE:
+        holders: dict[str, list[int]] = {}
+        for member, card in sorted(cards.items()):
+            holders.setdefault(str(_shown(getattr(card, field))), []).append(member)
+        if len(holders) > 1:
+            raise error(holders, members)
+
+
+_MUST_AGREE: tuple[tuple[str, Callable[[Mapping[str, list[int]], str], MixedJobError]], ...] = (
+    ("instep", MixedJobError.versions),
+    ("script", MixedJobError.scripts),
+    ("arguments", MixedJobError.arguments),
+)
+
+
+def _shown(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else " ".join(value) or "none"
+
+
+def _network() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _script(program: str) -> str:
+    if not os.path.isfile(program):
+        return program
+    with open(program, "rb") as file:
+        return f"{os.path.basename(program)} ({hashlib.sha256(file.read()).hexdigest()[:8]})"
+
+
+def _common(arguments: Sequence[str]) -> tuple[str, ...]:
+    common: list[str] = []
+    left_out = False
+    for word in arguments:
+        own = _ONES_OWN.fullmatch(word)
+        value = left_out and not word.startswith("-")
+        if not own and not value:
+            common.append(word)
+        left_out = own is not None and own[3] is None
+    return tuple(common)

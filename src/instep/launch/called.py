@@ -1,0 +1,41 @@
+"""A rank of `instep.spawn`: make the call that lies in a folder, leave the result there."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import sys
+from pathlib import Path
+
+from instep.errors import CannotSendError
+
+CALL = "call"
+"""The file with the call."""
+
+
+def result_file(folder: Path, local_rank: int) -> Path:
+    """Where a rank leaves what the function returned."""
+    return folder / f"result{local_rank}"
+
+
+def main(name: str) -> None:
+    """Be one rank. What the function raises escapes."""
+    import cloudpickle
+
+    folder, local_rank = Path(name), int(os.environ["LOCAL_RANK"])
+    with (folder / CALL).open("rb") as file:
+        path, argv, cells = pickle.load(file)
+        sys.path[:], sys.argv[:] = path, argv
+        linecache.cache.update(cells)
+        fn, args = pickle.load(file)
+    value = fn(local_rank, *args)
+    try:
+        packed = cloudpickle.dumps(value)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise CannotSendError.result(getattr(fn, "__name__", repr(fn)), str(error)) from error
+    result_file(folder, local_rank).write_bytes(packed)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

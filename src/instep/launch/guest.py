@@ -1,0 +1,67 @@
+"""A rank that another launcher has started as `python -m instep script.py`.
+
+Its script finds what `instep run` would have told it: RANK, WORLD_SIZE, MASTER_ADDR and so on, so
+that one which calls init_process_group itself works under mpirun and srun too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from instep import knobs, launchers, meeting, notice
+from instep.auto import session
+from instep.cards import Card
+from instep.identity import World
+from instep.launch.assembly import Facts, Member, meet
+from instep.launch.environment import place_variables
+from instep.launch.master import interface_variables, master_variables, where_to_meet
+
+_MASTER = {"MASTER_ADDR", "MASTER_PORT"}
+_TORCHS = {"RANK", "WORLD_SIZE", *_MASTER}
+
+
+def prepare(command: Sequence[str]) -> None:
+    """Make this process what a rank of `instep run` is. Leaves one that nobody launched alone.
+
+    Writes this process's environment. Waits for the other ranks where the launcher does not say
+    where they meet. Starts this program again where strings would hash differently on the ranks.
+    Raises LaunchError.
+    """
+    world = launchers.detect()
+    if world == World():
+        return
+    if world.size > 1:
+        session.hash_alike()
+    told = place_variables(world)
+    one_host = world.one_host
+    if not os.environ.keys() >= _TORCHS:
+        told[launchers.SOURCE] = world.source
+    if not os.environ.keys() & _MASTER:
+        facts, store = _agree(world, Card.of_command(command))
+        told |= master_variables(facts)
+        one_host = facts["one_host"]
+        if store is not None:
+            told[launchers.STORE_FD] = str(store.detach())
+    if master := (told | os.environ).get("MASTER_ADDR"):
+        told |= interface_variables(master, one_host=one_host)
+    os.environ.update(told | os.environ)
+
+
+def _agree(world: World, card: Card) -> tuple[Facts, socket.socket | None]:
+    """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
+    alone = meeting.Address(notice.HOST, 0, "")
+    place = launchers.meeting_place(world) if world.size > 1 else alone
+    held: list[socket.socket] = []
+
+    def decide(members: Sequence[Member]) -> Facts:
+        facts, store = where_to_meet(place, members)
+        held.append(store)
+        return facts
+
+    mine = Member(world.rank, world.size, card, ranks=1)
+    assembly = meet(place, mine, decide, float(int(knobs.TIMEOUT)))
+    for line in assembly.lines.values():
+        line.close()
+    return assembly.facts, next(iter(held), None)

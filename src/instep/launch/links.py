@@ -1,0 +1,157 @@
+"""What the supervisors of several hosts tell each other while the job runs, and at its end.
+
+One JSON object to a line. The first host has a line to each other one and passes on what concerns
+all: that the job is to end. At the end each sends how its ranks ended, and the first says to all
+what that means.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from instep.launch.failure import SIGHT, End, Failure
+from instep.launch.hosts import Party
+
+Message = dict[str, Any]
+FAILING: Message = {"failing": True}
+"""A rank has failed, or a host is lost: end yours."""
+
+
+def asked(signal: int) -> Message:
+    """A supervisor was asked to end by a signal."""
+    return {"asked": signal}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of some hosts ended."""
+
+    ends: Sequence[End]
+    failures: Sequence[Failure]
+
+
+class Links:
+    """The lines of one supervisor. On one host there are none, and nothing waits."""
+
+    def __init__(self, party: Party) -> None:
+        self._party = party
+        self._open = dict(party.lines)
+        self._begun = dict.fromkeys(party.lines, b"")
+        self._lost: list[Failure] = []
+        self._outcomes: dict[int, Outcome] = {}
+        self._said: list[Message] = []
+        self._verdict: Message | None = None
+        for line in party.lines.values():
+            _notice_a_cut(line)
+
+    @property
+    def lines(self) -> dict[int, socket.socket]:
+        """Those at whose other end somebody still is, by host."""
+        return dict(self._open)
+
+    def hear(self, node: int) -> list[Message]:
+        """What the supervisor of host `node` says that concerns the ranks; call when readable."""
+        try:
+            data = self._open[node].recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            return self._hang_up(node)
+        *whole, self._begun[node] = (self._begun[node] + data).split(b"\n")
+        messages = [json.loads(line) for line in whole]
+        return [message for message in messages if not self._file(node, message)]
+
+    def say(self, message: Message) -> None:
+        """To all: once, since everybody passes it on."""
+        if message not in self._said:
+            self._said.append(message)
+            self._send(message)
+
+    def conclude(self, mine: Outcome) -> Outcome:
+        """The ranks of this host have ended: wait for all, and return how all have ended."""
+        if self._party.node == 0:
+            self._outcomes[0] = mine
+            self._wait(lambda: len(self._outcomes) + len(self._lost) == len(self._party.sizes))
+            whole = self._sum()
+            self._send({"verdict": _to_json(whole)})
+        else:
+            self._send({"outcome": _to_json(mine)})
+            self._wait(lambda: self._verdict is not None or bool(self._lost))
+            told = self._verdict
+            whole = self._with_lost(mine) if told is None else _from_json(told)
+        for line in self._open.values():
+            line.close()
+        return whole
+
+    def _wait(self, over: Any) -> None:
+        while not over():
+            with selectors.DefaultSelector() as selector:
+                for node, line in self._open.items():
+                    selector.register(line, selectors.EVENT_READ, node)
+                for key, _ in selector.select():
+                    for message in self.hear(key.data):
+                        self.say(message)
+
+    def _file(self, node: int, message: Message) -> bool:
+        """Keep what belongs to the end; whether that is all there is to do."""
+        if "outcome" in message:
+            self._outcomes[node] = _from_json(message["outcome"])
+        elif "verdict" in message:
+            self._verdict = message["verdict"]
+        else:
+            return False
+        return True
+
+    def _hang_up(self, node: int) -> list[Message]:
+        """A supervisor ends its line when all is over, or when it dies."""
+        self._open.pop(node).close()
+        if node in self._outcomes or self._verdict is not None:
+            return []
+        party = self._party
+        first = sum(party.sizes[:node])
+        self._lost.append(Failure(first, time.time() - SIGHT, 1, lost_host=party.names[node]))
+        return [FAILING]
+
+    def _sum(self) -> Outcome:
+        parts = self._outcomes.values()
+        ends = [end for part in parts for end in part.ends]
+        failures = [failure for part in parts for failure in part.failures]
+        return self._with_lost(Outcome(ends, failures))
+
+    def _with_lost(self, outcome: Outcome) -> Outcome:
+        return Outcome(outcome.ends, [*outcome.failures, *self._lost])
+
+    def _send(self, message: Message) -> None:
+        for line in self._open.values():
+            with suppress(OSError):  # heard as a hang-up
+                line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _to_json(outcome: Outcome) -> Message:
+    return {
+        "ends": [asdict(end) for end in outcome.ends],
+        "failures": [asdict(failure) for failure in outcome.failures],
+    }
+
+
+def _from_json(told: Message) -> Outcome:
+    return Outcome([End(**end) for end in told["ends"]], [Failure(**f) for f in told["failures"]])
+
+
+def _notice_a_cut(line: socket.socket) -> None:
+    """A host that falls silent is lost after four seconds."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 4000),
+    ):
+        line.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,60 @@
+"""Two test hosts on this machine: network namespaces, joined by a cable, each with a name."""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+
+
+class TwoHosts:
+    """h0 and h1: loopback and one interface each, 10.77.0.1 and 10.77.0.2. A context manager."""
+
+    addresses = ("10.77.0.1", "10.77.0.2")
+    interfaces = ("cable0", "cable1")
+
+    def __init__(self) -> None:
+        mark = uuid.uuid4().hex[:8]
+        self._namespaces = [f"instep-{mark}-{k}" for k in range(2)]
+
+    def __enter__(self) -> TwoHosts:
+        for namespace in self._namespaces:
+            _ip("netns", "add", namespace)
+        first, second = self._namespaces
+        _ip("link", "add", "cable0", "netns", first,
+            "type", "veth", "peer", "name", "cable1", "netns", second)  # fmt: skip
+        for namespace, interface, address in zip(
+            self._namespaces, self.interfaces, self.addresses, strict=True
+        ):
+            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", interface)
+            for link in ("lo", interface):
+                _ip("-n", namespace, "link", "set", link, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace in self._namespaces:
+            _ip("netns", "delete", namespace)
+
+    def on(self, host: int, *command: object) -> list[str]:
+        """The command line that runs `command` on one of them."""
+        named = f'hostname h{host}; exec "$@"'
+        inside = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
+        return [*inside, "sh", "-c", named, "sh", *map(str, command)]
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        _ip("-n", self._namespaces[1], "link", "set", "cable1", "down")
+
+
+def missing() -> str | None:
+    """Why there can be none here, if so."""
+    try:
+        with TwoHosts() as hosts:
+            subprocess.run(hosts.on(0, "true"), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error).encode()
+        return f"network namespaces cannot be made here ({said.decode().strip()})"
+    return None
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,250 @@
+"""Who arrives, from where, and whether they are one job."""
+
+import argparse
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+
+from instep import cards, interfaces, listening, meeting
+from instep.cards import Card
+from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
+from instep.identity import World
+from instep.launch import local_rank
+from instep.launch.assembly import Member, meet
+from instep.launch.hosts import address
+
+CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
+
+
+def card(**changed):
+    return Card(**(CARD.to_json() | changed))
+
+
+# ------------------------------------------------------------------------------------------ cards
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"instep": "0.9"}, "two versions of instep in one job: 1.0 on ranks 0, 2; 0.9 on rank 1"),
+        ({"script": "test.py (d)"}, r"different scripts: train.py \(abc\) on ranks 0, 2; test.py"),
+        ({"arguments": ()}, "different arguments: --lr 1 on ranks 0, 2; none on rank 1"),
+    ],
+)
+def test_what_is_not_one_job_is_named(changed, message):
+    with pytest.raises(MixedJobError, match=message):
+        cards.check({0: CARD, 1: card(**changed), 2: CARD}, "rank")
+
+
+def test_one_job_on_several_hosts_is_one_job():
+    cards.check({0: CARD, 1: card(host="other", network="other")}, "rank")
+
+
+def test_an_argument_that_tells_a_rank_its_place_is_no_difference(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    one = Card.of_command([str(script), "--local_rank=0", "--lr", "1", "--node-rank", "0", "x"])
+    other = Card.of_command([str(script), "--local-rank=1", "--lr", "1", "--node-rank", "1", "x"])
+    assert one == other
+    assert one.arguments == ("--lr", "1", "x")
+    assert one.script.startswith("train.py (")
+
+
+def test_a_copy_elsewhere_is_the_same_script_until_it_is_changed(tmp_path):
+    paths = [tmp_path / name / "train.py" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("pass")
+    one, copy = (Card.of_command([str(path)]) for path in paths)
+    assert one == copy
+    paths[1].write_text("pass\n")
+    assert Card.of_command([str(paths[1])]).script != one.script
+
+
+# ------------------------------------------------------------------------------ interfaces, sockets
+
+
+def test_the_interface_of_loopback_is_loopback():
+    assert ("lo", "127.0.0.1") in interfaces.addresses()
+    assert interfaces.interface_towards("127.0.0.1") == "lo"
+    assert interfaces.interface_towards("localhost") == "lo"
+
+
+def test_an_own_address_is_reached_through_the_interface_that_has_it():
+    for name, found in interfaces.addresses():
+        if found in interfaces.outer_addresses():
+            assert interfaces.interface_towards(found) == name
+
+
+def test_nobody_known_is_outside():
+    outer = interfaces.interface_towards(None)
+    assert outer is None if not interfaces.outer_addresses() else outer != "lo"
+
+
+def test_a_socket_is_reserved_and_taken():
+    with listening.reserve("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        with listening.reserve("127.0.0.1", port):
+            pass  # a script that binds the port itself can
+        with (
+            listening.listen("127.0.0.1", port),
+            pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is in use"),
+        ):
+            listening.reserve("127.0.0.1", port)
+
+
+def test_an_address_of_somebody_else_is_no_place_to_listen():
+    with pytest.raises(RendezvousError, match=r"cannot listen on 198.51.100.1:1 .*rank 0"):
+        listening.reserve("198.51.100.1", 1)
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:70000", "a/b:1", "u@h:1"])
+def test_a_master_is_host_and_port(text):
+    assert address("[::1]:9").host == "::1"
+    assert (address("h:9").host, address("h:9").port) == ("h", 9)
+    with pytest.raises(CommandLineError, match="--master takes HOST:PORT, not"):
+        address(text)
+
+
+# ------------------------------------------------------------------------------------- the assembly
+
+
+def come(place, *members, seconds=5.0):
+    """What each of the members hears: the facts, or the error."""
+    heard = {}
+
+    def one(key, member):
+        try:
+            assembly = meet(place, member, lambda all_: {"ranks": [m.ranks for m in all_]}, seconds)
+            heard[key] = assembly.facts
+            for line in assembly.lines.values():
+                line.close()
+        except (MixedJobError, RendezvousError) as error:
+            heard[key] = str(error)
+
+    threads = [threading.Thread(target=one, args=item) for item in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [heard[key] for key in range(len(members))]
+
+
+@pytest.fixture(params=["address", "file"])
+def place(request, tmp_path):
+    if request.param == "file":
+        return meeting.PrivateFile(str(tmp_path / "note"))
+    return meeting.Address("127.0.0.1", _free_port(), "job")
+
+
+def test_all_hear_what_the_first_decides(place):
+    members = [Member(k, 3, CARD, ranks=10 + k) for k in (2, 0, 1)]
+    assert come(place, *members) == [{"ranks": [10, 11, 12]}] * 3
+
+
+def test_all_hear_why_they_are_not_one_job(place):
+    heard = come(place, Member(0, 2, CARD, 1), Member(1, 2, card(instep="0.9"), 1))
+    assert heard[0] == heard[1]
+    assert heard[0].startswith("two versions of instep in one job")
+
+
+def test_all_hear_who_is_missing_and_who_is_there(place):
+    heard = come(place, Member(0, 3, CARD, 1), Member(1, 3, card(host="i"), 1), seconds=0.5)
+    expected = (
+        "rank 2 of 3 did not come within 0 seconds; those that came: rank 0 on h, rank 1 on i."
+    )
+    assert [text.startswith(expected) for text in heard] == [True, True]
+
+
+def test_the_others_hear_that_the_first_never_came(place):
+    (heard,) = come(place, Member(1, 2, CARD, 1), seconds=0.2)
+    assert heard.startswith("rank 0 of 2 did not come within 0 seconds.")
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (Member(1, 3, card(host="j"), 1), "rank 0 expects 2 ranks, but j came as rank 1 of 3."),
+        (Member(2, 3, card(host="j"), 1), "rank 0 expects 2 ranks, but j came as rank 2 of 3."),
+    ],
+)
+def test_who_counts_differently_is_named(place, second, message):
+    heard = come(place, Member(0, 2, CARD, 1), second)
+    assert [text.startswith(message) for text in heard] == [True, True]
+
+
+def test_who_comes_twice_is_named(place):
+    twice = [Member(1, 3, card(host=name), 1) for name in "ij"]
+    heard = come(place, Member(0, 3, CARD, 1), *twice)
+    assert {text.split(". ")[0] for text in heard} <= {
+        "rank 1 has come twice, from i and from j",
+        "rank 1 has come twice, from j and from i",
+    }
+
+
+def test_a_stranger_is_sent_away():
+    place = meeting.Address("127.0.0.1", _free_port(), "job")
+    heard = []
+    first = threading.Thread(target=lambda: heard.extend(come(place, Member(0, 2, CARD, 1))))
+    first.start()
+    with _connected(place) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    heard += come(place, Member(1, 2, CARD, 1))
+    first.join()
+    assert heard == [{"ranks": [1, 1]}] * 2
+
+
+def _connected(place):
+    while True:
+        try:
+            return socket.create_connection((place.host, place.port))
+        except ConnectionRefusedError:
+            continue
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------ --local_rank
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """Local rank 3 for this test's parsers."""
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
+                        argparse.ArgumentParser.parse_known_args)  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    local_rank.offer(World(3, 4, 3, 4))
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+def test_a_script_gets_its_local_rank_in_the_spelling_that_it_declares(offered, spelling):
+    parser = argparse.ArgumentParser()
+    parser.add_argument(spelling, type=int, default=-1)
+    parser.add_argument("--lr")
+    assert vars(parser.parse_args()) == {"local_rank": 3, "lr": "1"}
+    assert vars(parser.parse_args(["--lr", "2"]))["local_rank"] == -1  # not the command line
+    sys.argv[1:] = [f"{spelling}=1"]
+    assert parser.parse_args().local_rank == 1
+
+
+def test_a_script_that_declares_none_sees_none(offered):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr")
+    assert vars(parser.parse_args()) == {"lr": "1"}
+
+
+def test_a_command_of_the_script_does_not_get_it_twice(offered):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    inner = parser.add_subparsers().add_parser("fit")
+    inner.add_argument("--lr")
+    sys.argv[1:] = ["fit", "--lr", "1"]
+    assert vars(parser.parse_args()) == {"local_rank": 3, "lr": "1"}

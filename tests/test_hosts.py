@@ -1,0 +1,231 @@
+"""Several hosts: network namespaces, in which no name resolves and loopback leads nowhere."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import components
+import networks
+import trained
+from pool import run
+from test_same_under import assert_same, environment
+
+pytestmark = [pytest.mark.launch, components.needs("network namespaces")]
+
+TESTS = Path(__file__).parent
+PYTHON = [sys.executable]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    why = networks.missing()
+    if why is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+    with networks.TwoHosts() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    import torch
+
+    (learned,) = run(1, trained.train)
+    return torch.tensor(learned)
+
+
+def start(hosts, folder, command, **more):
+    """`command(host)` on both; (code, output, errors) of each."""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    hosts.on(host, *command(host)), env=environment(folder, **more), cwd=folder,
+                    text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )
+            )
+            for host in range(2)
+        ]  # fmt: skip
+        for process in processes:
+            stack.callback(process.kill)
+        ends = [(*process.communicate(timeout=50), process.returncode) for process in processes]
+    assert not list((folder / "tmp").glob("instep-*"))
+    return [(code, out, err) for out, err, code in ends]
+
+
+def by_hand(hosts, host, *program, ranks=2, port=29471):
+    master = f"{hosts.addresses[0]}:{port}"
+    told = ["--nnodes", 2, "--node-rank", host, "--master", master]
+    return [*PYTHON, "-m", "instep", "run", "--plain", "-n", ranks, *told, *program]
+
+
+def by_file(folder, host, *program):
+    told = ["--nnodes", 2, "--node-rank", host, "--dist-file", folder / "meet"]
+    return [*PYTHON, "-m", "instep", "run", "-n", 2, *told, *program]
+
+
+def by_torchrun(hosts, host, *program):
+    told = ["--nnodes", 2, "--node-rank", host, "--master-addr", hosts.addresses[0]]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", 29472]
+    return [*PYTHON, *torchrun, *told, *program]
+
+
+def two_by_two(hosts, folder, oracle, command, source):
+    ends = start(hosts, folder, lambda host: command(host, TESTS / "trained.py", folder))
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    found = assert_same(folder, 4, oracle, source, beyond=hosts.addresses)
+    assert [report["world"][2:] for report in found] == [[0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1]]
+
+
+def test_instep_run(hosts, tmp_path, oracle):
+    two_by_two(hosts, tmp_path, oracle, lambda *c: by_hand(hosts, *c), "instep run")
+
+
+def test_instep_run_by_a_shared_file(hosts, tmp_path, oracle):
+    two_by_two(hosts, tmp_path, oracle, lambda *c: by_file(tmp_path, *c), "instep run")
+    assert not (tmp_path / "meet").exists()
+
+
+def test_torchrun(hosts, tmp_path, oracle):
+    two_by_two(hosts, tmp_path, oracle, lambda *c: by_torchrun(hosts, *c), "torchrun")
+
+
+def test_ranks_of_mpirun_meet_in_the_file_that_the_user_names(hosts, tmp_path, oracle):
+    """Open MPI's variables of a job on two hosts; mpirun itself would want to log in there."""
+    script = [*PYTHON, TESTS / "trained.py", tmp_path]
+    told = [
+        "OMPI_COMM_WORLD_SIZE=2",
+        "OMPI_COMM_WORLD_LOCAL_RANK=0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE=1",
+    ]
+    ends = start(
+        hosts, tmp_path, lambda host: ["env", *told, f"OMPI_COMM_WORLD_RANK={host}", *script],
+        INSTEP_DIST_FILE=str(tmp_path / "meet"),
+    )  # fmt: skip
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert_same(tmp_path, 2, oracle, "mpirun of Open MPI", beyond=hosts.addresses)
+    assert not (tmp_path / "meet").exists()
+
+
+FAILS = """
+import os, signal, sys
+rank = int(os.environ["RANK"])
+if rank == 2:
+    raise ValueError("boo")
+while True:
+    signal.pause()
+"""
+
+
+def test_a_failure_on_one_host_ends_the_job_on_all(hosts, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "fails.py"))
+    for code, _, err in ends:
+        assert code == 1
+        assert err.startswith(
+            "instep: rank 2 of 4 failed (exit code 1); ranks 0, 1, 3 were stopped"
+        )
+        assert err.endswith("ValueError: boo\n")
+
+
+LOST = """
+import os, signal
+if os.environ["GROUP_RANK"] == "1" and os.environ["LOCAL_RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_host_whose_supervisor_dies_is_lost(hosts, tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    (code, _, err), (other, _, _) = start(
+        hosts, tmp_path, lambda host: by_hand(hosts, host, "lost.py")
+    )
+    assert (code, other) == (1, -9)
+    assert "rank 2 of 4 was lost with its host h1" in err
+
+
+CUT = """
+import os, signal, sys
+with open(sys.argv[1], "w") as there:
+    there.write(".")
+while True:
+    signal.pause()
+"""
+
+
+def test_hosts_that_lose_each_other_end_their_ranks(tmp_path):
+    (tmp_path / "cut.py").write_text(CUT)
+    os.mkfifo(tmp_path / "there")
+    there = os.open(tmp_path / "there", os.O_RDWR)
+    with networks.TwoHosts() as hosts:
+
+        def pull_the_cable():
+            arrived = 0
+            while arrived < 4:
+                arrived += len(os.read(there, 4))
+            hosts.cut()
+
+        puller = threading.Thread(target=pull_the_cable)
+        puller.start()
+        ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "cut.py", "there"))
+        puller.join()
+    os.close(there)
+    for host, (code, _, err) in enumerate(ends):
+        assert code == 1
+        assert f"rank {2 - 2 * host} of 4 was lost with its host h{1 - host}" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arguments": ["--lr", "2"]}, "the hosts were started with different arguments: "
+         "--lr 1 on host 0; --lr 2 on host 1"),
+        ({"script": "other.py"}, "the hosts run different scripts: "),
+        ({"version": "0.0.9"}, "two versions of instep in one job: "),
+    ],
+)  # fmt: skip
+def test_what_is_not_one_job_is_refused_on_every_host(hosts, tmp_path, change, message):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "other.py").write_text("1")
+    package = _another_version(tmp_path, change.get("version"))
+
+    def command(host):
+        changed = change if host == 1 else {}
+        program = [changed.get("script", "train.py"), *changed.get("arguments", ["--lr", "1"])]
+        path = package if "version" in changed else os.environ.get("PYTHONPATH", "")
+        return ["env", f"PYTHONPATH={path}", *by_hand(hosts, host, *program)]
+
+    for code, _, err in start(hosts, tmp_path, command):
+        assert code == 2
+        assert err.startswith(f"instep: {message}")
+
+
+def _another_version(folder, version):
+    """A copy of the package that says so of itself."""
+    import shutil
+
+    import instep
+
+    if version is None:
+        return None
+    copy = shutil.copytree(Path(instep.__file__).parent, folder / "old" / "instep")
+    text = (copy / "version.py").read_text()
+    (copy / "version.py").write_text(text.replace(instep.__version__, version))
+    return copy.parent
+
+
+def test_a_host_that_never_comes_is_named_and_so_are_those_that_did(hosts, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    ran = subprocess.run(
+        hosts.on(0, *by_hand(hosts, 0, "train.py")),
+        env=environment(tmp_path, INSTEP_TIMEOUT="1"), cwd=tmp_path, text=True,
+        capture_output=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert "host 1 of 2 did not come within 1 seconds; those that came: host 0 on h0." in ran.stderr
