@@ -34,6 +34,11 @@ prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
 rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
 
+LOAD = """\
+what each rank loads of every batch of an unedited script.
+own (the default): its rows; what is random in a sample does not depend on who loads it.
+whole: everything, with the random numbers of plain Python"""
+
 WITH_VALUE = ("-n", "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
 
@@ -44,8 +49,9 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes of this host",
         description=RUN,
-        usage="instep run -n N [--plain] [--output prefix|rank0|DIR] [--nnodes M --node-rank K "
-        "(--master HOST:PORT | --dist-file FILE)] (script.py | -m module) [args ...]",
+        usage="instep run -n N [--plain] [--load own|whole] [--output prefix|rank0|DIR] "
+        "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
+        "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
@@ -54,6 +60,7 @@ def add_command(commands: Any) -> None:
         "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks on this host"
     )
     parser.add_argument("--plain", action="store_true", help="divide nothing of the script")
+    parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
     parser.add_argument(
         "--nnodes", type=int, metavar="M", help="how many hosts; 1 also inside srun or mpirun"
@@ -69,11 +76,16 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises LaunchError."""
-    job = Job(asked.n, tuple(program), asked.output, asked.plain, _hosts(asked))
-    result = supervisor.run(job, started=lambda: _mention_findings(job))
-    sys.stderr.write(result.report)
-    sys.stderr.flush()
-    return result.code
+    load = {knobs.LOAD.name: asked.load} if asked.load else {}
+    job = Job(
+        asked.n,
+        tuple(program),
+        asked.output,
+        asked.plain,
+        variables=lambda rank: load,
+        hosts=_hosts(asked),
+    )
+    return supervisor.run(job, started=lambda: _mention_findings(job)).told()
 
 
 def _hosts(asked: argparse.Namespace) -> Hosts:

@@ -109,7 +109,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     )
     if asked.verbose:
         print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)
-    return supervisor.run(job, started=lambda: None)
+    return supervisor.run(job, started=lambda: None).told()
 
 
 def _place(rank: int, size: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,12 @@ class Result:
     """What to say of it on this host."""
     asked: signal.Signals | None = None
     """The signal that asked this process, or that of another host, to end."""
+
+    def told(self) -> int:
+        """The code, once what is to be said was printed."""
+        sys.stderr.write(self.report)
+        sys.stderr.flush()
+        return self.code
 
 
 def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> Result:
