@@ -156,6 +156,10 @@ class Reducer:
             if grad is not None:
                 grad.div_(self.transport.size)
 
+    def holds_part_of(self, parameter: Tensor) -> bool:
+        """Whether `.grad` is this rank's part of a sum that is still to come."""
+        return any(self._parameters[index] is parameter for index in self._partial)
+
     def _launch_full(self) -> None:
         """Start the buckets that are full, in their order: the same on all ranks."""
         while self._launched < len(self._cargoes) and self._cargoes[self._launched].full:

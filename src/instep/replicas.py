@@ -100,6 +100,11 @@ def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = 
     return model
 
 
+def replicated(model: nn.Module) -> bool:
+    """Whether `model` or a part of it is kept in step."""
+    return any(module in _owner_of for module in model.modules())
+
+
 def _adopt(model: nn.Module, replica: Replica) -> None:
     """Bring what is new in `model` in step: all of it, or what was added later. Collective."""
     tensors = {
