@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     """Which of the job's processes this is, from 0."""
     world_size: int
     """How many processes the job has."""
+    in_mpi: bool
+    """Whether the job has several processes (Jittor's name; any launcher will do)."""
     local_rank: int
     """Which of the processes on this host, from 0."""
 
@@ -68,7 +70,12 @@ _HOMES = {
     "single_process_scope": "scopes",
     "weight": "gradients",
 }
-_OF_THE_WORLD = {"rank": "rank", "world_size": "size", "local_rank": "local_rank"}
+_OF_THE_WORLD = {
+    "in_mpi": "parallel",
+    "local_rank": "local_rank",
+    "rank": "rank",
+    "world_size": "size",
+}
 
 __all__ = [
     "Accuracy",
@@ -86,6 +93,7 @@ __all__ = [
     "gather",
     "gather_object",
     "group",
+    "in_mpi",
     "init",
     "local_rank",
     "no_sync",

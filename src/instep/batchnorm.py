@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.calls import current_block
 from instep.collectives import all_reduce
 from instep.errors import TrainingError
-from instep.transport import Transport, applied, transport
+from instep.transport import Transport, applied, through, transport
 
 _LONG = 16  # elements of a channel that lie side by side
 
@@ -106,8 +106,9 @@ def _differentiable_backward(
     """The same gradients as a graph: the layer once more, written in differentiable steps."""
     candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
     inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
-    output = _composite(x, weight, bias, ctx.eps, ctx.ghost)
-    found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
+    with through(ctx.transport):
+        output = _composite(x, weight, bias, ctx.eps, ctx.ghost)
+        found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
     return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
 
 

@@ -45,6 +45,11 @@ class World:
             )
 
     @property
+    def parallel(self) -> bool:
+        """Whether the job has several processes."""
+        return self.size > 1
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks run on one machine."""
         return self.local_size == self.size

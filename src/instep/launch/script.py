@@ -12,14 +12,17 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 
+from instep.compat import finder
+
 
 def run(command: Sequence[str]) -> None:
     """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
 
     Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's
     names), sys.argv and the first entry of sys.path, and leaves them: the program's threads and
-    exit handlers still need them.
+    exit handlers still need them. The libraries of `compat.finder` can be imported.
     """
+    finder.install()
     if command[0] == "-m":
         _run_module(*command[1:])
     else:

@@ -84,3 +84,16 @@ class PrecisionError(TrainingError, RuntimeError):
             f"loss {loss_id!r} does not exist: {losses} announced, counted from 0. "
             "Say how many there are when the precision is set (num_losses)."
         )
+
+    @classmethod
+    def not_initialized(cls) -> PrecisionError:
+        """A loss is scaled, or scales are loaded, before anything."""
+        return cls("amp.initialize(model, optimizer, opt_level=...) must come before this.")
+
+    @classmethod
+    def unknown_keys(cls, keys: Iterable[str]) -> PrecisionError:
+        """A state that is not amp's."""
+        return cls(
+            f"this state holds {', '.join(keys)}, which no loss scale is called. "
+            "Load what amp.state_dict() returned."
+        )

@@ -54,17 +54,9 @@ class Steps:
                 group["params"] = [self._stepped(p) for p in group["params"]]
         if optimizer.state:  # of an earlier life: in the dtype of what is stepped now
             optimizer.load_state_dict(optimizer.state_dict())
-        self._originals = {
-            name: getattr(optimizer, name) for name in ("step", "zero_grad", "add_param_group")
-        }
-        for name, ours in (
-            ("step", _step),
-            ("zero_grad", _zero_grad),
-            ("add_param_group", _add_param_group),
-        ):
-            setattr(
-                optimizer, name, MethodType(_named_like(ours, self._originals[name]), optimizer)
-            )
+        self._originals = {name: getattr(optimizer, name) for name in _OURS}
+        for name, original in self._originals.items():
+            setattr(optimizer, name, MethodType(_marked_like(original, _OURS[name]), optimizer))
         _steps_of[optimizer] = self
 
     @property

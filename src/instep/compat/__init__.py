@@ -1,0 +1,1 @@
+"""Other libraries' names, answered by instep: scripts written for them run unedited."""

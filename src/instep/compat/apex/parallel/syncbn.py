@@ -1,0 +1,123 @@
+"""Batch normalisation over the rows of several ranks, on any device."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm, relu
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from instep import batchnorm, rendezvous
+from instep.groups import Group, group
+from instep.transport import through, transport
+
+Ranks = Group | dist.ProcessGroup | None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks' rows.
+
+    Rows are counted: ranks may hold different numbers of them, or none (as a ghost).
+
+    Args:
+        process_group: the ranks that share statistics, of `create_syncbn_process_group` or of
+            torch; all by default.
+        channel_last: whether the channels are the last dimension of the input.
+        fuse_relu: apply a ReLU at the end.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Ranks = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
+        self.channel_last = channel_last
+        self.fuse_relu = fuse_relu
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's)
+        """Normalise `input`; `z` is added before the ReLU."""
+        last = self.channel_last and input.dim() > 2
+        output = self._normalised(input.movedim(-1, 1) if last else input)
+        if last:
+            output = output.movedim(1, -1)
+        if z is not None:
+            output = output + z
+        return relu(output) if self.fuse_relu else output
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        training = self.training or self.running_mean is None
+        mean, var = self.running_mean, self.running_var
+        if not training:
+            return batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        if not self.training:
+            mean = var = None
+        with through(transport(_as_group(self.process_group))):
+            return batchnorm.batch_norm(
+                x, mean, var, self.weight, self.bias, True, momentum, self.eps
+            )
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's)
+        """Any number of dimensions from 2 up."""
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Ranks = None, channel_last: bool = False
+) -> nn.Module:
+    """`module` with every batch normalisation exchanged for a SyncBatchNorm of the same state.
+
+    Parameters and buffers stay the objects that they were, so the optimizer may exist already.
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        synced = SyncBatchNorm(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            process_group,
+            channel_last,
+        )
+        synced.train(module.training)
+        synced._parameters.update(module._parameters)
+        synced._buffers.update(module._buffers)
+        return synced
+    for name, child in module.named_children():
+        setattr(module, name, convert_syncbn_model(child, process_group, channel_last))
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> Group | None:
+    """The ranks that share batch statistics with this one, `group_size` of them in a row.
+
+    0 means all ranks (None is returned). Collective. Raises ValueError unless `group_size` divides
+    the number of ranks.
+    """
+    if group_size == 0:
+        return None
+    world = rendezvous.init()
+    if group_size < 0 or world.size % group_size:
+        raise ValueError(
+            f"groups of {group_size} do not divide {world.size} ranks; choose a divisor, or 0."
+        )
+    starts = range(0, world.size, group_size)
+    groups = [group(range(start, start + group_size)) for start in starts]
+    return groups[world.rank // group_size]
+
+
+def _as_group(ranks: Ranks) -> Group | None:
+    if isinstance(ranks, dist.ProcessGroup):
+        return Group(tuple(dist.get_process_group_ranks(ranks)), ranks)
+    return ranks

@@ -1,0 +1,79 @@
+"""`from jittor import mpi`: who this process is, and numpy arrays between ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from instep import collectives, rendezvous
+from instep.compat.jittor import ops
+from instep.transport import place_of, transport
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+__all__ = [
+    "broadcast",
+    "get_state",
+    "local_rank",
+    "mpi_barrier",
+    "ops",
+    "var_all_reduce",
+    "var_broadcast",
+    "var_reduce",
+    "world_rank",
+    "world_size",
+]
+
+
+def world_size() -> int:
+    """How many processes there are; 1 inside a single_process_scope."""
+    return rendezvous.current().size
+
+
+def world_rank() -> int:
+    """Which of them this is; 0 inside a single_process_scope."""
+    return rendezvous.current().rank
+
+
+def local_rank() -> int:
+    """Which of the processes on this host."""
+    return rendezvous.current().local_rank
+
+
+def get_state() -> bool:
+    """Whether ranks talk: not inside a single_process_scope."""
+    return not rendezvous.alone()
+
+
+def broadcast(array: ndarray, root: int = 0) -> None:
+    """Overwrite a numpy array, of any dtype and layout, with root's. Collective.
+
+    Raises ValueError for a root that does not exist.
+    """
+    array[...] = transport().broadcast_object(array, place_of(root, "root", None))
+
+
+def var_broadcast(x: Tensor, root: int = 0) -> Tensor:
+    """Root's tensor, without a gradient. Collective."""
+    with torch.no_grad():
+        return ops.mpi_broadcast(x, root)
+
+
+def var_reduce(x: Tensor, root: int = 0) -> Tensor:
+    """The sum at root, zeros elsewhere, without a gradient. Collective."""
+    with torch.no_grad():
+        return ops.mpi_reduce(x, "add", root)
+
+
+def var_all_reduce(x: Tensor) -> Tensor:
+    """The sum, without a gradient. Collective."""
+    with torch.no_grad():
+        return ops.mpi_all_reduce(x, "add")
+
+
+def mpi_barrier() -> None:
+    """Return when every rank has come here."""
+    collectives.barrier()
