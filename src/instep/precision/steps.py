@@ -98,8 +98,14 @@ class Steps:
         return found
 
     def skip_next(self, why: str) -> None:
-        """Let the next step pass over."""
+        """Let the next step pass over.
+
+        Its gradients become zeros, so that another loss's are judged by themselves.
+        """
         self._skip = why
+        for grad in (p.grad for group in self._optimizer.param_groups for p in group["params"]):
+            if grad is not None:
+                grad.detach().zero_()
 
     def _plain(self) -> Iterator[Tensor]:
         """The parameters that have no copy."""

@@ -88,4 +88,4 @@ def add_methods() -> None:
     `mpi_param_broadcast`, as methods. Changes torch's classes, for the whole process."""
     for function in (mpi_all_reduce, mpi_reduce, mpi_broadcast):
         setattr(torch.Tensor, function.__name__, function)
-    nn.Module.mpi_param_broadcast = mpi_param_broadcast  # type: ignore[assignment]
+    setattr(nn.Module, mpi_param_broadcast.__name__, mpi_param_broadcast)
