@@ -421,7 +421,7 @@ def test_mistakes_are_named():
         prepare(small_model().half(), level="O2")
     with pytest.raises(PrecisionError, match=r"parameter 0.weight is torch.float64"):
         prepare(small_model().double(), level="O1")
-    with pytest.raises(PrecisionError, match="already in DataParallel.*Set the precision first"):
+    with pytest.raises(PrecisionError, match=r"already in DataParallel.*Set the precision first"):
         prepare(nn.DataParallel(small_model()), level="O1")
     with pytest.raises(PrecisionError, match="already replicated"):
         prepare(instep.replicate(small_model()), level="O1")
@@ -444,7 +444,7 @@ def test_mistakes_are_named():
         pass
     with amp.scale(model(torch.randn(2, 4)).sum(), delay_unscale=True) as scaled:
         scaled.backward()
-    with pytest.raises(PrecisionError, match="still scaled.*delay_unscale=True"):
+    with pytest.raises(PrecisionError, match=r"still scaled.*delay_unscale=True"):
         optimizer.step()
 
 
