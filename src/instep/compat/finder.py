@@ -15,6 +15,7 @@ from types import ModuleType
 
 HOMES = {
     "apex": "instep.compat.apex",
+    "horovod.torch": "instep.compat.horovod",
 }
 """Which package or module of ours answers for which name, its parts included; the packages above
 are empty."""

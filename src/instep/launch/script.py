@@ -20,7 +20,8 @@ def run(command: Sequence[str]) -> None:
 
     Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's
     names), sys.argv and the first entry of sys.path, and leaves them: the program's threads and
-    exit handlers still need them. The libraries of `compat.finder` can be imported.
+    exit handlers still need them. Names of other libraries that are not installed are found in
+    `instep.compat`.
     """
     finder.install()
     if command[0] == "-m":
