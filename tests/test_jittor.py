@@ -162,9 +162,7 @@ def test_parameters_and_not_buffers_become_roots():
 @ranks(1, 2, 3)
 def test_an_optimizer_fits_on_split_data():
     torch.manual_seed(0)
-    model = instep.replicate(
-        nn.Sequential(nn.Linear(1, 10), nn.ReLU(), nn.Linear(10, 1)), dropout="rank"
-    )
+    model = instep.replicate(nn.Sequential(nn.Linear(1, 10), nn.ReLU(), nn.Linear(10, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     x = torch.rand(100, 50, 1, generator=torch.Generator().manual_seed(3))
     for batch in x:
