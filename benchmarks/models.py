@@ -1,4 +1,4 @@
-"""The two models that every step benchmark trains."""
+"""The models that benchmarks train."""
 
 from __future__ import annotations
 
@@ -56,6 +56,51 @@ def resnet18(classes: int = 1000) -> nn.Module:
         nn.Flatten(),
         nn.Linear(512, classes),
     )
+
+
+def resnet50(classes: int = 1000) -> nn.Module:
+    """He et al. 2016; 25,557,032 parameters at 1000 classes."""
+    stages, before = [], 64
+    for k, depth in enumerate([3, 4, 6, 3]):
+        for i in range(depth):
+            stages.append(Bottleneck(before, 64 * 2**k, 2 if k and not i else 1))
+            before = 256 * 2**k
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        *stages,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2048, classes),
+    )
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the stride is the 3x3's."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(before, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, after, 1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+            if stride != 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
 
 
 class Block(nn.Module):

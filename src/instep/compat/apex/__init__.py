@@ -1,9 +1,24 @@
 """NVIDIA Apex's `amp` and `parallel`, which Apex itself removed in 2025.
 
-from instep.compat.apex import amp
-from instep.compat.apex.parallel import DistributedDataParallel
+    from instep.compat.apex import amp
+    from instep.compat.apex.parallel import DistributedDataParallel
+
+Under `instep run`, and where no Apex is installed, `from apex import amp` is the same.
 """
 
-from instep.compat.apex import amp, parallel
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from instep.compat.apex import amp, parallel
 
 __all__ = ["amp", "parallel"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
