@@ -436,3 +436,23 @@ def test_accumulation_by_delay_unscale_is_the_averaged_sum():
             masters = amp.master_params(optimizer)
             for ours, theirs in zip(masters, reference.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=2e-3)
+
+
+@ranks(2, 3)
+def test_pytorchs_ddp_after_amp_keeps_masters_in_step():
+    """It broadcasts into the half-precision parameters, which the masters must follow."""
+    with fresh_amp():
+        for opt_level in ("O1", "O2"):
+            model = small_model(seed=instep.rank)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=opt_level, max_loss_scale=256.0, verbosity=0
+            )
+            model = nn.parallel.DistributedDataParallel(model)
+            x = torch.randn(instep.world_size, 5, 4, generator=torch.Generator().manual_seed(0))
+            for k in range(3):
+                overflows = k == 1 and instep.rank == 1
+                step(model, optimizer, x[instep.rank], float("inf") if overflows else 1.0)
+            for master in amp.master_params(optimizer):
+                assert torch.equal(master, instep.broadcast(master))
+            assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 1}}

@@ -626,3 +626,40 @@ def test_master_gradients_accumulate_without_messages():
     for grads in run(3, masters_after_accumulation):
         for ours, theirs in zip(grads, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=2e-3)
+
+
+# ----------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and there is none here")
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_on_a_gpu_levels_compute_in_half_precision_and_learn(level, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 3),
+    ).cuda()
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    amp = prepare(model, optimizer, level, dtype=dtype)
+    x = torch.randn(48, 1, 8, 8, device="cuda")
+    y = x.mean((1, 2, 3)).mul(20).clamp(-1, 1).add(1).round().long()
+    losses = []
+    for k in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        losses.append(loss.item())
+        factor = float("inf") if k == 5 and amp.scalers[0].dynamic else 1.0
+        with amp.scale(loss * factor) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert set(seen) == {dtype}
+    assert losses[-1] < losses[0] / 2
+    if amp.scalers[0].dynamic:  # nothing was learnt from the step with the inf
+        assert losses[6] == pytest.approx(losses[5], rel=1e-3)
+    assert all(p.is_cuda for group in optimizer.param_groups for p in group["params"])
