@@ -1,9 +1,11 @@
 """Levels, master weights and loss scales; ranks agree on a skipped step."""
 
 import copy
+import gc
 import pickle
 import runpy
 import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -268,6 +270,17 @@ def test_master_weights_follow_what_others_write_and_keep_their_own_digits():
     optimizer.step()
     assert master[0, 1] == 0.5
     assert torch.equal(master[0, [0, 2]], digits[0, [0, 2]])
+
+
+def test_nothing_outlives_the_model_and_the_optimizer():
+    model = small_model()
+    optimizer = sgd(model)
+    amp = prepare(model, optimizer, "O2", loss_scale=8.0)
+    train(model, optimizer, amp, torch.randn(1, 8, 4))
+    watched = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]
+    del model, optimizer, amp
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 3
 
 
 # --------------------------------------------------------------------------- losses and steps

@@ -34,7 +34,8 @@ InstepError
     ├── ReplicatedTwiceError
     ├── ShardedTwiceError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
-    └── MixedBatchesError         two batches of different weights in one backward
+    ├── MixedBatchesError         two batches of different weights in one backward
+    └── PrecisionError            (RuntimeError) mixed precision; see instep.precision.errors
 
 InstepWarning (UserWarning)       what instep cannot keep the same
 

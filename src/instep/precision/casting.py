@@ -53,7 +53,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(dtype) if value.is_floating_point() else value
-        own = hasattr(value, "to") and not isinstance(value, nn.Module)
+        own = hasattr(value, "to") and not isinstance(value, nn.Module | type)
         return value.to(dtype) if own else value
 
     return tree_map(one, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,13 @@ from instep.reducer import reducer_of
 from instep.transport import transport
 
 _master_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Weak references to masters, by their parameters; optimizers hold the masters."""
+
+
+def master_of(parameter: Tensor) -> Master | None:
+    """The master of a parameter, while its optimizer lives."""
+    reference = _master_of.get(parameter)
+    return None if reference is None else reference()
 
 
 class Master:
@@ -22,7 +30,7 @@ class Master:
         self.parameter = parameter
         self.copy = parameter.detach().to(torch.float32).requires_grad_()
         self._version = parameter._version
-        _master_of[parameter] = self
+        _master_of[parameter] = ref(self)
 
     def follow(self) -> None:
         """Take over what somebody else wrote into the parameter: a broadcast, a checkpoint.
@@ -88,7 +96,7 @@ def _to_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         key = prefix + name
         if key not in state or tensor is None or tensor.dtype not in HALVES:
             continue
-        master = _master_of.get(tensor)
+        master = master_of(tensor)
         if master is None:
             state[key] = tensor.detach().to(torch.float32)
         else:
@@ -99,7 +107,7 @@ def _to_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 def _from_float32(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     for name, tensor in _own(module).items():
         given = state.get(prefix + name)
-        master = None if tensor is None else _master_of.get(tensor)
+        master = None if tensor is None else master_of(tensor)
         if master is not None and isinstance(given, Tensor) and given.shape == tensor.shape:
             with torch.no_grad():
                 master.copy.copy_(given)

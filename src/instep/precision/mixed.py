@@ -76,10 +76,8 @@ def prepare(
     for model in models:
         _cast(model, options, cast_model_outputs)
         _prepared.add(model)
-    parameters = [p for model in models for p in model.parameters()]
-    kinds = sorted({p.device.type for p in parameters} or {"cpu"})
     if options.patch_torch_functions:
-        cast_functions(dtype, kinds)
+        cast_functions(dtype, _kinds_of_device(models))
     else:
         leave_functions()
     for optimizer in optimizers:
@@ -168,6 +166,12 @@ class Mixed:
         if optimizers is None:
             return self._optimizers
         return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+
+
+def _kinds_of_device(models: list[nn.Module]) -> list[str]:
+    """Where the models are, or will be once they are moved."""
+    kinds = {p.device.type for model in models for p in model.parameters()}
+    return sorted(kinds | ({"cuda"} if torch.cuda.is_available() else set()))
 
 
 def _device_of(steps: list[Steps], loss: Tensor) -> torch.device:

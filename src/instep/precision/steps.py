@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,20 +17,20 @@ from instep.precision.scaling import unscale
 
 Tell = Callable[[str], None]
 
-_steps_of: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
+_NOTE = "_instep_steps"
 
 
 def steps_of(optimizer: object) -> Steps:
     """What is known about an optimizer. Raises PrecisionError where nothing is."""
-    try:
-        return _steps_of[optimizer]
-    except (KeyError, TypeError):
-        raise PrecisionError.not_prepared() from None
+    if not prepared(optimizer):
+        raise PrecisionError.not_prepared()
+    steps: Steps = getattr(optimizer, _NOTE)
+    return steps
 
 
 def prepared(optimizer: object) -> bool:
     """Whether an optimizer's precision is set."""
-    return optimizer in _steps_of
+    return hasattr(optimizer, _NOTE)
 
 
 class Steps:
@@ -52,12 +51,13 @@ class Steps:
         if options.master_weights:
             for group in optimizer.param_groups:
                 group["params"] = [self._stepped(p) for p in group["params"]]
-        if optimizer.state:  # of an earlier life: in the dtype of what is stepped now
+        if optimizer.state and options.cast_model_type is not None:
+            # Of an earlier life: in the dtype of what is stepped now.
             optimizer.load_state_dict(optimizer.state_dict())
         self._originals = {name: getattr(optimizer, name) for name in _OURS}
         for name, original in self._originals.items():
             setattr(optimizer, name, MethodType(_marked_like(original, _OURS[name]), optimizer))
-        _steps_of[optimizer] = self
+        setattr(optimizer, _NOTE, self)
 
     @property
     def device(self) -> torch.device:

@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 def mpi_param_broadcast(module: nn.Module, root: int = 0) -> None:
     """Overwrite the parameters of `module` (not its buffers) with root's. Collective."""
-    broadcast_all([parameter.data for parameter in module.parameters()], root)
+    broadcast_all(list(module.parameters()), root)
 
 
 def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:
