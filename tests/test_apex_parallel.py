@@ -261,6 +261,25 @@ def test_groups_of_ranks_have_statistics_of_their_own():
     torch.testing.assert_close(alone(x[instep.rank]), nn.BatchNorm1d(3)(x[instep.rank]))
 
 
+def penalty(layer, x):
+    """The gradient of a penalty on a gradient, of which each rank gets its rows."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return x.grad
+
+
+@ranks(2, 4)
+def test_second_derivatives_are_those_of_the_group_too():
+    place = instep.rank // 2
+    layer = SyncBatchNorm(3, process_group=create_syncbn_process_group(2)).double()
+    x = torch.randn(instep.world_size, 4, 3, generator=torch.Generator().manual_seed(0)).double()
+    expected = penalty(nn.BatchNorm1d(3).double(), x[2 * place : 2 * place + 2].reshape(8, 3))
+    torch.testing.assert_close(
+        penalty(layer, x[instep.rank]), expected[(instep.rank % 2) * 4 :][:4]
+    )
+
+
 @ranks(1, 2)
 def test_conversion_keeps_state_mode_and_the_optimizers_parameters():
     model = nn.Sequential(
