@@ -50,6 +50,34 @@ TRAINING = """\
 """
 
 
+ONE_PROCESS = """\
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader, TensorDataset
+    from apex import amp
+
+    def train(opt_level):
+        torch.manual_seed(0)
+        x = torch.randn(48, 6)
+        data = TensorDataset(x, (x.sum(1) > 0).long())
+        model = nn.Sequential(
+            nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level)
+        for epoch in range(4):
+            for images, target in DataLoader(data, 8, shuffle=True):
+                loss = cross_entropy(model(images), target)
+                optimizer.zero_grad()
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+        return [loss.item(), *(p.double().norm().item() for p in model.parameters())]
+
+    tell(rank, [train(opt_level) for opt_level in ("O0", "O1", "O2")])
+"""
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path)
@@ -68,6 +96,18 @@ def test_the_script_of_the_article_runs_as_it_is(launch: Launch) -> None:
     assert dtype == "torch.float16"
     assert last < first / 2
     assert other[-1] == parameters
+
+
+def test_a_script_for_one_process_has_its_numbers_on_two(launch: Launch) -> None:
+    script = launch.script(ONE_PROCESS)
+    assert launch.run("-n", 1, script).returncode == 0
+    ((_, expected),) = launch.events(1)
+    done = launch.run("-n", 2, script)
+    assert done.returncode == 0, done.stderr
+    assert "runs this script as it is" not in done.stderr
+    for _, seen in launch.events(2):
+        for ours, theirs, rounding in zip(seen, expected, (1e-5, 3e-2, 3e-2), strict=True):
+            assert ours == pytest.approx(theirs, rel=rounding)
 
 
 def test_an_installed_apex_comes_first(launch: Launch) -> None:

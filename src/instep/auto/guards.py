@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from instep.auto import hiding
@@ -93,5 +94,11 @@ def place(original: Function, group: Any = None) -> Any:
 
 def _is_ours(above: int) -> bool:
     """Whether the caller of a patched function is instep or torch.distributed itself."""
-    name = str(sys._getframe(above + 1).f_globals.get("__name__", ""))
-    return f"{name}.".startswith(("instep.", "torch.distributed."))
+    frame: FrameType | None = sys._getframe(above + 1)
+    while frame is not None and _name(frame).startswith("importlib."):
+        frame = frame.f_back
+    return frame is not None and _name(frame).startswith(("instep.", "torch.distributed."))
+
+
+def _name(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."

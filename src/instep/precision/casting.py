@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,21 +27,30 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) ->
 def cast_at_the_door(model: nn.Module, inside: torch.dtype | None, outside: torch.dtype) -> None:
     """Cast what floats among a model's inputs to `inside`, and among its outputs to `outside`."""
     if inside is not None:
-        model.register_forward_pre_hook(partial(_cast_inputs, inside), with_kwargs=True)
-    model.register_forward_hook(partial(_cast_outputs, outside))
+        model.register_forward_pre_hook(_Entrance(inside), with_kwargs=True)
+    model.register_forward_hook(_Exit(outside))
 
 
-# Hooks are module-level functions, so that a model that carries them can be pickled.
+@dataclass(frozen=True)
+class _Entrance:
+    """A forward pre-hook that can be pickled with its model."""
+
+    dtype: torch.dtype
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return cast(args, self.dtype), cast(kwargs, self.dtype)
 
 
-def _cast_inputs(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return cast(args, dtype), cast(kwargs, dtype)
+@dataclass(frozen=True)
+class _Exit:
+    """A forward hook that can be pickled with its model."""
 
+    dtype: torch.dtype
 
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, output: object) -> object:
-    return cast(output, dtype)
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        return cast(output, self.dtype)
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
