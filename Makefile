@@ -8,6 +8,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready lint
+	scripts/components
 	$(BIN)/python -m pytest -m "not nightly"
 
 nightly: .venv/ready

@@ -1,9 +1,46 @@
 """What holds for the whole test run."""
 
+from __future__ import annotations
+
 import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+import components
+import slurm
 
 
 def pytest_configure() -> None:
     """A shell tells what it runs in the background to ignore SIGINT; the children must not."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs a launcher which is not here is not run."""
+    for mark in item.iter_markers("needs"):
+        components.require(mark.args)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not tested."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section("not tested here")
+        for reason, count in reasons.items():
+            terminalreporter.line(f"{reason}: {count} test{'s' * (count != 1)}")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    """A Slurm of two nodes, started for the first test that asks and stopped after the last."""
+    running = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()

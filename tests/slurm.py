@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +11,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
+from components import PATH
+
 FIRST = "127.0.0.1"
 """The first node's name resolves, as names on a cluster do; it is where the ranks meet."""
-PATH = os.environ["PATH"] + ":/usr/sbin"
 CONFIGURATION = """\
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
@@ -47,14 +46,6 @@ NodeName={first} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def missing() -> str | None:
-    """Why there can be no Slurm here, if so."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
-    if absent:
-        return f"Slurm is not installed ({', '.join(absent)} not found)"
-    return None if os.getuid() == 0 else "a private Slurm of this configuration needs root"
 
 
 class Slurm:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-import slurm
+import components
 from instep import cli, meeting, notice, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
 from instep.identity import World
@@ -326,19 +325,15 @@ def environment(**more):
     return kept | {"OMP_NUM_THREADS": "1", "INSTEP_TIMEOUT": "30"} | more
 
 
-def installed(program):
-    return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} is not installed")
-
-
 MPI = [
     pytest.param(
         ["mpirun.openmpi", "--mca", "oob_tcp_if_include", "lo", "--oversubscribe", "--bind-to",
          "none", "-n"],
-        "mpirun of Open MPI", id="Open MPI", marks=installed("mpirun.openmpi"),
+        "mpirun of Open MPI", id="Open MPI", marks=components.needs("Open MPI"),
     ),
     pytest.param(
         ["mpirun.mpich", "-n"],
-        "mpirun of MPICH or Intel MPI", id="MPICH", marks=installed("mpirun.mpich"),
+        "mpirun of MPICH or Intel MPI", id="MPICH", marks=components.needs("MPICH"),
     ),
 ]  # fmt: skip
 
@@ -405,26 +400,13 @@ def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
     assert a[0] == a[1] != b[0] == b[1]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    running = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
-
-
-real_slurm = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
-
-
 def start_in(cluster, folder, *command):
     told = environment_in(folder) | cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*command], env=told, check=True, timeout=50)
 
 
 @pytest.mark.launch
-@real_slurm
+@components.needs("Slurm")
 def test_under_srun_on_one_node(folder, cluster):
     start_in(cluster, folder, "srun", "-N1", "-n2", *program(folder))
     assert reports(folder, 2) == [World(r, 2, r, 2, 0, 1, "srun") for r in range(2)]
@@ -432,7 +414,7 @@ def test_under_srun_on_one_node(folder, cluster):
 
 
 @pytest.mark.launch
-@real_slurm
+@components.needs("Slurm")
 def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folder, cluster):
     job, ended, output = folder / "job.sh", folder / "ended", folder / "output"
     alone, together = (" ".join(program(folder, name)) for name in ("alone", "together"))
@@ -450,7 +432,7 @@ def test_a_batch_script_is_a_world_of_one_and_its_srun_on_two_nodes_is_not(folde
 
 
 @pytest.mark.launch
-@real_slurm
+@components.needs("Slurm")
 @pytest.mark.parametrize(("mpirun", "source"), MPI)
 def test_mpirun_in_an_allocation_is_believed_before_slurm(folder, cluster, mpirun, source):
     (folder / "script.py").write_text(PLACE)

@@ -1,0 +1,45 @@
+"""The real launchers that tests need, and what is to be done where one is not there.
+
+`@components.needs("Slurm")` marks a test. conftest.py skips it where the component is missing, and
+says so at the end of the run; under CI (the variable CI is set) the test fails instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+PATH = os.environ["PATH"] + ":/usr/sbin"
+PROGRAMS = {
+    "Open MPI": ("mpirun.openmpi",),
+    "MPICH": ("mpirun.mpich",),
+    "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo"),
+    "network namespaces": ("ip", "unshare"),
+}
+ROOT_ONLY = ("Slurm", "network namespaces")
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Mark a test that starts these for real."""
+    assert PROGRAMS.keys() >= set(names)
+    return pytest.mark.needs(*names)
+
+
+def missing(name: str) -> str | None:
+    """Why this component cannot be used here, if so."""
+    absent = [program for program in PROGRAMS[name] if shutil.which(program, path=PATH) is None]
+    if absent:
+        return f"{name} is not installed ({', '.join(absent)} not found)"
+    if name in ROOT_ONLY and os.getuid() != 0:
+        return f"{name} of the tests' own needs root"
+    return None
+
+
+def require(names: tuple[str, ...]) -> None:
+    """Skip the running test where a component is missing; fail it under CI."""
+    for why in filter(None, map(missing, names)):
+        outcome: Callable[[str], None] = pytest.fail if os.environ.get("CI") else pytest.skip
+        outcome(why)
