@@ -45,11 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """ "rank 2" or "ranks 0, 2"."""
-    named = sorted(ranks)
-    return f"rank{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
+from instep.fates import named
 
 
 def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:
@@ -225,7 +221,7 @@ class RendezvousError(LaunchError):
     def absent(cls, ranks: Iterable[int], size: int, seconds: float) -> RendezvousError:
         """Some ranks never came."""
         return cls(
-            f"{_ranks(ranks)} of {size} did not come within {seconds:.0f} seconds. Their own "
+            f"{named(ranks)} of {size} did not come within {seconds:.0f} seconds. Their own "
             "output may say why; INSTEP_TIMEOUT sets how long the others wait."
         )
 
@@ -252,7 +248,7 @@ class DeviceError(LaunchError):
     def shared(cls, device: str, ranks: Iterable[int]) -> DeviceError:
         """Two ranks were given the same accelerator."""
         return cls(
-            f"{_ranks(ranks)} share one GPU ({device}); each rank needs its own. "
+            f"{named(ranks)} share one GPU ({device}); each rank needs its own. "
             "Give every task one GPU, or start as many ranks as there are GPUs."
         )
 
@@ -345,7 +341,7 @@ class NotAMemberError(CollectiveError, ValueError):
 
     def __init__(self, rank: int, members: Iterable[int]) -> None:
         super().__init__(
-            f"rank {rank} talks in the group of {_ranks(members)}, but is not in it. "
+            f"rank {rank} talks in the group of {named(members)}, but is not in it. "
             "Call this on the group's members only: if instep.rank in group."
         )
 
@@ -402,7 +398,7 @@ class DisagreementError(CollectiveError):
     """The ranks were asked for the same thing and hold different ones."""
 
     def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
-        sides = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in seen.items())
+        sides = "; ".join(f"{value} on {named(ranks)}" for value, ranks in seen.items())
         super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
 
 

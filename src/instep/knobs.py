@@ -38,3 +38,4 @@ BACKEND = Knob(
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")
 SEED = Knob("INSTEP_SEED", "", "What unedited scripts are seeded with; unset: drawn by rank 0.")
+WATCH = Knob("INSTEP_WATCH", "on", "off: no process beside each rank that sees it die or hang.")

@@ -27,12 +27,15 @@ from instep.errors import (
 )
 from instep.identity import World
 from instep.stores import open_store
+from instep.watch import attendant
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
 _met: list[World] = []
 """The world whose ranks have met here: the launcher's variables need not be there any more."""
+_watched: set[int] = set()
+"""The process group, by its id, in which this rank is watched."""
 
 
 def current() -> World:
@@ -95,7 +98,24 @@ def init(
     _met[:] = [world]
     atexit.register(leave)
     _no_device_twice(world, device)
+    _be_watched()
     return world
+
+
+def join() -> None:
+    """Meet the other ranks, unless that has happened; whoever made the group, it is watched."""
+    if not dist.is_initialized():
+        init()
+    elif id(dist.group.WORLD) not in _watched:
+        _be_watched()
+
+
+def _be_watched() -> None:
+    _watched.clear()
+    _watched.add(id(dist.group.WORLD))
+    world = current()
+    if world.size > 1:
+        attendant.attend(world, store())
 
 
 def alone() -> bool:

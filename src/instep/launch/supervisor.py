@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from instep.errors import StartError
+from instep.failure import End, Failure, first_failure, report
 from instep.launch.environment import Meeting, job_name, rank_environment, threads_per_rank
-from instep.launch.failure import End, Failure, first_failure, report
 from instep.launch.guard import Guard, end_ranks
 from instep.launch.job import Job
 from instep.launch.line import FAILED
