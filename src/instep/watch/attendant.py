@@ -31,8 +31,8 @@ PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from instep.watch.watcher import main; main(sys.argv[2])"
 )
-PATIENCE = 2.0
-"""Seconds that a rank which failed waits to be told that it is the first."""
+PATIENCE = 3.0
+"""Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
 _attendants: list[Attendant] = []
 """Of this process: one for each time that it has met the others; the last one is in office."""
 
@@ -74,10 +74,10 @@ class Attendant:
 
     def __init__(self, world: World, hub: dict[str, object]) -> None:
         self._world, self._pid = world, os.getpid()
-        self._told = threading.Event()
-        """Whether this rank's failure was named the first of the job."""
+        self._named = threading.Event()
+        """Whether the job's first failure was named."""
         self._headline = ""
-        """What the user is told of it."""
+        """What the user is told of it, if it was this rank's."""
         listener = hub.get("listener")
         passed = {"pidfd": os.pidfd_open(self._pid)}
         if isinstance(listener, socket.socket):
@@ -127,8 +127,9 @@ class Attendant:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
             self._line.say("failed", code=130 if issubclass(kind, KeyboardInterrupt) else 1)
-            if self._told.wait(PATIENCE):
-                print(self._headline, file=sys.stderr)
+            if self._named.wait(PATIENCE) and not self._headline:
+                time.sleep(PATIENCE)  # it followed from another; the watcher ends this rank
+            print(self._headline, end="", file=sys.stderr)
         self._hook(kind, error, trace)
 
     # --------------------------------------------------------------------- what the watcher says
@@ -139,8 +140,10 @@ class Attendant:
                 if words["word"] == "where":
                     self._line.say("stands", wait=wait_of_main_thread())
                 elif words["word"] == "told":
-                    self._headline = words["headline"]
-                    self._told.set()
+                    self._headline = words["headline"] + "\n"
+                    self._named.set()
+                elif words["word"] == "hush":
+                    self._named.set()
                 elif words["word"] == "leave":
                     self._leave(words["code"], words["why"])
                 elif words["word"] == "die":
@@ -155,6 +158,7 @@ class Attendant:
 
     def _leave(self, code: int, why: str) -> None:
         """End this process with that code, whatever the main thread does."""
+        self._line.say("leaving")
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
             Failure(self._world.rank, time.time(), code, False, why).write(Path(path))

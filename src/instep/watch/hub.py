@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from functools import partial
 
@@ -17,6 +18,8 @@ LAST_WORDS = 1.0
 """Seconds that the rank which failed has to print, clean up and go, before the others are ended."""
 OTHERS = 0.9
 """Seconds that the others have to go."""
+ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+"""How a rank ends that was asked to."""
 STUCK = 3.0
 """Seconds until ranks that seem stuck are looked at again."""
 
@@ -113,8 +116,8 @@ class Hub:
     def _name_the_first(self) -> None:
         """One that vanished without a word comes before those who complain."""
         silent = [failure for failure in self._news if failure["silent"]]
-        if len(silent) == self._size and len({failure["code"] for failure in silent}) == 1:
-            self._over()  # the whole job was ended, and whoever did that knows
+        if len(silent) == self._size and {failure["code"] for failure in silent} <= ASKED:
+            self._over()  # the whole job was told to end, and whoever did that knows
             return
         if not silent and self._finished - self._ended.keys() and self._postponed < 5:
             self._postponed += (

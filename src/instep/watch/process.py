@@ -70,6 +70,19 @@ def activity(pid: int) -> tuple[int, int]:
     return switches, int(fields[11]) + int(fields[12])
 
 
+def descendants(pid: int) -> set[int]:
+    """What a process has started, and what these have started, but for this process."""
+    found: set[int] = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found.update(map(int, file.read().split()))
+    found.discard(os.getpid())
+    for child in list(found):
+        with suppress(OSError):
+            found |= descendants(child)
+    return found
+
+
 def kill(pidfd: int) -> None:
     """End it, whatever it does."""
     with suppress(ProcessLookupError):

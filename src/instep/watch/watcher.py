@@ -16,12 +16,12 @@ from instep.fates import headline, named, shell_code
 from instep.watch.hub import Hub, failure
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
-from instep.watch.process import activity, exit_code, kill
+from instep.watch.process import activity, descendants, exit_code, kill
 
 LOOK, LOOK_CLOSELY = 2.5, 0.3
 """Seconds between two looks at the rank; the second once any rank has ended."""
-OBEY = 0.3
-"""Seconds that the rank has to leave; then it is killed."""
+OBEY, GO = 0.7, 3.0
+"""Seconds that the rank has to say that it leaves, and then to be gone; else it is killed."""
 REPORT = 2.0
 """Seconds in which the hub must have said how a failure ended."""
 LOST = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -37,8 +37,8 @@ class Watcher:
         self._pidfd, self._pid = said["pidfd"], said["pid"]
         self._is_hub = said["rank"] == 0
         self._supervised = said["supervised"]
-        self._finished = self._spoke = self._leaving = False
-        """The rank said that its program is over; that it failed; we told it to leave."""
+        self._finished = self._spoke = self._leaving = self._obeyed = False
+        """The rank said that its program is over; that it failed; we told it to leave; it does."""
         self._over = False
         """The rank's process has ended."""
         self._ended: set[int] = set()
@@ -47,6 +47,8 @@ class Watcher:
         """The job's first."""
         self._verdict: str | None = None
         """What the rank is to die of, as we have seen."""
+        self._children: dict[int, int] = {}
+        """What the rank has started, such as loader workers: the process descriptor of each."""
         self._seen = (0, 0)
         self._still, self._waits_in_vain, self._told_wait = 0, 0, False
         """For how many looks; for how many looks for one that has ended; whether the hub knows."""
@@ -68,6 +70,8 @@ class Watcher:
                 self._hub.say("finished")
             elif words["word"] == "failed":
                 self._fail(words["code"], f"failed (exit code {words['code']})")
+            elif words["word"] == "leaving":
+                self._obeyed = True
             elif words["word"] == "stands":
                 self._judge(words["wait"])
             elif words["word"] == "retired":
@@ -88,6 +92,8 @@ class Watcher:
         if silent:
             self._hub.say("failed", **failure(self._rank, self._host, code, silent=True))
         self._hub.say("ended", code=code)
+        if code != 0:
+            self._end_children()
         if silent:
             self._loop.after(REPORT, self._loop.stop)
         elif self._is_hub:
@@ -105,7 +111,19 @@ class Watcher:
         self._line.say(
             "leave", code=shell_code(self._failure["code"]), why=self._failure["headline"]
         )
-        self._loop.after(OBEY, lambda: None if self._over else kill(self._pidfd))
+        if not self._spoke:  # who spoke is ending, and its threads hear no more
+            self._loop.after(OBEY, lambda: None if self._obeyed else kill(self._pidfd))
+        self._loop.after(GO, lambda: kill(self._pidfd))
+
+    def _note_children(self) -> None:
+        for pid in descendants(self._pid) - self._children.keys():
+            with suppress(OSError):
+                self._children[pid] = os.pidfd_open(pid)
+
+    def _end_children(self) -> None:
+        """A loader worker would look for its rank only every five seconds."""
+        for pidfd in self._children.values():
+            kill(pidfd)
 
     # ------------------------------------------------------------------------------- the hub
 
@@ -138,9 +156,11 @@ class Watcher:
 
     def _job_failed(self, first: Said) -> None:
         self._failure = first
-        if first["rank"] != self._rank or self._over:
+        if self._over:
             return
-        if self._verdict is not None:
+        if first["rank"] != self._rank:
+            self._line.say("hush")
+        elif self._verdict is not None:
             self._line.say("die", text=self._verdict)
         else:
             self._line.say("told", headline=first["headline"])
@@ -181,6 +201,7 @@ class Watcher:
             else:
                 self._gets_on()
             self._seen = switches, ticks
+            self._note_children()
 
     def _gets_on(self) -> None:
         self._still = self._waits_in_vain = 0

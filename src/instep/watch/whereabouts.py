@@ -5,6 +5,7 @@ Read from the thread's stack when somebody asks, so that a collective itself cos
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _OURS = f"{Path(__file__).parent.parent}/"
-_NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/")
+_NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
 _TORCH = dist.distributed_c10d.__file__
 _WRAPPER = dist.c10d_logger.__file__
 """Of its functions' decorators."""
@@ -47,7 +48,8 @@ class Waiting:
 
 
 def of_script(frame: FrameType) -> FrameType:
-    """The innermost frame from here outward that is neither instep's nor torch's."""
+    """The innermost frame from here outward that is neither instep's nor torch's
+    (nor contextlib's, between two of these)."""
     while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT) and frame.f_back is not None:
         frame = frame.f_back
     return frame
