@@ -150,9 +150,7 @@ class Jobs:
         yield Launcher("mp.spawn", [python, str(spawning)], _bare())
         yield Launcher("two bare processes", ["sh", "-c", BARE, python], _bare())
         if components.missing("Open MPI") is None:
-            root = dict.fromkeys(
-                ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
-            )
+            root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
             mpirun = ["mpirun.openmpi", "--mca", "oob_tcp_if_include", "lo", "--oversubscribe"]
             yield Launcher("Open MPI", [*mpirun, "--bind-to", "none", "-n", "2", python], root)
         if components.missing("MPICH") is None:
@@ -171,6 +169,8 @@ class Jobs:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
         mark = f"{self._folder}/{self._count}"
         environ |= {"OMP_NUM_THREADS": "1", "FAILURES_TEST": mark, "INSTEP_TIMEOUT": "120"}
+        if busy == "held":
+            environ["INSTEP_BACKEND"] = "gloo"  # shared memory sees for itself that a rank has left
         environ |= launcher.environ
         with open(folder / "output", "wb") as output:
             job = subprocess.Popen(
@@ -281,15 +281,17 @@ def main() -> int:
     asked = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     cells = []
-    with tempfile.TemporaryDirectory(prefix="instep-failures-") as folder:
-        with all_jobs(Path(folder)) as jobs:
-            for launcher in jobs.launchers():
-                if asked.launchers and launcher.name not in asked.launchers:
-                    continue
-                for busy in asked.busy:
-                    for fails in asked.fails:
-                        cells.append(jobs.fail(launcher, fails, busy))
-                        print(f"{launcher.name}, {busy}, {fails}: {cells[-1]}", flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="instep-failures-") as folder,
+        all_jobs(Path(folder)) as jobs,
+    ):
+        for launcher in jobs.launchers():
+            if asked.launchers and launcher.name not in asked.launchers:
+                continue
+            for busy in asked.busy:
+                for fails in asked.fails:
+                    cells.append(jobs.fail(launcher, fails, busy))
+                    print(f"{launcher.name}, {busy}, {fails}: {cells[-1]}", flush=True)
     show(cells)
     if asked.json:
         Path(asked.json).write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")

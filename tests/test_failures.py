@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -83,7 +85,7 @@ def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(tmp_path: 
     ranks = [
         subprocess.Popen(
             [sys.executable, script, tmp_path / "meet", str(rank)],
-            stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"INSTEP_BACKEND": "gloo"}, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -144,9 +146,6 @@ def test_the_headline_says_what_became_of_the_others() -> None:
 
 @pytest.mark.parametrize(("ending", "code"), [("os._exit(5)", 5), ("os.abort()", -6)])
 def test_the_exit_code_of_a_process_is_seen_from_outside(ending: str, code: int) -> None:
-    import os
-    import select
-
     process = subprocess.Popen([sys.executable, "-c", f"import os; {ending}"])
     pidfd = os.pidfd_open(process.pid)
     try:

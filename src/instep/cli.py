@@ -16,14 +16,20 @@ COMMANDS = {
     "run": "instep.launch.command",
     "verify": "instep.verify.command",
     "check": "instep.check.command",
+    "env": "instep.env.command",
+    "slurm": "instep.slurm.command",
 }
 """Where each command lives. Only the one that is asked for is imported: starting a job waits for
 nothing that it does not need."""
 
-WITH_PROGRAM = ("run", "verify")
+WITH_PROGRAM = ("run", "verify", "slurm")
 """Commands at whose end the user's program stands, with arguments of its own."""
 
-WITH_VALUE = ("-n", "--output", "--steps", "--json", "--plot")
+WITH_VALUE = (
+    *("-n", "--output", "--steps", "--json", "--plot"),
+    *("--nodes", "--gpus-per-node", "--tasks-per-node", "--cpus-per-task", "--time", "--signal"),
+    *("--name", "--set"),
+)
 """Their options that take the next word as their value."""
 
 

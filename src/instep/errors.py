@@ -107,6 +107,11 @@ class CommandLineError(LaunchError):
         return cls(f"cannot write {path}: its folder may not be written, or it is a folder.")
 
     @classmethod
+    def no_sbatch(cls) -> CommandLineError:
+        """--submit where Slurm is not."""
+        return cls("--submit needs sbatch, which is not here. Submit from a login node.")
+
+    @classmethod
     def no_matplotlib(cls) -> CommandLineError:
         """--plot without the library that plots."""
         return cls("--plot needs matplotlib. Install it with: pip install 'instep[plot]'")

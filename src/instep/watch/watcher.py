@@ -8,6 +8,7 @@ until all have ended.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,11 @@ OBEY, GO = 0.7, 3.0
 """Seconds that the rank has to say that it leaves, and then to be gone; else it is killed."""
 REPORT = 2.0
 """Seconds in which the hub must have said how a failure ended."""
+MEANT_FOR_THE_RANK = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
+)
+"""Slurm sends a job's signals to every process of a task."""
 LOST = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A host that does not answer for 30 seconds is lost."""
 
@@ -253,6 +259,8 @@ def _hub_line(said: Said) -> socket.socket | None:
 
 def main(fd: str) -> None:
     """The program: the rank's first words say whom to watch."""
+    for number in MEANT_FOR_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
     Path("/proc/self/comm").write_text("instep-watch")
     line = Line(socket.socket(fileno=int(fd)))
     heard = line.hear()
