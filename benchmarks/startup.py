@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
+dist.barrier()
 dist.destroy_process_group()
 """
 INSTEP_HELLO = """
 import torch
 import instep
 
-instep.init()
+instep.barrier()
 """
 RUN = [sys.executable, "-m", "instep", "run", "-n", "2"]
 TORCHRUN = [
@@ -116,13 +117,13 @@ def main() -> None:
         ways = {
             "bare processes": bare(torchs),
             "instep run": launched(RUN, torchs),
-            "instep run, instep.init()": launched(RUN, ours),
+            "instep run, instep.barrier()": launched(RUN, ours),
             "torchrun": launched(TORCHRUN, torchs),
         }
         result = summary(measure(ways, args.rounds), "bare processes")
     for name, row in result.items():
         extremes = "({over_bare_least:.2f} to {over_bare_most:.2f})".format(**row)
-        print(f"{name:28} {row['seconds']:6.2f} s  {row['over_bare']:.2f} x bare {extremes}")
+        print(f"{name:29} {row['seconds']:6.2f} s  {row['over_bare']:.2f} x bare {extremes}")
     if args.json:
         machine = {
             "processor": platform.processor() or platform.machine(),

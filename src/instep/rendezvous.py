@@ -35,7 +35,7 @@ _ones: list[World] = []
 _met: list[World] = []
 """The world whose ranks have met here: the launcher's variables need not be there any more."""
 _watched: set[int] = set()
-"""The process group, by its id, in which this rank is watched."""
+"""The process groups, by id, in which this rank is watched."""
 
 
 def current() -> World:
@@ -86,6 +86,7 @@ def init(
     timeout = timeout or timedelta(seconds=int(knobs.TIMEOUT))
     device = _take_device(world)
     store = open_store(method, world, timeout)
+    attendant.attend(world, store)
     with _loopback_only(world):
         dist.init_process_group(
             _backend(world, device),
@@ -97,8 +98,8 @@ def init(
         )
     _met[:] = [world]
     atexit.register(leave)
+    _watched.add(id(dist.group.WORLD))
     _no_device_twice(world, device)
-    _be_watched()
     return world
 
 
@@ -107,15 +108,10 @@ def join() -> None:
     if not dist.is_initialized():
         init()
     elif id(dist.group.WORLD) not in _watched:
-        _be_watched()
-
-
-def _be_watched() -> None:
-    _watched.clear()
-    _watched.add(id(dist.group.WORLD))
-    world = current()
-    if world.size > 1:
-        attendant.attend(world, store())
+        _watched.add(id(dist.group.WORLD))
+        world = current()
+        if world.size > 1:
+            attendant.attend(world, store())
 
 
 def alone() -> bool:

@@ -129,7 +129,7 @@ class Attendant:
             self._line.say("failed", code=130 if issubclass(kind, KeyboardInterrupt) else 1)
             if self._named.wait(PATIENCE) and not self._headline:
                 time.sleep(PATIENCE)  # it followed from another; the watcher ends this rank
-            print(self._headline, end="", file=sys.stderr)
+            os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
         self._hook(kind, error, trace)
 
     # --------------------------------------------------------------------- what the watcher says
