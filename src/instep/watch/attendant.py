@@ -1,6 +1,6 @@
 """In the rank: start its watcher, tell it what happens here, and do what it says.
 
-The watcher is asked to nothing while all goes well; the thread that listens to it sleeps.
+While all goes well nothing is said, and the thread that listens sleeps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Attendant:
     def __init__(self, world: World, hub: dict[str, object]) -> None:
         self._world, self._pid = world, os.getpid()
         self._named = threading.Event()
-        """Whether the job's first failure was named."""
+        """Whether the job's first failure was named, or nobody is there to name it."""
+        self._follows = False
+        """Whether it was another rank's."""
         self._headline = ""
         """What the user is told of it, if it was this rank's."""
         listener = hub.get("listener")
@@ -84,7 +86,7 @@ class Attendant:
             passed["listener"] = listener.detach()
         ours, theirs = socket.socketpair()
         with theirs:
-            subprocess.Popen(
+            watcher = subprocess.Popen(
                 _command(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -92,6 +94,7 @@ class Attendant:
                 cwd="/",
                 start_new_session=True,
             )
+        watcher.returncode = 0  # it outlives this rank, which Popen would warn of
         for fd in passed.values():
             os.close(fd)
         self._line = Line(ours)
@@ -127,8 +130,9 @@ class Attendant:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
             self._line.say("failed", code=130 if issubclass(kind, KeyboardInterrupt) else 1)
-            if self._named.wait(PATIENCE) and not self._headline:
-                time.sleep(PATIENCE)  # it followed from another; the watcher ends this rank
+            self._named.wait(PATIENCE)
+            if self._follows:
+                time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
             os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
         self._hook(kind, error, trace)
 
@@ -143,11 +147,13 @@ class Attendant:
                     self._headline = words["headline"] + "\n"
                     self._named.set()
                 elif words["word"] == "hush":
+                    self._follows = True
                     self._named.set()
                 elif words["word"] == "leave":
                     self._leave(words["code"], words["why"])
                 elif words["word"] == "die":
                     self._die(words["text"])
+        self._named.set()
 
     def _die(self, text: str) -> None:
         """The main thread is stuck, so it cannot raise an error."""
