@@ -117,7 +117,7 @@ class Watcher:
         self._line.say(
             "leave", code=shell_code(self._failure["code"]), why=self._failure["headline"]
         )
-        if not self._spoke:  # who spoke is ending, and its threads hear no more
+        if not (self._spoke or self._finished):  # who ends already, its threads hear no more
             self._loop.after(OBEY, lambda: None if self._obeyed else kill(self._pidfd))
         self._loop.after(GO, lambda: kill(self._pidfd))
 
