@@ -16,6 +16,11 @@ from typing import Any
 
 import psutil
 
+LAUNCHER_VARIABLES = (
+    *("INSTEP", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "GLOO"),
+    *("OMPI_", "PMI", "MPI_", "SLURM_", "HOROVOD_", "JSM_"),
+)
+"""How variables begin that say who a process is: a test's launches do not inherit them."""
 PRELUDE = """\
 import json, os, select, signal, subprocess, sys, threading, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

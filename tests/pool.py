@@ -148,6 +148,7 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    os.environ["INSTEP_WATCH"] = "off"  # a pool is killed, and looks after its ranks itself
     if size > 1:
         rendezvous.init(f"file://{store}", rank=rank, world_size=size)
     while True:

@@ -93,6 +93,26 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
 
+    def start_again(self, job: str) -> None:
+        """Wait until a job that is queued again runs for the second time; of itself it would wait
+        for two minutes."""
+        self._until(lambda: self._runs_again(job))
+
+    def _runs_again(self, job: str) -> bool:
+        shown = self._shown(job)
+        if "Restarts=1" in shown and "JobState=PENDING" in shown:
+            self._ask("scontrol", "update", f"jobid={job}", "StartTime=now")
+        return "Restarts=1" in shown and "JobState=RUNNING" in shown
+
+    def _shown(self, job: str) -> str:
+        return self._ask("scontrol", "show", "job", job)
+
+    def _ask(self, *command: str) -> str:
+        answer = subprocess.run(
+            command, env=os.environ | self.environ, capture_output=True, text=True, timeout=20
+        )
+        return answer.stdout.strip()
+
     def _daemon(self, *command: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
             self._daemons.append(
@@ -106,11 +126,7 @@ class Slurm:
             )
 
     def _sinfo(self) -> str:
-        asked = ["sinfo", "-h", "-o", "%D %T"]
-        answer = subprocess.run(
-            asked, env=os.environ | self.environ, capture_output=True, text=True, timeout=20
-        )
-        return answer.stdout.strip()
+        return self._ask("sinfo", "-h", "-o", "%D %T")
 
     def _until(self, ready) -> None:
         """Look again until it is so, or a daemon has ended, or 30 seconds are over."""

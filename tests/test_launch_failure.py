@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.launch.failure import SIGHT, End, Failure, first_failure, report
+from instep.failure import SIGHT, End, Failure, first_failure, report
 from launching import Launch
 
 pytestmark = pytest.mark.launch

@@ -18,11 +18,13 @@ COMMANDS = {
     "verify": "instep.verify.command",
     "check": "instep.check.command",
     "horovodrun": "instep.launch.horovodrun",
+    "env": "instep.env.command",
+    "slurm": "instep.slurm.command",
 }
 """Where each command lives. Only the one that is asked for is imported: starting a job waits for
 nothing that it does not need."""
 
-WITH_PROGRAM = ("run", "verify", "horovodrun")
+WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm")
 """Commands at whose end the user's program stands, with arguments of its own. Their homes say in
 WITH_VALUE which of their options take the next word as their value."""
 

@@ -53,11 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-
-def _ranks(ranks: Iterable[int], members: str = "rank") -> str:
-    """ "rank 2" or "ranks 0, 2"; or "host 2", if that is what they are."""
-    named = sorted(ranks)
-    return f"{members}{'s' if len(named) != 1 else ''} {', '.join(map(str, named))}"
+from instep.fates import named
 
 
 def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:
@@ -175,6 +171,11 @@ class CommandLineError(LaunchError):
     def not_python(cls, program: str) -> CommandLineError:
         """A program that is none of Python's."""
         return cls(f"the program is a Python script, as in `python train.py`, not {program!r}.")
+
+    @classmethod
+    def no_sbatch(cls) -> CommandLineError:
+        """--submit where Slurm is not."""
+        return cls("--submit needs sbatch, which is not here. Submit from a login node.")
 
     @classmethod
     def no_matplotlib(cls) -> CommandLineError:
@@ -300,9 +301,9 @@ class RendezvousError(LaunchError):
         hosts: dict[str, list[int]] = {}
         for member, host in (came or {}).items():
             hosts.setdefault(host, []).append(member)
-        there = ", ".join(f"{_ranks(held, members)} on {host}" for host, held in hosts.items())
+        there = ", ".join(f"{named(held, members)} on {host}" for host, held in hosts.items())
         return cls(
-            f"{_ranks(absent, members)} of {size} did not come within {seconds:.0f} seconds"
+            f"{named(absent, members)} of {size} did not come within {seconds:.0f} seconds"
             f"{f'; those that came: {there}' if there else ''}. Their own output may say why; "
             "INSTEP_TIMEOUT sets how long the others wait."
         )
@@ -370,7 +371,7 @@ class MixedJobError(LaunchError):
 
 
 def _sides(seen: Mapping[str, Iterable[int]], members: str) -> str:
-    return "; ".join(f"{value} on {_ranks(held, members)}" for value, held in seen.items())
+    return "; ".join(f"{value} on {named(held, members)}" for value, held in seen.items())
 
 
 class BackendError(LaunchError):
@@ -449,7 +450,7 @@ class DeviceError(LaunchError):
     def shared(cls, device: str, ranks: Iterable[int]) -> DeviceError:
         """Two ranks were given the same accelerator."""
         return cls(
-            f"{_ranks(ranks)} share one GPU ({device}); each rank needs its own. "
+            f"{named(ranks)} share one GPU ({device}); each rank needs its own. "
             "Give every task one GPU, or start as many ranks as there are GPUs."
         )
 
@@ -542,7 +543,7 @@ class NotAMemberError(CollectiveError, ValueError):
 
     def __init__(self, rank: int, members: Iterable[int]) -> None:
         super().__init__(
-            f"rank {rank} talks in the group of {_ranks(members)}, but is not in it. "
+            f"rank {rank} talks in the group of {named(members)}, but is not in it. "
             "Call this on the group's members only: if instep.rank in group."
         )
 
@@ -599,7 +600,7 @@ class DisagreementError(CollectiveError):
     """The ranks were asked for the same thing and hold different ones."""
 
     def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
-        sides = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in seen.items())
+        sides = "; ".join(f"{value} on {named(ranks)}" for value, ranks in seen.items())
         super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
 
 
@@ -627,7 +628,7 @@ class NegotiationError(CollectiveError, RuntimeError):
     def joined(cls, name: str, kind: str, ranks: Iterable[int], line: str) -> NegotiationError:
         """Some ranks have no data left, and this cannot do without them."""
         return cls(
-            f"{name} ({line}) is a {kind}, and {_ranks(ranks)} already called join(): a rank that "
+            f"{name} ({line}) is a {kind}, and {named(ranks)} already called join(): a rank that "
             "joined can only add zeros to sums and averages. Call it before any rank joins."
         )
 

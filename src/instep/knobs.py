@@ -49,3 +49,4 @@ DIST_FILE = Knob(
     "",
     "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
 )
+WATCH = Knob("INSTEP_WATCH", "on", "off: no process beside each rank that sees it die or hang.")

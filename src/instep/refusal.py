@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
-from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from instep.errors import InsideScopeError
+from instep.watch.whereabouts import line, of_script
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier"),
@@ -23,7 +22,6 @@ _COLLECTIVES = (
     *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
 )
 """What torch's functions call on a process group, in this version of torch or another."""
-_NOT_THE_SCRIPT = tuple(f"{Path(file).parent}/" for file in (__file__, str(torch.__file__)))
 
 
 @contextmanager
@@ -64,7 +62,4 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def line_of_script() -> str:
     """Where in the script this is: the innermost frame that is neither instep's nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT) and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return line(of_script(sys._getframe(1)))

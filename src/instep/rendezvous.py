@@ -28,11 +28,14 @@ from instep.errors import (
 )
 from instep.identity import World
 from instep.stores import open_store
+from instep.watch import attendant
 
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
 _met: list[World] = []
 """The world whose ranks have met here: the launcher's variables need not be there any more."""
+_watched: set[int] = set()
+"""The process groups, by id, in which this rank is watched."""
 
 
 def current() -> World:
@@ -86,6 +89,7 @@ def init(
     backend = _backend(world, device)
     store, interface = open_store(method, world, timeout)
     _tell_interface(interface)
+    attendant.attend(world, store)
     dist.init_process_group(
         backend,
         store=store,
@@ -96,8 +100,20 @@ def init(
     )
     _met[:] = [world]
     atexit.register(leave)
+    _watched.add(id(dist.group.WORLD))
     _no_device_twice(world, device)
     return world
+
+
+def join() -> None:
+    """Meet the other ranks, unless that has happened; whoever made the group, it is watched."""
+    if not dist.is_initialized():
+        init()
+    elif id(dist.group.WORLD) not in _watched:
+        _watched.add(id(dist.group.WORLD))
+        world = current()
+        if world.size > 1:
+            attendant.attend(world, store())
 
 
 def alone() -> bool:

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from instep import rendezvous, shm
 from instep.errors import UnsuitableTensorError, WrongDeviceError
 from instep.groups import Group
+from instep.watch.whereabouts import Waiting
 
 T = TypeVar("T")
 
@@ -139,7 +140,8 @@ class _Together:
         self._group = group
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return cast(Pending, dist.all_reduce(tensor, _OPS[op], self._group, async_op=True))
+        work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
+        return Waiting(work, "all_reduce", self._group)
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
@@ -147,11 +149,11 @@ class _Together:
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
-        return cast(Pending, work)
+        return Waiting(work, "reduce", self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         work = dist.broadcast(tensor, None, self._group, async_op=True, group_src=root)
-        return cast(Pending, work)
+        return Waiting(work, "broadcast", self._group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -270,8 +272,7 @@ def transport(group: Group | None = None) -> Transport:
         return _Alone() if group.size == 1 else _over(group.handle)
     if rendezvous.alone():
         return _Alone()
-    if not dist.is_initialized():
-        rendezvous.init()
+    rendezvous.join()
     return _over(dist.group.WORLD)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.launch.failure import SIGHT, End, Failure
+from instep.failure import SIGHT, End, Failure
 from instep.launch.hosts import Party
 
 Message = dict[str, Any]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from instep.launch.failure import End
+from instep.failure import End
 from instep.launch.line import GO, READY
 from instep.launch.output import Streams
 

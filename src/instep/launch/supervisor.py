@@ -17,9 +17,9 @@ from pathlib import Path
 
 from instep.cards import Card
 from instep.errors import StartError
+from instep.failure import End, Failure, first_failure, report
 from instep.launch import links
 from instep.launch.environment import rank_environment
-from instep.launch.failure import End, Failure, first_failure, report
 from instep.launch.guard import Guard, end_ranks
 from instep.launch.hosts import Party, gather
 from instep.launch.job import Job

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from instep.failure import Failure
 from instep.launch import program
-from instep.launch.failure import Failure
 from instep.launch.line import FAILED, GO, READY
 from instep.launchers import FAILURE_FILE, STORE_FD
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from instep.fates import headline, how_it_ended, shell_code
 
 SIGHT = 0.1
 """Seconds. A death is seen later than it happens, and a peer may have complained in between: a
@@ -47,17 +48,13 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """As a shell has it: 128 + n for signal n."""
-        return self.code if self.code >= 0 else 128 - self.code
+        return shell_code(self.code)
 
     def __str__(self) -> str:
         """What happened, as a predicate."""
         if self.lost_host:
             return f"was lost with its host {self.lost_host}"
-        if self.raised:
-            return f"failed (exit code {self.code})"
-        if self.code < 0:
-            return f"was killed by {_signal_name(-self.code)}"
-        return f"exited with code {self.code}"
+        return f"failed (exit code {self.code})" if self.raised else how_it_ended(self.code)
 
 
 @dataclass(frozen=True)
@@ -89,25 +86,6 @@ def report(first: Failure, ends: Sequence[End], size: int) -> str:
     """What the user reads last: who of `size` ranks failed, how, what became of the others."""
     finished = [end.rank for end in ends if end.code == 0 and not end.stopped]
     stopped = [end.rank for end in ends if end.rank not in (first.rank, *finished)]
-    fates = [
-        f"{_ranks(ranks)} {fate}"
-        for ranks, fate in (
-            (finished, "had finished"),
-            (stopped, "was stopped" if len(stopped) == 1 else "were stopped"),
-        )
-        if ranks
-    ]
-    sentence = f"instep: rank {first.rank} of {size} {first}"
+    sentence = headline(first.rank, size, str(first), finished, stopped)
     text = first.text.rstrip(os.linesep)
-    return "\n".join(["; ".join([sentence, *fates]), *([text] if text else [])]) + "\n"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return "\n".join([sentence, *([text] if text else [])]) + "\n"

@@ -1,0 +1,124 @@
+"""What one rank knows about itself and its host."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+import instep
+from instep import knobs, launchers, rendezvous
+from instep.env import devices
+
+Facts = dict[str, Any]
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+TALKING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
+
+
+def of_rank() -> Facts:
+    """What may differ from rank to rank."""
+    world = rendezvous.current()
+    return {
+        "rank": world.rank,
+        "local_rank": world.local_rank,
+        "host": socket.gethostname(),
+        "node": world.node_rank,
+        "pid": os.getpid(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "device": str(device()),
+        "gpus": _gpus(),
+        "backend": dist.get_backend() if dist.is_initialized() else "none",
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "versions": _versions(),
+        "warnings": _warnings(),
+    }
+
+
+def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
+    """What is the same on all ranks, or should be: seen by the rank that asks."""
+    world = rendezvous.current()
+    return {
+        "launcher": world.source,
+        "why": _evidence(environ),
+        "ranks": world.size,
+        "hosts": world.nodes,
+        "available": [name for name, there in _backends().items() if there],
+        "set": {
+            name: environ[name]
+            for name in (*_knobs(), *THREADS, *TALKING, devices.VISIBLE)
+            if name in environ
+        },
+    }
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    if str(knobs.DEVICE) != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _evidence(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which the launcher was known."""
+    for row in launchers.LAUNCHERS:
+        if row.describes(environ):
+            names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)
+            return {name: environ[name] for name in names if name and name in environ}
+    return {}
+
+
+def _gpus() -> list[Facts]:
+    if str(knobs.DEVICE) == "cpu" or not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [
+        {"visible": k, "physical": name, "name": torch.cuda.get_device_properties(k).name}
+        for k, name in enumerate(devices.physical(count, os.environ.get(devices.VISIBLE)))
+    ]
+
+
+def _backends() -> dict[str, bool]:
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": dist.is_mpi_available(),
+        "instep": True,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "instep": instep.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "cuda": str(torch.version.cuda),
+        "linux": platform.release(),
+    }
+
+
+def _warnings() -> list[str]:
+    now = os.environ.get(devices.VISIBLE)
+    late = devices.set_too_late(_at_start(devices.VISIBLE), now, torch.cuda.is_initialized())
+    return [late] if late else []
+
+
+def _at_start(name: str) -> str | None:
+    """A variable as it was when this process started."""
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        key, _, value = entry.partition(b"=")
+        if key.decode(errors="replace") == name:
+            return value.decode(errors="replace")
+    return None
+
+
+def _knobs() -> list[str]:
+    return [knob.name for knob in vars(knobs).values() if isinstance(knob, knobs.Knob)]

@@ -1,0 +1,43 @@
+"""How a rank ended and what became of the others, in words (pure; imports next to nothing)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code, -n for signal n, as a predicate. None: nobody was told."""
+    if code is None:
+        return "ended without a word (killed, or by os._exit)"
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def shell_code(code: int | None) -> int:
+    """As a shell has it: 128 + n for signal n. 1 where nobody was told."""
+    return 1 if code is None else code if code >= 0 else 128 - code
+
+
+def headline(
+    rank: int, size: int, what: str, finished: Iterable[int], stopped: Iterable[int]
+) -> str:
+    """Who failed, how, and what became of the others, in one line."""
+    fates = [f"instep: rank {rank} of {size} {what}"]
+    if done := sorted(finished):
+        fates.append(f"{named(done)} had finished")
+    if left := sorted(stopped):
+        fates.append(f"{named(left)} {'was' if len(left) == 1 else 'were'} stopped")
+    return "; ".join(fates)
+
+
+def named(numbers: Iterable[int], members: str = "rank") -> str:
+    """ "rank 2" or "ranks 0, 2"; or "host 2", if that is what they are."""
+    ordered = sorted(numbers)
+    return f"{members}{'s' * (len(ordered) != 1)} {', '.join(map(str, ordered))}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

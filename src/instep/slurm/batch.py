@@ -1,0 +1,78 @@
+"""The batch script (pure)."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+ENDED_BY_SIGTERM = 128 + 15
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is asked of Slurm, and for which program."""
+
+    python: str
+    """The interpreter, on every node."""
+    program: tuple[str, ...]
+    """`script.py args…` or `-m module args…`."""
+    name: str
+    """The job's name."""
+    nodes: int = 1
+    """How many hosts."""
+    tasks: int = 1
+    """How many ranks on each of them."""
+    gpus: bool = False
+    """Whether each rank has a GPU."""
+    cpus: int | None = None
+    """Cores for each rank; None: as the cluster has it."""
+    time: str | None = None
+    """The limit, as Slurm writes it: 1-12:00:00."""
+    signal: int = 120
+    """Seconds before the limit at which the ranks get SIGTERM; 0: never."""
+    again: bool = False
+    """Whether a job that was ended so is queued again."""
+    output: str = "logs"
+    """The folder for one file per rank."""
+    more: tuple[str, ...] = ()
+    """Further options of sbatch, as `partition=gpu`."""
+
+
+def script(batch: Batch) -> str:
+    """A script for sbatch: options, one srun, and what follows from its exit code."""
+    options = [
+        f"job-name={batch.name}",
+        f"nodes={batch.nodes}",
+        f"ntasks-per-node={batch.tasks}",
+        *([f"gpus-per-node={batch.tasks}"] if batch.gpus else []),
+        *([f"cpus-per-task={batch.cpus}"] if batch.cpus else []),
+        *([f"time={batch.time}"] if batch.time else []),
+        *([f"signal=TERM@{batch.signal}"] if batch.signal else []),
+        "requeue",
+        "open-mode=append",
+        "output=%x-%j.out",
+        *batch.more,
+    ]
+    files = shlex.quote(batch.output)
+    output = shlex.quote(f"{batch.output}/%j-%t.out")
+    command = shlex.join([batch.python, "-m", "instep", *batch.program])
+    lines = [
+        "#!/bin/sh",
+        *(f"#SBATCH --{option}" for option in options),
+        "",
+        f"mkdir -p {files}",
+        f"srun --output={output} \\",
+        f"    {command}",
+        "code=$?",
+        *(_again() if batch.again else []),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _again() -> list[str]:
+    return [
+        f"if [ $code -eq {ENDED_BY_SIGTERM} ]; then  # at the time limit: go on in a new turn",
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+    ]

@@ -1,0 +1,180 @@
+"""In the rank: start its watcher, tell it what happens here, and do what it says.
+
+While all goes well nothing is said, and the thread that listens sleeps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from instep import knobs
+from instep.failure import Failure
+from instep.identity import World
+from instep.launchers import FAILURE_FILE, JOB
+from instep.watch.line import Line
+from instep.watch.whereabouts import stack_of_main_thread, wait_of_main_thread
+
+PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from instep.watch.watcher import main; main(sys.argv[2])"
+)
+PATIENCE = 3.0
+"""Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
+_attendants: list[Attendant] = []
+"""Of this process: one for each time that it has met the others; the last one is in office."""
+
+
+def attend(world: World, store: dist.Store) -> None:
+    """Have this rank watched, in a world of several. All ranks call this.
+
+    Through the `store` rank 0 says where its watcher, the hub, is; the others wait for that.
+    """
+    if str(knobs.WATCH) == "off":
+        return
+    for earlier in _attendants[-1:]:
+        earlier.retire()
+    _attendants.append(Attendant(world, _hub(world, store)))
+
+
+def _hub(world: World, store: dist.Store) -> dict[str, object]:
+    """Where the hub listens: on loopback if all ranks are on this host."""
+    key = f"instep/watch/{len(_attendants)}"
+    if world.rank != 0:
+        known: dict[str, object] = json.loads(store.get(key))
+        return known | {"hosts": [*_master(store), known.pop("host")]}
+    listener = socket.create_server(("127.0.0.1" if world.one_host else "", 0), backlog=1024)
+    port, token = listener.getsockname()[1], secrets.token_hex(16)
+    mine = "127.0.0.1" if world.one_host else socket.gethostname()
+    store.set(key, json.dumps({"host": mine, "port": port, "token": token}))
+    return {"listener": listener, "token": token}
+
+
+def _master(store: dist.Store) -> list[str]:
+    """Rank 0's host, by a name that this host knows, if the store has one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return [store.host] if isinstance(store, dist.TCPStore) else []
+
+
+class Attendant:
+    """This rank's end of the line to its watcher."""
+
+    def __init__(self, world: World, hub: dict[str, object]) -> None:
+        self._world, self._pid = world, os.getpid()
+        self._named = threading.Event()
+        """Whether the job's first failure was named, or nobody is there to name it."""
+        self._follows = False
+        """Whether it was another rank's."""
+        self._headline = ""
+        """What the user is told of it, if it was this rank's."""
+        listener = hub.get("listener")
+        passed = {"pidfd": os.pidfd_open(self._pid)}
+        if isinstance(listener, socket.socket):
+            passed["listener"] = listener.detach()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            watcher = subprocess.Popen(
+                _command(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *passed.values()),
+                cwd="/",
+                start_new_session=True,
+            )
+        watcher.returncode = 0  # it outlives this rank, which Popen would warn of
+        for fd in passed.values():
+            os.close(fd)
+        self._line = Line(ours)
+        self._line.say(
+            "begin",
+            rank=world.rank,
+            size=world.size,
+            one_host=world.one_host,
+            host=socket.gethostname(),
+            pid=self._pid,
+            supervised=JOB in os.environ,
+            **(hub | passed),
+        )
+        threading.Thread(target=self._listen, name="instep watch", daemon=True).start()
+        atexit.register(self._finish)
+        if JOB not in os.environ:  # `instep run` sees for itself
+            self._hook = sys.excepthook
+            sys.excepthook = self._fail
+
+    def retire(self) -> None:
+        """This rank is about to meet the others anew."""
+        self._line.say("retired")
+
+    # ----------------------------------------------------------------- what happens in this rank
+
+    def _finish(self) -> None:
+        if os.getpid() == self._pid:
+            self._line.say("finished")
+
+    def _fail(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """The innermost sys.excepthook: only the job's first failure is printed, and last."""
+        if os.getpid() == self._pid:
+            self._line.say("failed", code=130 if issubclass(kind, KeyboardInterrupt) else 1)
+            self._named.wait(PATIENCE)
+            if self._follows:
+                time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
+            os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
+        self._hook(kind, error, trace)
+
+    # --------------------------------------------------------------------- what the watcher says
+
+    def _listen(self) -> None:
+        while said := self._line.hear():
+            for words in said:
+                if words["word"] == "where":
+                    self._line.say("stands", wait=wait_of_main_thread())
+                elif words["word"] == "told":
+                    self._headline = words["headline"] + "\n"
+                    self._named.set()
+                elif words["word"] == "hush":
+                    self._follows = True
+                    self._named.set()
+                elif words["word"] == "leave":
+                    self._leave(words["code"], words["why"])
+                elif words["word"] == "die":
+                    self._die(words["text"])
+        self._named.set()
+
+    def _die(self, text: str) -> None:
+        """The main thread is stuck, so it cannot raise an error."""
+        stack = stack_of_main_thread()
+        if FAILURE_FILE not in os.environ:
+            os.write(2, f"instep: {text}\n{stack}".encode())
+        self._leave(1, f"{text}\n{stack}")
+
+    def _leave(self, code: int, why: str) -> None:
+        """End this process with that code, whatever the main thread does."""
+        self._line.say("leaving")
+        path = os.environ.get(FAILURE_FILE)
+        if path is not None:
+            Failure(self._world.rank, time.time(), code, False, why).write(Path(path))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError, OSError):
+                stream.flush()
+        os._exit(code)
+
+
+def _command(fd: int) -> list[str]:
+    """`-I -S`: nothing of the user's is imported."""
+    above = str(Path(__file__).parent.parent.parent)
+    return [sys.executable, "-I", "-S", "-c", PROGRAM, above, str(fd)]

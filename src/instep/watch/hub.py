@@ -1,0 +1,186 @@
+"""The hub: where the watchers of a job meet, in the process of rank 0's watcher."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from functools import partial
+
+from instep.fates import headline, how_it_ended
+from instep.watch import deadlock
+from instep.watch.line import Line, Said
+from instep.watch.loop import Loop
+
+NEWS = 0.1
+"""Seconds after the first news of a failure until the first failure is named. A death is seen later
+than it happens, and a peer may have complained in between."""
+LAST_WORDS = 1.0
+"""Seconds that the rank which failed has to print, clean up and go, before the others are ended."""
+OTHERS = 0.9
+"""Seconds that the others have to go."""
+ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+"""How a rank ends that was asked to."""
+STUCK = 3.0
+"""Seconds until ranks that seem stuck are looked at again."""
+
+
+class Hub:
+    """Hears what every watcher sees, names the first failure, and lets the others go after it."""
+
+    def __init__(self, loop: Loop, size: int, listener: socket.socket, token: str) -> None:
+        self._loop, self._size, self._token = loop, size, token
+        self._listener = listener
+        self._lines: dict[int, Line] = {}
+        self._hosts: set[str] = set()
+        self._ended: dict[int, int | None] = {}
+        """The exit codes of the ranks that have ended."""
+        self._news: list[Said] = []
+        """What was heard of failures before one was named the first."""
+        self._first: Said | None = None
+        self._finished: set[int] = set()
+        """The ranks that have come to the end of their program."""
+        self._postponed = 0
+        self._left = False
+        """Whether the others were told to go."""
+        self._waits: dict[int, Said] = {}
+        """In which collective each rank waits that does not get on."""
+        loop.on(listener, self._answer)
+
+    def welcome(self, end: socket.socket) -> None:
+        """A watcher has called."""
+        line = Line(end)
+        self._loop.on(line, partial(self._hear_hello, line))
+
+    def _answer(self) -> None:
+        self.welcome(self._listener.accept()[0])
+
+    def _hear_hello(self, line: Line) -> None:
+        self._loop.off(line)
+        said = line.hear()
+        if not said or said[0].get("token") != self._token:
+            line.hang_up()
+            return
+        rank, host = said[0]["rank"], said[0]["host"]
+        self._lines[rank] = line
+        self._hosts.add(host)
+        self._loop.on(line, partial(self._hear, rank, host))
+        for ended in self._ended:
+            line.say("ended", rank=ended)
+        if self._first is not None:
+            line.say("failed", **self._first)
+        for words in said[1:]:
+            self._take(rank, words)
+
+    def _hear(self, rank: int, host: str) -> None:
+        try:
+            said = self._lines[rank].hear()
+        except OSError as error:
+            said = None
+            what = f"is lost: its host {host} does not answer ({error.strerror})"
+            self._fail(failure(rank, host, 1, what, silent=True))
+        if said is None:
+            self._loop.off(self._lines[rank])
+            self._lines.pop(rank).hang_up()
+            self._end(rank, None)
+            if set(self._lines) <= {0} and 0 in self._ended:
+                self._over()  # nobody else is left, or ever came
+        else:
+            for words in said:
+                self._take(rank, words)
+
+    def _take(self, rank: int, said: Said) -> None:
+        word = said.pop("word")
+        if word == "ended":
+            self._end(rank, said["code"])
+        elif word == "finished":
+            self._finished.add(rank)
+        elif word == "failed":
+            self._fail(said)
+        elif word == "waits":
+            self._waits[rank] = said
+            self._suspect()
+        elif word == "moves":
+            self._waits.pop(rank, None)
+
+    def _tell_all(self, word: str, **facts: object) -> None:
+        for line in self._lines.values():
+            line.say(word, **facts)
+
+    # ------------------------------------------------------------------------------- failures
+
+    def _fail(self, failure: Said) -> None:
+        self._news.append(failure)
+        if len(self._news) == 1:
+            self._loop.after(NEWS, self._name_the_first)
+
+    def _name_the_first(self) -> None:
+        """One that vanished without a word comes before those who complain."""
+        silent = [failure for failure in self._news if failure["silent"]]
+        if len(silent) == self._size and {failure["code"] for failure in silent} <= ASKED:
+            self._over()  # the whole job was told to end, and whoever did that knows
+            return
+        if not silent and self._finished - self._ended.keys() and self._postponed < 5:
+            self._postponed += (
+                1  # a rank is on its way out: did it fail, so that a peer complained?
+            )
+            self._loop.after(NEWS, self._name_the_first)
+            return
+        self._first = (silent or self._news)[0]
+        others = set(range(self._size)) - {self._first["rank"]}
+        fates = others & self._finished, others - self._finished
+        where = f" on {self._first['host']}" if len(self._hosts) > 1 else ""
+        what = self._first["what"] + where
+        self._first["headline"] = headline(self._first["rank"], self._size, what, *fates)
+        self._tell_all("failed", **self._first)
+        if self._first["rank"] in self._ended:
+            self._let_the_others_go()
+        else:
+            self._loop.after(LAST_WORDS, self._let_the_others_go)
+
+    def _let_the_others_go(self) -> None:
+        if not self._left:
+            self._left = True
+            self._tell_all("leave")
+            self._loop.after(OTHERS, self._over)
+
+    def _end(self, rank: int, code: int | None) -> None:
+        if rank in self._ended:
+            return
+        self._ended[rank] = code
+        self._tell_all("ended", rank=rank)
+        if self._first is not None and rank == self._first["rank"]:
+            self._let_the_others_go()
+        if len(self._ended) == self._size and (self._first is not None or not self._news):
+            self._over()
+
+    def _over(self) -> None:
+        if self._first is not None:
+            self._tell_all("over")
+        self._loop.stop()
+
+    # ---------------------------------------------------------------------------- divergences
+
+    def _suspect(self) -> None:
+        if suspects := deadlock.stuck(self._waits):
+            seen = {rank: self._waits[rank] for rank in suspects}
+            self._loop.after(STUCK, partial(self._convict, seen))
+
+    def _convict(self, seen: dict[int, Said]) -> None:
+        """They are stuck if they still wait as they did."""
+        if (
+            self._first is None
+            and not self._news
+            and all(self._waits.get(rank) is wait for rank, wait in seen.items())
+        ):
+            text = "the ranks wait for each other in different collectives:\n"
+            speaker = self._lines.get(min(seen))
+            if speaker is not None:
+                speaker.say("verdict", text=text + deadlock.described(seen))
+
+
+def failure(
+    rank: int, host: str, code: int | None, what: str | None = None, *, silent: bool
+) -> Said:
+    """The news that a rank failed; `silent` if it could not say so itself."""
+    what = how_it_ended(code) if what is None else what
+    return {"rank": rank, "host": host, "code": code, "what": what, "silent": silent}

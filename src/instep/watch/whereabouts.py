@@ -1,0 +1,115 @@
+"""Where the main thread of this process is: in which collective, if any, and at which line.
+
+Read from the thread's stack when somebody asks, so that a collective itself costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OURS = f"{Path(__file__).parent.parent}/"
+_NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
+_TORCH = dist.distributed_c10d.__file__
+_WRAPPER = dist.c10d_logger.__file__
+"""Of its functions' decorators."""
+_OF_ALL = frozenset(
+    (
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),
+        *("all_to_all_single", "barrier", "broadcast", "gather", "monitored_barrier", "reduce"),
+        *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
+    )
+)
+"""Functions of torch.distributed that wait for every member of their `group`."""
+_OF_PAIRS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
+"""Those that wait for one rank, and which of their arguments says for whom."""
+
+
+class Waiting:
+    """One of torch's works; who waits for it has this object on the stack."""
+
+    __slots__ = ("group", "op", "work")
+
+    def __init__(self, work: Any, op: str, group: dist.ProcessGroup | None) -> None:
+        self.work, self.op, self.group = work, op, group
+
+    def wait(self) -> object:
+        """Return when the tensor holds the result."""
+        return self.work.wait()
+
+
+def of_script(frame: FrameType) -> FrameType:
+    """The innermost frame from here outward that is neither instep's nor torch's
+    (nor contextlib's, between two of these)."""
+    while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def line(frame: FrameType) -> str:
+    """The file and the line at which a frame is."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def wait_of_main_thread() -> dict[str, object] | None:
+    """The collective that it is in: its op and members, and the call and the line of the script.
+
+    None outside of one. The thread should be asleep in it: its frames are read while they stand.
+    """
+    frames = list(_frames())
+    for frame in frames:
+        found = _wait(frame)
+        if found is not None:
+            op, members = found
+            script = of_script(frame)
+            inside = [f.f_code for f in frames[: frames.index(script)]]
+            called = (code.co_name for code in reversed(inside) if code.co_filename != _WRAPPER)
+            call = next(called, op)
+            return {"op": op, "members": members, "call": call, "line": line(script)}
+    return None
+
+
+def stack_of_main_thread() -> str:
+    """Its frames in the script, as a traceback shows them."""
+    innermost = of_script(next(_frames()))
+    stack = traceback.extract_stack(innermost)
+    shown = [entry for entry in stack if not entry.filename.startswith((_OURS, "<frozen"))]
+    return "Stack (most recent call last):\n" + "".join(traceback.format_list(shown))
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _wait(frame: FrameType) -> tuple[str, list[int]] | None:
+    """Op and members of the collective that this frame is the call of."""
+    if frame.f_code is Waiting.wait.__code__:
+        waiting: Waiting = frame.f_locals["self"]
+        return waiting.op, _members(waiting.group)
+    name = frame.f_code.co_name
+    if frame.f_code.co_filename != _TORCH or name not in (*_OF_ALL, *_OF_PAIRS):
+        return None
+    arguments = frame.f_locals
+    group = arguments["group"]
+    if name in _OF_ALL:
+        return name, _members(group)
+    rank, place = (arguments[key] for key in _OF_PAIRS[name])
+    if rank is None and place is not None:
+        rank = _members(group)[place]
+    return None if rank is None else (name, [dist.get_rank(), rank])
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)

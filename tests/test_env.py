@@ -1,0 +1,79 @@
+"""`instep env`: what it says, and that it is the truth about every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from instep import cli
+from instep.env import devices, facts, selftest, table
+from launching import LAUNCHER_VARIABLES
+from pool import ranks
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "found"),
+    [
+        (2, None, ["0", "1"]),
+        (2, "3,1", ["3", "1"]),
+        (1, "2, -1, 0", ["2"]),  # CUDA stops at the first that is none
+        (1, "GPU-8932f937", ["GPU-8932f937"]),
+        (0, "", []),
+    ],
+)
+def test_the_physical_device_of_each_visible_one(
+    count: int, visible: str | None, found: list[str]
+) -> None:
+    assert devices.physical(count, visible) == found
+
+
+def test_a_variable_that_was_set_too_late_is_said() -> None:
+    assert devices.set_too_late(None, "1", initialized=False) is None
+    assert devices.set_too_late("1", "1", initialized=True) is None
+    assert "'1' now, but was unset" in str(devices.set_too_late(None, "1", initialized=True))
+
+
+@ranks(1, 2, 3)
+def test_every_collective_is_tried_and_right() -> None:
+    found = selftest.run(facts.device())
+    assert [name for name, _, _ in found] == list(selftest.TESTS)
+    assert {verdict for _, verdict, _ in found} == {"ok"}
+
+
+def test_what_is_wrong_on_one_rank_is_shown() -> None:
+    tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
+    alike = dict.fromkeys(table.RANK_COLUMNS, 0) | {
+        "versions": {"torch": "2"}, "interfaces": ["lo"], "gpus": [], "warnings": [],
+    }  # fmt: skip
+    other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
+    job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
+           "available": ["gloo"], "set": {}}  # fmt: skip
+    text = table.text({"job": job, "ranks": [alike, other], "tests": tests})
+    assert "launcher    srun (SLURM_STEP_ID=0)" in text
+    assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
+    assert "versions    torch 2\n" in text
+    assert "barrier     3.00  rank 1: WRONG RESULT" in text
+
+
+def test_alone_it_is_a_world_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    assert "ranks       1 on 1 host" in capsys.readouterr().out
+
+
+@pytest.mark.launch
+def test_under_a_launcher_rank_0_reports_for_all() -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", "-m", "instep", "env", "--json"],
+        env=environ, capture_output=True, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    report = json.loads(ran.stdout)
+    assert report["job"]["launcher"] == "instep run"
+    assert report["job"]["why"]["WORLD_SIZE"] == "2"
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert len({rank["pid"] for rank in report["ranks"]}) == 2
+    assert {verdict for tests in report["tests"] for _, verdict, _ in tests} == {"ok"}

@@ -1,0 +1,169 @@
+"""A rank fails under each launcher: the whole job ends, and the one to blame is named."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import components
+import failures
+from instep.fates import headline, how_it_ended, shell_code
+from instep.watch.deadlock import stuck
+from instep.watch.line import Line
+from instep.watch.process import exit_code
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[failures.Jobs]:
+    slurm = None
+    if components.missing("Slurm") is None:
+        slurm = request.getfixturevalue("cluster")
+    return failures.Jobs(tmp_path_factory.mktemp("failures"), slurm)
+
+
+def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.Cell:
+    (found,) = [known for known in jobs.launchers() if known.name == launcher]
+    return jobs.fail(found, fails, busy)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("launcher", "busy", "fails", "code"),
+    [
+        ("instep run", "held", "exit 0", 1),
+        ("torchrun", "held", "exit 0", 1),
+        ("two bare processes", "gil", "raise", 137),
+        ("two bare processes", "loading", "kill", 137),
+        ("two bare processes", "held", "exit 3", 3),
+        ("two bare processes", "collective", "raise", 1),
+        pytest.param("Open MPI", "held", "exit 0", 1, marks=components.needs("Open MPI")),
+        pytest.param("MPICH", "loading", "raise", 1, marks=components.needs("MPICH")),
+        pytest.param("srun", "held", "kill", 137, marks=components.needs("Slurm")),
+        pytest.param("srun", "loading", "raise", 1, marks=components.needs("Slurm")),
+    ],
+)
+def test_the_job_is_down_and_its_culprit_named(
+    jobs: failures.Jobs, launcher: str, busy: str, fails: str, code: int
+) -> None:
+    found = cell(jobs, launcher, busy, fails)
+    assert found.seconds is not None, f"HUNG\n{found.output}"
+    assert found.culprit, found.output
+    assert found.code == code, found.output
+
+
+@pytest.mark.launch
+def test_a_rank_that_is_merely_finished_is_no_failure(jobs: failures.Jobs) -> None:
+    found = cell(jobs, "two bare processes", "loading", "exit 0")
+    assert (found.code, found.output) == (0, "")
+
+
+DIVERGING = """
+import sys, torch, instep
+import torch.distributed as dist
+instep.init(f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+loss = (instep.replicate(torch.nn.Linear(2, 2))(torch.ones(1, 2))).sum()
+if instep.rank == 0:
+    loss.backward()
+else:
+    dist.broadcast(torch.ones(2), 0)
+"""
+
+
+@pytest.mark.launch
+def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DIVERGING)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "meet", str(rank)],
+            env=os.environ | {"INSTEP_BACKEND": "gloo"}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=50)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert said[1] == ""
+    lines = said[0].splitlines()
+    assert lines[:3] == [
+        "instep: the ranks wait for each other in different collectives:",
+        f"  rank 0 waits in backward at {script}:7",
+        f"  rank 1 waits in broadcast at {script}:9",
+    ]
+    assert lines[-1].strip() == "loss.backward()"
+
+
+# ---------------------------------------------------------------------------------- pure parts
+
+
+def waits(**of: tuple[str, list[int]]) -> dict[int, dict[str, object]]:
+    return {int(r[1:]): {"op": op, "members": members} for r, (op, members) in of.items()}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "expected"),
+    [
+        (waits(r0=("all_reduce", [0, 1])), []),  # rank 1 may still come
+        (waits(r0=("all_reduce", [0, 1]), r1=("all_reduce", [0, 1])), []),  # a slow network
+        (waits(r0=("all_reduce", [0, 1]), r1=("broadcast", [0, 1])), [0, 1]),
+        (waits(r0=("barrier", [0, 1]), r1=("barrier", [1, 2]), r2=("barrier", [0, 2])), [0, 1, 2]),
+        (waits(r0=("barrier", [0, 1]), r1=("barrier", [1, 2])), []),  # rank 2 may come, then 1
+        (
+            waits(r0=("reduce", [0, 1]), r1=("barrier", [0, 1]), r2=("barrier", [2, 3])),
+            [0, 1],
+        ),
+    ],
+)
+def test_who_waits_in_vain(waiting: dict[int, dict[str, object]], expected: list[int]) -> None:
+    assert stuck(waiting) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "shell"),
+    [
+        (3, "exited with code 3", 3),
+        (-9, "was killed by SIGKILL", 137),
+        (-63, "was killed by signal 63", 191),
+        (None, "ended without a word (killed, or by os._exit)", 1),
+    ],
+)
+def test_how_a_rank_ended(code: int | None, said: str, shell: int) -> None:
+    assert (how_it_ended(code), shell_code(code)) == (said, shell)
+
+
+def test_the_headline_says_what_became_of_the_others() -> None:
+    expected = "instep: rank 1 of 5 failed; rank 0 had finished; ranks 2, 3, 4 were stopped"
+    assert headline(1, 5, "failed", {0}, {4, 2, 3}) == expected
+
+
+@pytest.mark.parametrize(("ending", "code"), [("os._exit(5)", 5), ("os.abort()", -6)])
+def test_the_exit_code_of_a_process_is_seen_from_outside(ending: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", f"import os; {ending}"])
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        select.select([pidfd], [], [])
+        assert exit_code(pidfd) == code  # a zombie
+        process.wait()
+        assert exit_code(pidfd) in (code, None)  # None before Linux 6.15
+    finally:
+        os.close(pidfd)
+
+
+def test_a_line_hears_what_was_said_in_pieces_and_its_end() -> None:
+    ours, theirs = socket.socketpair()
+    line = Line(ours)
+    theirs.sendall(b'{"word": "a"}\n{"wor')
+    assert line.hear() == [{"word": "a"}]
+    theirs.sendall(b'd": "b"}\n')
+    assert line.hear() == [{"word": "b"}]
+    theirs.close()
+    assert line.hear() is None
+    line.hang_up()
