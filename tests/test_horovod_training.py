@@ -321,6 +321,22 @@ def test_frozen_and_thawed_and_two_optimizers_without_names():
             assert hvd.allgather_object(model.weight.sum().item())[0] == model.weight.sum().item()
 
 
+@ranks(2)
+def test_a_later_optimizer_takes_the_parameters_over():
+    with initialized():
+        model = nn.Linear(1, 1, bias=False)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizers = [
+            hvd.DistributedOptimizer(kind(model.parameters(), 0.1), model.named_parameters())
+            for kind in (torch.optim.Adam, torch.optim.SGD)
+        ]
+        for _ in range(2):
+            optimizers[1].zero_grad()
+            model(torch.full((1,), float(hvd.rank()))).sum().backward()
+            optimizers[1].step()
+            assert model.weight.grad.item() == 0.5
+
+
 @pytest.mark.parametrize("dense", [False, True])
 @ranks(2)
 def test_sparse_gradients(dense):

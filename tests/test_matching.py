@@ -86,9 +86,15 @@ def test_a_rank_that_joined_is_not_waited_for_in_a_sum():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "broadcast", "op": ""}, "is a broadcast, and rank 1 already called join()"),
-        ({"kind": "allgather", "op": ""}, "is a allgather, and rank 1 already called join()"),
-        ({"op": "max"}, "is a allreduce (max), and rank 1 already called join()"),
+        (
+            {"kind": "broadcast", "op": ""},
+            "is of the kind broadcast, and rank 1 already called join()",
+        ),
+        (
+            {"kind": "allgather", "op": ""},
+            "is of the kind allgather, and rank 1 already called join()",
+        ),
+        ({"op": "max"}, "is of the kind allreduce (max), and rank 1 already called join()"),
     ],
 )
 def test_a_rank_that_joined_cannot_take_part_in_what_is_no_sum(change, words):

@@ -59,10 +59,12 @@ def open_line(world: World, patience: Patience) -> Connection:
 def _lines_of_others(world: World, place: str) -> list[Connection]:
     """Rank 0 says in the store where it listens, and waits for all."""
     store, key = rendezvous.store(), secrets.token_bytes(16)
-    host = "127.0.0.1" if world.one_host else socket.gethostname()
+    address = "127.0.0.1" if world.one_host else rendezvous.address_of_rank_0()
     lines: dict[int, Connection] = {}
-    with Listener((host, 0), backlog=world.size, authkey=key) as listener:
-        store.set(place, json.dumps([host, listener.address[1], key.hex()]))
+    with Listener(
+        ("127.0.0.1" if world.one_host else "", 0), backlog=world.size, authkey=key
+    ) as listener:
+        store.set(place, json.dumps([address, listener.address[1], key.hex()]))
         while len(lines) < world.size - 1:
             with suppress(AuthenticationError, EOFError, ConnectionError):  # a stranger
                 line = _undelayed(listener.accept())

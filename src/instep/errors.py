@@ -628,8 +628,8 @@ class NegotiationError(CollectiveError, RuntimeError):
     def joined(cls, name: str, kind: str, ranks: Iterable[int], line: str) -> NegotiationError:
         """Some ranks have no data left, and this cannot do without them."""
         return cls(
-            f"{name} ({line}) is a {kind}, and {named(ranks)} already called join(): a rank that "
-            "joined can only add zeros to sums and averages. Call it before any rank joins."
+            f"{name} ({line}) is of the kind {kind}, and {named(ranks)} already called join(): a "
+            "rank that joined can only add zeros to sums and averages. Call it before any joins."
         )
 
     @classmethod

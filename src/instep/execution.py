@@ -65,7 +65,7 @@ def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
     before, after = v.wish.scales
     op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
     ours = into is not None
-    given = [scaled(tensor, before, spare=ours) for tensor in tensors]
+    given = [scaled(tensor, before) for tensor in tensors]
     if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and transport(group).in_place:
         totals = _spare(given, ours or before != 1.0)
         transport(group).all_reduce_each([total for total in totals if total.numel()], op)

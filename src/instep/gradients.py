@@ -28,7 +28,8 @@ _communicating = True
 
 averaged_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
-DistributedOptimizer. Then this rank's gradient weighs its share of the batch times their number."""
+DistributedOptimizer; the value tells which. Then this rank's gradient weighs its share of the batch
+times their number."""
 
 
 @contextmanager

@@ -136,6 +136,15 @@ def store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def address_of_rank_0() -> str:
+    """The name of rank 0's host by which the other hosts have found it; its own name in case of
+    a rendezvous by file. Only where ranks have met."""
+    place = store()
+    while isinstance(place, dist.PrefixStore):
+        place = place.underlying_store
+    return place.host if isinstance(place, dist.TCPStore) else socket.gethostname()
+
+
 def _backend(world: World, device: torch.device) -> str:
     """What the ranks talk through, in torch's words."""
     asked = str(knobs.BACKEND)

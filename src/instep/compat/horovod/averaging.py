@@ -76,6 +76,7 @@ class Averaging:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._planned: set[int] = set()
+        self._token = object()
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
         step_in(torch.autograd, "backward", gradients.backward)
@@ -87,17 +88,19 @@ class Averaging:
 
     def finish(self) -> None:
         """Submit what backward has not reached, wait for all, and put the results into `.grad`."""
-        self._plan()
-        for index in self._planned:
-            if index not in self._bucket_of[index].filled:
-                self._fill(index)
-        for bucket in self._buckets:
-            self._deliver(bucket)
-        for index, handle in self._sparse_handles.items():
-            grad = self._parameters[index].grad
-            assert grad is not None
-            grad.zero_().add_(handle.result())
-        self.forget()
+        try:
+            self._plan()
+            for index in self._planned:
+                if index not in self._bucket_of[index].filled:
+                    self._fill(index)
+            for bucket in self._buckets:
+                self._deliver(bucket)
+            for index, handle in self._sparse_handles.items():
+                grad = self._parameters[index].grad
+                assert grad is not None
+                grad.zero_().add_(handle.result())
+        finally:
+            self.forget()
 
     def forget(self) -> None:
         """No backward has been."""
@@ -110,7 +113,7 @@ class Averaging:
     # ------------------------------------------------------------------------ during backward
 
     def _hook(self, index: int, parameter: Tensor) -> None:
-        gradients.averaged_elsewhere[parameter] = True
+        gradients.averaged_elsewhere[parameter] = self._token
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
         parameter.register_hook(_silent_ghost)
@@ -119,8 +122,11 @@ class Averaging:
 
     def _reached(self, index: int) -> None:
         """A backward has added to this parameter's gradient (autograd calls this)."""
+        parameter = self._parameters[index]
+        if gradients.averaged_elsewhere[parameter] is not self._token:
+            return  # a later optimizer has taken it over
         if self._done[index] >= self.passes:
-            name = self._names[self._parameters[index]]
+            name = self._names[parameter]
             raise OutOfTurnError.too_many_passes(name, self.passes)
         if not self.under_way:
             self._plan()
