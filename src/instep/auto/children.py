@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from instep.auto import files
 from instep.auto.overlay import Shadow
 from instep.auto.relay import Relay
 from instep.errors import UneditedError
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 
 _relay: list[Relay] = []
@@ -29,38 +34,63 @@ def end() -> None:
     _handed_on.clear()
 
 
-_OURS = (None, subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT)
+_HANDED_BACK = (None, subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT)
 
 
 def run(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For subprocess.run and subprocess.call: rank 0 runs the child, all get what came of it.
 
-    Unless the child writes into a file that this rank has open: then each rank runs its own.
+    Unless the child reads or writes a file that this rank has open: then each rank runs its own.
     """
+    command = kwargs["args"] if "args" in kwargs else args[0]
     streams = [kwargs.get(name) for name in ("stdin", "stdout", "stderr")]
-    if not _is_told() or any(not isinstance(s, int | None) or s not in _OURS for s in streams):
-        return original(*args, **kwargs)
-    what = kwargs["args"] if "args" in kwargs else args[0]
-    return _relay[0].once(f"the command {what!r}", lambda: original(*args, **kwargs))
+    handed_back = all(isinstance(s, int | None) and s in _HANDED_BACK for s in streams)
+    return _once(command, lambda: original(*args, **kwargs), here=not handed_back)
 
 
 def system(original: Function, command: Any) -> Any:
     """For os.system."""
-    if not _is_told():
-        return original(command)
-    return _relay[0].once(f"the command {command!r}", lambda: original(command))
+    return _once(command, lambda: original(command))
 
 
 def popen(original: Function, cmd: Any, mode: str = "r", buffering: int = -1) -> Any:
     """For os.popen, if it is read from."""
-    if not _is_told() or mode != "r":
+    if mode != "r":
         return original(cmd, mode, buffering)
 
     def read() -> tuple[str, Any]:
         stream = original(cmd, mode, buffering)
         return stream.read(), stream.close()
 
-    return _Popen(*_relay[0].once(f"the command {cmd!r}", read))
+    return _Popen(*_once(cmd, read))
+
+
+def _once(command: Any, do: Callable[[], T], *, here: bool = False) -> T:
+    """What `do` gives on rank 0, if the script itself asks for it; a library asks for itself."""
+    text = repr(command)
+    if here or not _relay or not _relay[0].reaches_here() or _asked_by_a_library():
+        return do()
+    role = files.role()
+    if role is not None and role.mentions_temporary(text):
+        return do()
+    return _relay[0].once("a command", do, text)
+
+
+_LIBRARIES = tuple(
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")
+)
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+
+def _asked_by_a_library() -> bool:
+    """Whether installed code calls subprocess: it knows of several processes, or caches."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OURS) and file not in (subprocess.__file__, os.__file__):
+            return file.startswith(_LIBRARIES)
+        frame = frame.f_back
+    return True
 
 
 class _Popen(io.StringIO):
@@ -74,10 +104,6 @@ class _Popen(io.StringIO):
         """The child's exit status, as os.popen's result has it."""
         super().close()
         return self._code
-
-
-def _is_told() -> bool:
-    return bool(_relay) and _relay[0].reaches_here()
 
 
 # ---------------------------------------------------------------- processes of multiprocessing

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import instep
 from instep.auto import hiding
 
 Function = Callable[..., Any]
@@ -69,7 +70,7 @@ def environ_contains(original: Function, self: Any, name: object) -> Any:
 
 def window(original: Function, name: str) -> Any:
     """For `instep.replicate` and so on, where the script's text did not show it."""
-    if not _is_ours(2) and not name.startswith("__"):
+    if name in instep.__all__ and not _is_ours(2):
         _claim(f"it uses instep.{name}")
     return original(name)
 

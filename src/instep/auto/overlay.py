@@ -78,6 +78,10 @@ class Paths:
             plain = os.path.dirname(plain)
         return False
 
+    def mentions_temporary(self, text: str) -> bool:
+        """Whether a text names something that only this rank has."""
+        return any(path in text for path in self._temporary)
+
     def forget_links(self) -> None:
         """A link, or a folder that may have been one, has changed."""
         self._followed.clear()

@@ -34,6 +34,11 @@ class Relay:
         self._number = 0
         self._process = os.getpid()
 
+    def close(self) -> None:
+        """Let go of the store: whatever comes, nobody is told."""
+        self._process = -1
+        del self._store
+
     def reaches_here(self) -> bool:
         """Whether all ranks come to this place: the main thread, not apart, in the rank itself."""
         return (
@@ -42,15 +47,24 @@ class Relay:
             and not is_apart()
         )
 
-    def once(self, what: str, do: Callable[[], T]) -> T:
-        """The value of `do()`, or its exception, on rank 0. It must pickle."""
+    def once(self, kind: str, do: Callable[[], T], detail: str = "") -> T:
+        """The value of `do()`, or its exception, on rank 0. It must pickle.
+
+        A rank whose `detail` is another one does it by itself: the time in a name, perhaps.
+        Raises DisagreementError where rank 0 does something of another kind.
+        """
         self._number += 1
         begun, done = f"{self._number}/begun", f"{self._number}/done"
-        if self._rank != 0:
-            self._wait_for_the_same(begun, what)
-            self._wait(done, None)
-            value: T = _unpacked(self._store.get(done))
-            return value
+        if self._rank == 0:
+            return self._do_and_tell(begun, done, f"{kind}\0{detail}", do)
+        if self._what_rank_0_does(begun, kind) != detail:
+            with apart():
+                return do()
+        self._wait(done, None)
+        value: T = _unpacked(self._store.get(done))
+        return value
+
+    def _do_and_tell(self, begun: str, done: str, what: str, do: Callable[[], T]) -> T:
         self._store.set(begun, what)
         try:
             with apart():
@@ -64,16 +78,19 @@ class Relay:
     def _tell(self, key: str, message: bytes) -> None:
         self._store.set(key, message)  # type: ignore[arg-type]  # the stub knows only str
 
-    def _wait_for_the_same(self, begun: str, what: str) -> None:
+    def _what_rank_0_does(self, begun: str, kind: str) -> str:
+        """Its detail."""
         if not self._wait(begun, float(int(knobs.TIMEOUT))):
-            raise CollectiveTimeoutError(["rank 0"], what, float(int(knobs.TIMEOUT)))
-        theirs = self._store.get(begun).decode()
-        if theirs != what:
+            raise CollectiveTimeoutError(["rank 0"], kind, float(int(knobs.TIMEOUT)))
+        theirs, _, detail = self._store.get(begun).decode().partition("\0")
+        if theirs != kind:
             raise DisagreementError(
-                "what comes next", {theirs: [0], what: [self._rank]},
+                "what comes next",
+                {theirs: [0], kind: [self._rank]},
                 "Something that differs between processes (time, process id, host name) decides "
                 "in this script; start it with --plain.",
-            )  # fmt: skip
+            )
+        return detail
 
     def _wait(self, key: str, seconds: float | None) -> bool:
         pause, begun = _FIRST, time.monotonic()

@@ -51,7 +51,7 @@ def start() -> Session | None:
         if world.size > 1:
             hash_alike()
         hiding.narrow(world)
-        _current = _alone(world) if world.size == 1 else _together(world)
+        _current = _alone(world) if world.size == 1 else _together()
     return _current
 
 
@@ -80,8 +80,14 @@ def stand_down(reason: str) -> None:
     if session.divided or import_module("instep.divided.modules").work.divided:
         raise UneditedError.too_late(reason)
     say_left_alone(session.world, reason)
+    session.together.forget()
     stop()
-    import_module("instep.rendezvous").leave()
+
+
+def failing(what: str) -> None:
+    """The script fails; returns when, and where, that is to be said."""
+    if _current is not None and _current.together is not None:
+        _current.together.failing(what)
 
 
 def say_left_alone(world: World, reason: str) -> None:
@@ -110,8 +116,8 @@ def _load_as_ranks_do() -> None:
         import_module(_PATCHES).install_alone()
 
 
-def _together(world: World) -> Session:
-    together = import_module("instep.auto.together").Together(world, stand_down)
+def _together() -> Session:
+    together = import_module("instep.auto.together").Together(stand_down)
     return Session(together.world, together.seed, together=together)
 
 

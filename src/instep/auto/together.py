@@ -25,10 +25,11 @@ from instep.auto.real import real
 from instep.auto.relay import Relay
 from instep.collectives import barrier
 from instep.identity import World
+from instep.stores import open_store
 
-PATIENCE = 2.0
+PATIENCE = 5.0
 """Seconds. Where all ranks fail alike, rank 0 has said so by then."""
-_FACTS, _FAILED, _DONE = "facts", "failed", "done"
+_FACTS, _FAILED, _DONE, _NEVER = "facts", "failed", "done", "never"
 
 
 @dataclass(frozen=True)
@@ -45,33 +46,32 @@ class Facts:
 class Together:
     """Everything that is in place from `begin` to `end`."""
 
-    def __init__(self, world: World, claimed: guards.Claimed) -> None:
-        """Meet the other ranks and put everything in place. Collective."""
+    def __init__(self, claimed: guards.Claimed) -> None:
+        """Meet the other ranks and put everything in place. Collective. Raises LaunchError."""
         self._hook = sys.excepthook
         self._in_place = False
+        self._has_failed = False
+        self._process = os.getpid()
         atexit.register(self.end)  # after what rendezvous and the script register
-        self.world = rendezvous.init()
-        atexit.register(self._keep_the_store)
-        sys.excepthook = self._hook  # torch puts the rank before each line of a traceback
+        self.world = _meet()
+        atexit.register(self._leave_together)
         self._store = dist.PrefixStore("instep", rendezvous.store())
         facts = _facts(self._store, self.world)
         self.seed = facts.seed
-        self._process = os.getpid()
         self._folder = _Folder(facts, self.world.rank)
-        self._has_failed = False
-        barrier()  # a rank whose script ends at once would leave the others alone in `init`
-        relay = Relay(self._store, self.world.rank)
-        self._streams = streams.Streams(self.world.rank, facts.terminal, relay)
+        self._relay = Relay(self._store, self.world.rank)
+        self._streams = streams.Streams(self.world.rank, facts.terminal, self._relay)
+        barrier()  # a rank whose script ends at once would leave the others alone above
         self._in_place = True
         hiding.hide()
         seeds.sow(self.seed)
         files.play(self._folder.role())
         streams.use(self._streams)
-        children.begin(relay, patches.see_files)
+        children.begin(self._relay, patches.see_files)
         guards.begin(claimed)
         patches.install()
         self._streams.enter()
-        sys.excepthook = self._failed
+        sys.excepthook = self._heard_once
 
     def end(self) -> None:
         """Everything is as it was, except that the ranks still know each other."""
@@ -88,37 +88,69 @@ class Together:
         sys.excepthook = self._hook
         self._folder.leave()
 
-    def _keep_the_store(self) -> None:
-        """Rank 0, who keeps the store, ends last: the others may still be told something."""
-        if not self._in_place or self._has_failed or os.getpid() != self._process:
-            return
-        if self.world.rank != 0:
-            self._store.set(f"{_DONE}{self.world.rank}", "")
-            return
-        others = [f"{_DONE}{rank}" for rank in range(1, self.world.size)]
-        self._store.wait(others, timedelta(seconds=int(knobs.TIMEOUT)))
+    def forget(self) -> None:
+        """The ranks do not know each other any more, and can meet anew. Collective."""
+        barrier()
+        store = self._store
+        del self._store
+        self._relay.close()
+        rendezvous.leave()
+        if self.world.rank != 0 and not _kept_by_torchrun():
+            with suppress(RuntimeError):
+                store.wait([_NEVER], _patience())
 
-    def _failed(
+    def failing(self, what: str) -> None:
+        """The script fails. What all ranks do alike is rank 0's to say, when it comes to it.
+
+        Returns where this rank is to say it: on rank 0 at once, and on another one if rank 0 says
+        nothing of the kind in PATIENCE seconds.
+        """
+        if self._has_failed or not self._in_place:
+            return
+        self._has_failed = True
+        with suppress(RuntimeError):  # rank 0, who keeps the store, may have gone
+            if self.world.rank == 0:
+                self._store.set(_FAILED, what)
+                return
+            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
+            if self._store.get(_FAILED) == what.encode():
+                self._store.wait([_NEVER], _patience())  # until rank 0 goes, or we are stopped
+
+    def _leave_together(self) -> None:
+        """Rank 0 keeps the store, and it may be the last one to come to the script's end."""
+        if self._has_failed or not self._in_place or os.getpid() != self._process:
+            return
+        self._store.set(f"{_DONE}{self.world.rank}", "")
+        with suppress(RuntimeError):  # rank 0 has gone: it waited for all
+            self._store.wait([f"{_DONE}{rank}" for rank in range(self.world.size)], _patience())
+
+    def _heard_once(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        """An exception that all ranks raise alike is heard once, as rank 0's."""
-        self._has_failed = True
-        what = f"{kind.__name__}: {error}"
-        if self.world.rank == 0:
-            with suppress(RuntimeError):
-                self._store.set(_FAILED, what)
-        elif issubclass(kind, KeyboardInterrupt) or self._is_rank_0s(what):
-            return
-        else:
-            self._streams.leave()
-            print(f"instep: {self.world}:", file=sys.stderr)
+        """For sys.excepthook."""
+        if not issubclass(kind, KeyboardInterrupt):
+            self.failing(f"{kind.__name__}: {error}")
+            if self.world.rank != 0:
+                self._streams.leave()
+                print(f"instep: {self.world}:", file=sys.stderr)
         self._hook(kind, error, frames)
 
-    def _is_rank_0s(self, what: str) -> bool:
-        with suppress(RuntimeError):  # rank 0, who keeps the store, may have gone
-            self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            return self._store.get(_FAILED) == what.encode()
-        return False
+
+def _kept_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _patience() -> timedelta:
+    return timedelta(seconds=int(knobs.TIMEOUT))
+
+
+def _meet() -> World:
+    """With keys of its own: should the script start a process group, it finds none of ours."""
+    store = open_store(None, launchers.detect(), _patience())
+    hook = sys.excepthook
+    world = rendezvous.init(dist.PrefixStore("unedited", store))
+    sys.excepthook = hook  # torch's puts the rank before each line of a traceback
+    return world
 
 
 def _facts(store: dist.Store, world: World) -> Facts:

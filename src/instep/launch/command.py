@@ -29,7 +29,8 @@ code is that of the rank that failed first. Everything after the script's name b
 script. `-m module` runs a module, as `python -m module` would.
 """
 OUTPUT = """\
-what becomes of the other ranks' output; rank 0 has this terminal.
+what becomes of the other ranks' output; rank 0 has this terminal. A rank of an unedited script
+prints what rank 0 prints, so that nothing is heard of the others.
 prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
 rank0: nothing, except the traceback of the rank that failed.
 DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""

@@ -9,6 +9,7 @@ from instep.auto import real, session
 from instep.launch import local_rank, reading, script, torch_init
 
 real_files = real.real
+failing = session.failing
 
 
 def run(command: Sequence[str], *, plain: bool = False) -> None:
@@ -34,3 +35,5 @@ def begin(command: Sequence[str]) -> None:
         session.start()
     else:
         session.say_left_alone(launchers.detect(), reason)
+
+
