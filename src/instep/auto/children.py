@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from instep.auto import files
-from instep.auto.overlay import Shadow
 from instep.auto.relay import Relay
+from instep.auto.shadow import Shadow
 from instep.errors import UneditedError
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def _once(command: Any, do: Callable[[], T], *, here: bool = False) -> T:
     role = files.role()
     if role is not None and role.mentions_temporary(text):
         return do()
-    return _relay[0].once("a command", do, text)
+    return _relay[0].once("a command", do, text, changes=True)
 
 
 _LIBRARIES = tuple(

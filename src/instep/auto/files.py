@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from instep.auto.layers import copy
-from instep.auto.overlay import Keeper, Shadow
+from instep.auto.keeper import Keeper
 from instep.auto.real import is_real, real
+from instep.auto.shadow import Shadow
 
 Function = Callable[..., Any]
 
+_mkdir = os.mkdir
 _roles: list[Keeper | Shadow] = []
 
 
@@ -45,13 +47,13 @@ def _role(*paths: object, **options: Any) -> Keeper | Shadow | None:
 
 
 @contextmanager
-def _named(path: Any) -> Iterator[None]:
-    """Errors name the path that the script gave."""
+def _named(path: Any, second: Any = None) -> Iterator[None]:
+    """Errors name the paths that the script gave."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
-            error.filename = path
+            error.filename, error.filename2 = path, second
         raise
 
 
@@ -112,20 +114,29 @@ def os_open(
 
 def truncate(original: Function, path: Any, length: int) -> None:
     """For os.truncate."""
-    original(to_write(path, 0), length)
+    with _named(path):
+        original(to_write(path, 0), length)
 
 
 # ------------------------------------------------------------------------------------ looking
 
 
 def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For os.stat, os.access and so on."""
+    """For os.stat and so on."""
     role = _role(path, **kwargs)
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
     with _named(path):
         place = role.place(path, follow=kwargs.get("follow_symlinks", True))
         return original(place, *args, **kwargs)
+
+
+def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+    """For os.access, which raises nothing."""
+    try:
+        return look(original, path, *args, **kwargs)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +152,8 @@ def listdir(original: Function, path: Any = ".") -> Any:
     """For os.listdir: in the same order on all ranks."""
     role = _role(path)
     if isinstance(role, Shadow):
-        names = role.listed(path)
+        with _named(path):
+            names = role.listed(path)
         if names is not None:
             return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
     names = original(path)
@@ -163,15 +175,21 @@ class Entry(os.PathLike[str]):
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """As os.DirEntry has it."""
-        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISDIR(self._mode(follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
         """As os.DirEntry has it."""
-        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISREG(self._mode(follow_symlinks))
 
     def is_symlink(self) -> bool:
         """As os.DirEntry has it."""
         return os.path.islink(self.path)
+
+    def _mode(self, follow_symlinks: bool) -> int:
+        try:
+            return os.stat(self.path, follow_symlinks=follow_symlinks).st_mode
+        except FileNotFoundError:
+            return 0
 
     def is_junction(self) -> bool:
         """As os.DirEntry has it."""
@@ -215,7 +233,8 @@ def scandir(original: Function, path: Any = ".") -> Any:
     if role is None or isinstance(folder, bytes):
         return original(path)
     if isinstance(role, Shadow):
-        names = role.listed(folder)
+        with _named(path):
+            names = role.listed(folder)
         if names is not None:
             return _Entries([Entry(os.fspath(folder), name) for name in names])
         return original(path)
@@ -235,7 +254,7 @@ def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         role.keep(path, follow=False)
     if isinstance(role, Shadow):
         with _named(path):
-            return original(role.new(path), *args, **kwargs)
+            return original(role.new(path, folder=original is _mkdir), *args, **kwargs)
     return original(path, *args, **kwargs)
 
 
@@ -247,27 +266,30 @@ def symlink(original: Function, source: Any, target: Any, *args: Any, **kwargs: 
     if isinstance(role, Keeper):
         role.keep(target, follow=False)
     if isinstance(role, Shadow):
-        return original(source, role.new(target))
+        with _named(source, target):
+            return original(source, role.new(target))
     return original(source, target, *args, **kwargs)
 
 
 def link(original: Function, source: Any, target: Any, **kwargs: Any) -> Any:
-    """For os.link: a copy, where it could be written to."""
+    """For os.link."""
     role = _role(source, target, **kwargs)
+    if role is not None:
+        role.forget_links()
     if isinstance(role, Keeper):
         role.keep(target, follow=False)
     if not isinstance(role, Shadow):
         return original(source, target, **kwargs)
-    place = role.place(source, follow=False)
-    with real():
-        return copy(place, role.new(target))
+    with _named(source, target):
+        return role.link(source, target)
 
 
 def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.unlink and os.remove."""
     role = _role(path, dir_fd=dir_fd)
-    if isinstance(role, Shadow) and role.unlink(path):
-        return None
+    with _named(path):
+        if isinstance(role, Shadow) and role.unlink(path):
+            return None
     if isinstance(role, Keeper):
         role.keep(path, follow=False, unwritten=True)
         role.forget_links()
@@ -277,8 +299,9 @@ def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
 def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.rmdir."""
     role = _role(path, dir_fd=dir_fd)
-    if isinstance(role, Shadow) and role.rmdir(path):
-        return None
+    with _named(path):
+        if isinstance(role, Shadow) and role.rmdir(path):
+            return None
     if isinstance(role, Keeper):
         role.keep(path, follow=False)
         role.forget_links()
@@ -288,11 +311,11 @@ def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
 def rename(original: Function, source: Any, target: Any, **kwargs: Any) -> Any:
     """For os.rename and os.replace."""
     role = _role(source, target, **kwargs)
-    if isinstance(role, Shadow) and role.rename(source, target):
-        return None
+    with _named(source, target):
+        if isinstance(role, Shadow) and role.rename(source, target):
+            return None
     if isinstance(role, Keeper):
-        role.keep_all(source)
-        role.keep(target, follow=False)
+        role.keep_both(source, target)
         role.forget_links()
     return original(source, target, **kwargs)
 
@@ -302,8 +325,9 @@ def describe(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     role = _role(path, **kwargs)
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
-    place = role.own(path, follow=kwargs.get("follow_symlinks", True))
-    return None if place is None else original(place, *args, **kwargs)
+    with _named(path):
+        place = role.own(path, follow=kwargs.get("follow_symlinks", True))
+        return None if place is None else original(place, *args, **kwargs)
 
 
 def rmtree(original: Function, *args: Any, **kwargs: Any) -> Any:

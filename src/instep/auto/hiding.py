@@ -59,7 +59,7 @@ def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> list[st
 
 def own_device(visible: list[str], world: World) -> str | None:
     """The one that is this rank's; None where nothing is to be said (pure)."""
-    if len(visible) < 2:
+    if world.size == 1 or len(visible) < 2:
         return None
     if len(visible) < world.local_size:
         raise DeviceError.too_few(world.local_size, len(visible))

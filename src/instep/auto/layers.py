@@ -14,8 +14,10 @@ from contextlib import suppress
 GONE = ""
 """Where something lies that this layer says is not there."""
 
-_FOLDER, _MARK = "d", "m"
-"""First letters of names below `gone`: a folder on the way to marks, and a mark."""
+_FOLDER, _MARK, _NEW, _RELEASED = "d", "m", "o", "r"
+"""First letters of names below `marks`: a folder on the way to marks; the mark of what is gone; of
+a folder that is new, so that nothing that lies below this layer is in it; of what lies where it
+lies without layers."""
 
 
 class Layer:
@@ -24,44 +26,58 @@ class Layer:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._files = os.path.join(folder, "files")
-        self._gone = os.path.join(folder, "gone")
-
-    def place(self, path: str) -> str:
-        """Where this layer has `path`, if it has it."""
-        return self._files + path
+        self._marks = os.path.join(folder, "marks")
 
     def find(self, path: str) -> str | None:
         """Where `path` lies in this layer; GONE if it is not there; None if nothing is known."""
-        place = self.place(path)
-        if os.path.lexists(place):
-            return place
-        return GONE if os.path.lexists(self._mark(path)) else None
+        place = self._files + path
+        try:
+            os.lstat(place)
+        except NotADirectoryError:
+            return GONE
+        except FileNotFoundError:
+            if os.path.lexists(self._mark(path, _RELEASED)):
+                return path
+            return GONE if self._is_closed(path) else None
+        return place
+
+    def hides(self, folder: str) -> bool:
+        """Whether nothing that lies below this layer is in a folder."""
+        return os.path.lexists(self._mark(folder, _NEW)) or self.find(folder) == GONE
 
     def room_for(self, path: str) -> str:
         """Where to write `path` from now on; the folder above is made."""
-        place = self.place(path)
+        place = self._files + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        with suppress(FileNotFoundError):
-            os.unlink(self._mark(path))
+        self._unset(path, _MARK, _RELEASED)
         return place
+
+    def room_for_folder(self, path: str) -> str:
+        """Where to make the folder `path`, in which nothing is yet."""
+        self._set(path, _NEW)
+        return self.room_for(path)
 
     def remove(self, path: str) -> None:
         """From now on `path`, with all that this layer has below it, is not there."""
-        place = self.place(path)
+        place = self._files + path
         if os.path.isdir(place) and not os.path.islink(place):
             shutil.rmtree(place)
         elif os.path.lexists(place):
             os.unlink(place)
-        mark = self._mark(path)
-        os.makedirs(os.path.dirname(mark), exist_ok=True)
-        with open(mark, "w"):
-            pass
+        self._unset(path, _NEW, _RELEASED)
+        self._set(path, _MARK)
+
+    def release(self, path: str) -> None:
+        """Drop the file: from now on the one that lies at `path` itself is right."""
+        self._set(path, _RELEASED)
+        os.unlink(self._files + path)
 
     def names(self, folder: str) -> tuple[set[str], set[str]]:
         """What this layer has in a folder, and what it says is gone from there."""
-        return _names(self._files + folder), {
-            name[1:] for name in _names(self._mark_folder(folder)) if name[0] == _MARK
-        }
+        marks = _names(self._marks_in(folder))
+        released = {name[1:] for name in marks if name[0] == _RELEASED}
+        gone = {name[1:] for name in marks if name[0] == _MARK}
+        return _names(self._files + folder) | released, gone
 
     def virtual(self, place: str) -> str:
         """The path that lies at `place`; `place` itself where that is not in this layer."""
@@ -69,12 +85,35 @@ class Layer:
             return "/"
         return place.removeprefix(self._files) if place.startswith(f"{self._files}/") else place
 
-    def _mark_folder(self, folder: str) -> str:
-        return self._gone + folder.rstrip("/").replace("/", f"/{_FOLDER}")
+    def _is_closed(self, path: str) -> bool:
+        """Whether a mark says that there is no `path`: its own, or that of a folder above."""
+        at = self._marks
+        *above, last = path.split("/")[1:]
+        for name in above:
+            if os.path.lexists(f"{at}/{_MARK}{name}") or os.path.lexists(f"{at}/{_NEW}{name}"):
+                return True
+            at = f"{at}/{_FOLDER}{name}"
+            if not os.path.lexists(at):
+                return False
+        return os.path.lexists(f"{at}/{_MARK}{last}")
 
-    def _mark(self, path: str) -> str:
+    def _set(self, path: str, kind: str) -> None:
+        mark = self._mark(path, kind)
+        os.makedirs(os.path.dirname(mark), exist_ok=True)
+        with open(mark, "w"):
+            pass
+
+    def _unset(self, path: str, *kinds: str) -> None:
+        for kind in kinds:
+            with suppress(FileNotFoundError):
+                os.unlink(self._mark(path, kind))
+
+    def _marks_in(self, folder: str) -> str:
+        return self._marks + folder.rstrip("/").replace("/", f"/{_FOLDER}")
+
+    def _mark(self, path: str, kind: str) -> str:
         folder, name = os.path.split(path)
-        return f"{self._mark_folder(folder)}/{_MARK}{name}"
+        return f"{self._marks_in(folder)}/{kind}{name}"
 
 
 def _names(folder: str) -> set[str]:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from instep.auto import children, files, guards, loading, streams, writers
 from instep.auto.layers import Layer
-from instep.auto.overlay import Shadow
 from instep.auto.patching import Patch, Patched
+from instep.auto.shadow import Shadow
 from instep.divided import backward, checkpoints, losses, modules, statistics
 
 _SEEN = "each rank sees the files as one process would have left them"
@@ -41,8 +41,9 @@ FILES = (
     Patch("lzma", "_builtin_open", files.open_, _ONCE),
     Patch(os, "open", files.os_open, _ONCE),
     Patch(os, "truncate", files.truncate, _ONCE),
-    *(Patch(os, name, files.look, _SEEN) for name in ("stat", "access", "statvfs")),
+    *(Patch(os, name, files.look, _SEEN) for name in ("stat", "statvfs")),
     *(Patch(os, name, files.look, _SEEN) for name in ("getxattr", "listxattr", "pathconf")),
+    Patch(os, "access", files.access, _SEEN),
     *(Patch(os, name, files.look_at_link, _SEEN) for name in ("lstat", "readlink")),
     Patch(os, "listdir", files.listdir, _SEEN),
     Patch(os, "scandir", files.scandir, _SEEN),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,23 @@ class Patch:
     """Why an unedited script needs it."""
 
 
+_SUPPORTS: tuple[set[Any], ...] = (
+    *(os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks),
+)
+"""Sets in which Python looks up what a function of `os` can do, by the function itself."""
+
+
 @dataclass(frozen=True)
 class _Undo:
     owner: Any
     name: str
     before: object
     """What the owner itself held by this name; _ABSENT: it inherited it."""
+    patched: object
 
     def __call__(self) -> None:
+        for supports in _SUPPORTS:
+            supports.discard(self.patched)
         if self.before is _ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -81,7 +91,10 @@ class Patched:
         if isinstance(before, staticmethod | classmethod):
             patched = staticmethod(patched)
         setattr(owner, patch.name, patched)
-        self._undone.append(_Undo(owner, patch.name, before))
+        for supports in _SUPPORTS:
+            if original in supports:
+                supports.add(patched)
+        self._undone.append(_Undo(owner, patch.name, before, patched))
 
 
 def _answering(replacement: Function, original: Function) -> Function:

@@ -1,7 +1,8 @@
 """What rank 0 does for all: it does it, and tells the others what came of it.
 
-Not a collective: rank 0 never waits. A rank that asks for what rank 0 has not come to waits, since
-outside of `apart` all ranks take the same path; it says so when rank 0 does something else.
+Not a collective: rank 0 waits for nobody who does not come. A rank that asks for what rank 0 has
+not come to waits, since outside of `apart` all ranks take the same path; it says so when rank 0
+does something else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,14 +26,16 @@ T = TypeVar("T")
 
 _FIRST, _LONGEST = 0.0005, 0.05
 """Seconds between two looks: they double from the first to the longest."""
+PATIENCE = 60.0
+"""Seconds that rank 0 waits for the others before it changes what they may still look at."""
 
 
 class Relay:
     """Numbered messages from rank 0, in the order in which the script asks for them."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = dist.PrefixStore("told", store)
-        self._rank = rank
+        self._rank, self._size = rank, size
         self._number = 0
         self._process = os.getpid()
 
@@ -47,16 +52,22 @@ class Relay:
             and not is_apart()
         )
 
-    def once(self, kind: str, do: Callable[[], T], detail: str = "") -> T:
+    def once(self, kind: str, do: Callable[[], T], detail: str = "", *, changes: bool = False) -> T:
         """The value of `do()`, or its exception, on rank 0. It must pickle.
 
+        `changes`: it may change files, which the others shall not see before they come here too.
         A rank whose `detail` is another one does it by itself: the time in a name, perhaps.
         Raises DisagreementError where rank 0 does something of another kind.
         """
         self._number += 1
         begun, done = f"{self._number}/begun", f"{self._number}/done"
         if self._rank == 0:
-            return self._do_and_tell(begun, done, f"{kind}\0{detail}", do)
+            self._store.set(begun, f"{kind}\0{detail}")
+            if changes:
+                self._wait_for_the_others()
+            return self._do_and_tell(done, do)
+        if changes:
+            self._store.set(f"{self._number}/here{self._rank}", "")
         if self._what_rank_0_does(begun, kind) != detail:
             with apart():
                 return do()
@@ -64,8 +75,12 @@ class Relay:
         value: T = _unpacked(self._store.get(done))
         return value
 
-    def _do_and_tell(self, begun: str, done: str, what: str, do: Callable[[], T]) -> T:
-        self._store.set(begun, what)
+    def _wait_for_the_others(self) -> None:
+        others = [f"{self._number}/here{rank}" for rank in range(1, self._size)]
+        with suppress(dist.DistStoreError):
+            self._store.wait(others, timedelta(seconds=PATIENCE))
+
+    def _do_and_tell(self, done: str, do: Callable[[], T]) -> T:
         try:
             with apart():
                 value = do()

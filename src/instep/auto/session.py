@@ -84,10 +84,12 @@ def stand_down(reason: str) -> None:
     stop()
 
 
-def failing(what: str) -> None:
-    """The script fails; returns when, and where, that is to be said."""
-    if _current is not None and _current.together is not None:
-        _current.together.failing(what)
+def failing(what: str) -> bool:
+    """The script fails; returns when that can be said, and whether by this rank."""
+    if _current is None or _current.together is None:
+        return True
+    said_here: bool = _current.together.failing(what)
+    return said_here
 
 
 def say_left_alone(world: World, reason: str) -> None:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from instep import knobs, launchers, rendezvous
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
+from instep.auto.keeper import Keeper
 from instep.auto.layers import Layer
-from instep.auto.overlay import Keeper, Shadow
 from instep.auto.real import real
 from instep.auto.relay import Relay
+from instep.auto.shadow import Shadow
 from instep.collectives import barrier
 from instep.identity import World
 from instep.stores import open_store
@@ -59,7 +60,7 @@ class Together:
         facts = _facts(self._store, self.world)
         self.seed = facts.seed
         self._folder = _Folder(facts, self.world.rank)
-        self._relay = Relay(self._store, self.world.rank)
+        self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = streams.Streams(self.world.rank, facts.terminal, self._relay)
         barrier()  # a rank whose script ends at once would leave the others alone above
         self._in_place = True
@@ -99,22 +100,27 @@ class Together:
             with suppress(RuntimeError):
                 store.wait([_NEVER], _patience())
 
-    def failing(self, what: str) -> None:
-        """The script fails. What all ranks do alike is rank 0's to say, when it comes to it.
+    def failing(self, what: str) -> bool:
+        """The script fails; returns whether this rank is to say so.
 
-        Returns where this rank is to say it: on rank 0 at once, and on another one if rank 0 says
-        nothing of the kind in PATIENCE seconds.
+        What all ranks do alike is rank 0's to say, when it comes to it; the others wait for its
+        end. Another rank speaks if rank 0 says nothing of the kind in PATIENCE seconds.
         """
         if self._has_failed or not self._in_place:
-            return
+            return True
         self._has_failed = True
-        with suppress(RuntimeError):  # rank 0, who keeps the store, may have gone
+        try:
             if self.world.rank == 0:
                 self._store.set(_FAILED, what)
-                return
+                return True
             self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            if self._store.get(_FAILED) == what.encode():
-                self._store.wait([_NEVER], _patience())  # until rank 0 goes, or we are stopped
+            if self._store.get(_FAILED) != what.encode():
+                return True
+        except RuntimeError:  # rank 0, who keeps the store, may have gone
+            return True
+        with suppress(RuntimeError):
+            self._store.wait([_NEVER], _patience())
+        return False
 
     def _leave_together(self) -> None:
         """Rank 0 keeps the store, and it may be the last one to come to the script's end."""
@@ -128,12 +134,11 @@ class Together:
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         """For sys.excepthook."""
-        if not issubclass(kind, KeyboardInterrupt):
-            self.failing(f"{kind.__name__}: {error}")
-            if self.world.rank != 0:
-                self._streams.leave()
-                print(f"instep: {self.world}:", file=sys.stderr)
-        self._hook(kind, error, frames)
+        heard = issubclass(kind, KeyboardInterrupt) or self.failing(f"{kind.__name__}: {error}")
+        if heard and self.world.rank != 0:
+            self._streams.leave()
+        if heard:
+            self._hook(kind, error, frames)
 
 
 def _kept_by_torchrun() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from instep.auto.files import role, to_read, to_write
-from instep.auto.overlay import Shadow
+from instep.auto.shadow import Shadow
 
 Function = Callable[..., Any]
 
@@ -20,7 +20,11 @@ def _is_path(value: object) -> bool:
 
 def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
     """For torch.save."""
-    return original(obj, to_write(f) if _is_path(f) else f, *args, **kwargs)
+    if not _is_path(f):
+        return original(obj, f, *args, **kwargs)
+    original(obj, to_write(f), *args, **kwargs)
+    saver = role()
+    return saver.saved(f) if isinstance(saver, Shadow) else None
 
 
 def read_first(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:

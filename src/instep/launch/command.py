@@ -10,7 +10,7 @@ from typing import Any
 
 from instep import knobs, meeting
 from instep.errors import CommandLineError
-from instep.launch import supervisor
+from instep.launch import reading, supervisor
 from instep.launch.hosts import ONE_HOST, Hosts, address, of_launcher
 from instep.launch.job import Job
 
@@ -109,7 +109,12 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
 
 
 def _mention_findings(job: Job) -> None:
-    """One line where the script shows a severe mistake; read while the ranks start."""
+    """One line where the script shows a severe mistake; read while the ranks start.
+
+    What an unedited script does is done once.
+    """
+    if not job.plain and reading.speaks_for_itself(job.command) is None:
+        return
     from instep.check.checker import severe_findings  # costs what a start should not wait for
 
     script = job.command[0]

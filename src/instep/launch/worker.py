@@ -36,14 +36,16 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run(command, plain=way == PLAIN)
     except SystemExit as leaving:
-        if leaving.code:
-            program.failing(f"SystemExit: {leaving.code}")
+        if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
+            sys.exit(1)
         sys.exit(leave.by_exit(leaving.code))
     except KeyboardInterrupt:
         sys.excepthook = _say_nothing
         raise
     except BaseException as error:
-        program.failing(f"{type(error).__name__}: {error}")
+        if not program.failing(f"{type(error).__name__}: {error}"):
+            hook.written = error
+            sys.exit(1)
         hook.written = error.with_traceback(_users_frames(error))
         text = "".join(traceback.format_exception(error))
         leave.failure(code=1, raised=True, text=text)

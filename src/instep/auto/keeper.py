@@ -1,0 +1,77 @@
+"""Rank 0 changes the files, for all. What the others may still have to read it keeps."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from instep.auto.layers import Layer, copy
+from instep.auto.paths import Path, Paths, on_real_files
+
+KEPT_BYTES = 1 << 30
+"""How much rank 0 keeps in all of what it writes over."""
+
+
+class Keeper(Paths):
+    """Rank 0: changes the files, and keeps what was there before."""
+
+    def __init__(self, before: Layer) -> None:
+        super().__init__(())
+        self._before = before
+        self._kept: set[str] = set()
+        self._bytes = 0
+
+    @on_real_files
+    def keep(self, path: Path, *, follow: bool = True, unwritten: bool = False) -> None:
+        """Something will become of this path: remember what it was, unless that was done.
+
+        `unwritten`: nobody will write into this file any more.
+        """
+        try:
+            plain = self.followed(path) if follow else self.plain(path)
+        except OSError:  # links in a circle: who uses this path is told
+            return
+        if plain in self._kept or self.is_spared(plain):
+            return
+        self._kept.add(plain)
+        if not os.path.lexists(plain):
+            self._before.remove(plain)
+        elif self._before.find(plain) is None and self._is_worth(os.lstat(plain)):
+            # Elsewhere first: the others may look at any time.
+            draft = self._before.room_for(f"/.instep-{os.getpid()}")
+            _link_or_copy(plain, draft) if unwritten else copy(plain, draft)
+            os.replace(draft, self._before.room_for(plain))
+
+    @on_real_files
+    def keep_both(self, source: Path, target: Path) -> None:
+        """One will become the other: remember what both were, and everything below them."""
+        self.keep(source, follow=False)
+        self.keep(target, follow=False)
+        if os.path.isdir(source) and not os.path.islink(source):
+            for name in os.listdir(os.fsdecode(source)):
+                below = (os.path.join(os.fsdecode(path), name) for path in (source, target))
+                self.keep_both(*below)
+
+    def _is_worth(self, seen: os.stat_result) -> bool:
+        if not stat.S_ISREG(seen.st_mode):
+            return stat.S_ISDIR(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
+        self._bytes += seen.st_size
+        return self._bytes <= KEPT_BYTES
+
+    @on_real_files
+    def has_changed(self, folder: str) -> bool:
+        """Whether this job has changed what is in this folder."""
+        try:
+            return any(self._before.names(self.followed(folder)))
+        except OSError:  # links in a circle: who uses this path is told
+            return False
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        if os.lstat(source).st_nlink == 1:  # else it can be written into by another name
+            os.link(source, target, follow_symlinks=False)
+            return
+    except OSError:  # another file system, or a folder
+        pass
+    copy(source, target)

@@ -1,0 +1,219 @@
+"""The files as ranks see them: rank 0 has finished before another rank begins, and both see one
+process's files."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.auto import files, shadow
+from instep.auto.keeper import Keeper
+from instep.auto.layers import Layer
+from instep.auto.patches import FILES
+from instep.auto.patching import Patched
+from instep.auto.shadow import Shadow
+
+NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
+
+
+@contextmanager
+def seen_through(role: Keeper | Shadow | None) -> Iterator[None]:
+    """Run as this rank."""
+    patched = Patched(FILES)
+    files.play(role)
+    try:
+        yield
+    finally:
+        files.play(None)
+        patched.undo()
+
+
+def write(path: str, mode: str, text: str) -> int:
+    with open(path, mode) as file:
+        return file.write(text)
+
+
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def scanned(path: str) -> list[tuple[str, bool, bool]]:
+    with os.scandir(path) as entries:
+        return sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
+
+
+def tree(folder: str = ".") -> list[tuple[str, list[str], list[str]]]:
+    return sorted((at, sorted(folders), sorted(names)) for at, folders, names in os.walk(folder))
+
+
+def operations(numbers: random.Random) -> Iterator[Callable[[], object]]:
+    """One of everything that changes or looks at files, on names that often meet."""
+    one, two = numbers.choice(NAMES), numbers.choice(NAMES)
+    text = str(numbers.random())
+    yield from (lambda mode=mode: write(one, mode, text) for mode in ("w", "a", "x", "r+", "w"))
+    yield lambda: os.mkdir(one)
+    yield lambda: os.makedirs(one, exist_ok=True)
+    yield lambda: os.rmdir(one)
+    yield lambda: os.unlink(one)
+    yield lambda: os.rename(one, two)
+    yield lambda: os.replace(one, two)
+    yield lambda: os.symlink(os.path.relpath(two, os.path.dirname(one) or "."), one)
+    yield lambda: os.link(one, two)
+    yield lambda: os.truncate(one, 3)
+    yield lambda: os.chmod(one, 0o755)
+    yield lambda: shutil.rmtree(one, ignore_errors=True)
+    yield lambda: shutil.copytree(one, "d", True, dirs_exist_ok=True)
+    yield lambda: shutil.copy2(one, two) and None
+    yield lambda: shutil.move(one, two) and None
+    yield lambda: Path(one).touch()
+    yield from (lambda path=path: read(path) for path in (one, two))
+    yield from (lambda look=look: look(one) for look in (os.path.exists, os.path.isdir))
+    yield from (lambda look=look: look(one) for look in (os.path.islink, os.path.getsize))
+    yield lambda: sorted(os.listdir(one))
+    yield lambda: scanned(one)
+    yield lambda: os.readlink(one)
+    yield lambda: os.path.realpath(one).removeprefix(os.getcwd())
+    yield tree
+
+
+def outcome(operation: Callable[[], object]) -> object:
+    try:
+        return operation()
+    except OSError as error:
+        return type(error).__name__, error.errno, str(error.filename).removeprefix(os.getcwd())
+    except shutil.Error as error:
+        return type(error).__name__
+
+
+def story(seed: int, folder: Path) -> list[object]:
+    """What a script sees that does 150 things in `folder`."""
+    numbers = random.Random(seed)
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        seen = [outcome(numbers.choice([*operations(numbers)])) for _ in range(150)]
+        return [*seen, tree(), [read(path) for path in NAMES if os.path.isfile(path)]]
+    finally:
+        os.chdir(before)
+
+
+def stocked(folder: Path) -> Path:
+    """A folder in which there is something already."""
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "a").write_text("first")
+    (folder / "c").write_text("second")
+    return folder
+
+
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(10, 150))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_sees_what_one_process_would(tmp_path: Path, seed: int) -> None:
+    alone, shared = stocked(tmp_path / "alone"), stocked(tmp_path / "shared")
+    oracle = story(seed, alone)
+    before = Layer(str(tmp_path / "before"))
+    with seen_through(Keeper(before)):
+        assert story(seed, shared) == oracle
+    left = {path: path.read_bytes() for path in sorted(shared.rglob("*")) if path.is_file()}
+    for rank in (1, 2):
+        with seen_through(Shadow(Layer(str(tmp_path / f"rank{rank}")), before)):
+            assert story(seed, shared) == oracle
+    assert {p: p.read_bytes() for p in sorted(shared.rglob("*")) if p.is_file()} == left
+
+
+@pytest.fixture
+def rank1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder, with this process in it as rank 1; nothing of it may be left there."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with seen_through(Shadow(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))):
+        yield folder
+    assert [*folder.iterdir()] == []
+
+
+def test_libraries_that_open_by_themselves_are_sent_along(rank1: Path) -> None:
+    torch.save(torch.arange(3), "model.pt")
+    assert torch.load("model.pt").tolist() == torch.load("model.pt", mmap=True).tolist()
+    with tarfile.open("files.tar.gz", "w:gz") as archive:
+        archive.add("model.pt")
+    with tarfile.open("files.tar.gz") as archive:
+        archive.extractall("there", filter="data")
+    assert Path("there/model.pt").read_bytes() == Path("model.pt").read_bytes()
+    for _ in range(2):
+        with sqlite3.connect("table.db") as table:
+            table.execute("create table if not exists numbers (n)")
+            table.execute("insert into numbers values (1)")
+        table.close()
+    with sqlite3.connect("table.db") as table:
+        assert table.execute("select count(*) from numbers").fetchone() == (2,)
+    table.close()
+    assert os.path.getsize("table.db") > 0
+
+
+def test_old_checkpoints_are_read_from_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shadow, "SAVED_BYTES", 1)
+    before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
+    for role in (Keeper(before), Shadow(own, before)):
+        with seen_through(role):
+            for epoch in range(3):
+                torch.save(epoch, f"{epoch}.pt")
+            assert [torch.load(f"{epoch}.pt") for epoch in range(3)] == [0, 1, 2]
+            assert {"0.pt", "1.pt", "2.pt"} < {*os.listdir()}
+            os.unlink("0.pt")
+            assert not os.path.exists("0.pt")
+    kept = [path.name for path in (tmp_path / "layer1" / "files").rglob("*.pt")]
+    assert kept == ["2.pt"]
+
+
+def test_temporary_files_are_real_and_can_be_moved_into_place(rank1: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", delete=False) as file:
+        file.write("whole")
+    os.replace(file.name, "result")
+    assert (read("result"), os.path.exists(file.name)) == ("whole", False)
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/x", "w", "1")
+        assert os.listdir(folder) == ["x"]
+    assert not os.path.exists(folder)
+
+
+def test_one_may_go_into_a_folder_that_only_this_rank_has(rank1: Path) -> None:
+    os.makedirs("deep/er")
+    os.chdir("deep/er")
+    assert os.getcwd() == str(rank1 / "deep" / "er")
+    write("here", "w", "x")
+    os.chdir("../..")
+    assert (os.getcwd(), read("deep/er/here")) == (str(rank1), "x")
+
+
+def test_a_file_keeps_its_name_and_errors_name_the_scripts_path(rank1: Path) -> None:
+    with open("named", "w") as file:
+        assert file.name == "named"
+    with pytest.raises(FileNotFoundError, match="'no/where'"):
+        write("no/where", "w", "")
+    with pytest.raises(FileNotFoundError, match="'nowhere'"):
+        read("nowhere")
+
+
+def test_what_is_no_file_is_left_alone(rank1: Path) -> None:
+    assert write("/dev/null", "w", "x") == 1
+    ours, theirs = os.pipe()
+    with open(ours) as reading, open(theirs, "w") as writing:
+        writing.write("through")
+        writing.close()
+        assert reading.read() == "through"

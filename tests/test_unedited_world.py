@@ -1,0 +1,374 @@
+"""Unedited scripts on several ranks look like one process from the outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.auto import hiding, patches
+from instep.auto.patching import Patch, Patched
+from instep.errors import DeviceError
+from instep.identity import World
+from instep.launch import reading
+
+RUN = (sys.executable, "-m", "instep", "run", "-n")
+VIEW = """\
+import json, sys
+def view(value):
+    \"\"\"What this rank sees, for the test.\"\"\"
+    session = sys.modules.get("instep.auto.session")
+    if session is None or session.current() is None:
+        return
+    from instep.auto.real import real
+    with real(), open(f"{sys.argv[1]}/{session.current().world.rank}.json", "w") as file:
+        json.dump(value, file)
+"""
+
+
+class Place:
+    """A folder for scripts, and one for each run of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "view.py").write_text(VIEW)
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def run(
+        self, name: str, *command: str, text: str = "", **environ: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it in the folder `name`; nothing temporary may be left."""
+        for made in (name, f"{name}-views"):
+            (self.folder / made).mkdir()
+        temporary = tempfile.mkdtemp(dir="/tmp")  # a socket's path may have 107 letters
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("INSTEP", "PYTHONHASH"))}
+        done = subprocess.run(
+            [*command, str(self.folder / f"{name}-views")],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=55,
+            cwd=self.folder / name,
+            env=clean | {"TMPDIR": temporary} | environ,
+        )
+        os.rmdir(temporary)
+        return done
+
+    def views(self, name: str) -> list[Any]:
+        paths = sorted((self.folder / f"{name}-views").iterdir())
+        return [json.loads(path.read_text()) for path in paths]
+
+    def left(self, name: str) -> dict[str, bytes | None]:
+        folder = self.folder / name
+        return {
+            str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+            for path in folder.rglob("*")
+        }
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+OUTSIDE = """
+    import logging, multiprocessing, os, random, shutil, subprocess, sys, tarfile, warnings
+    import numpy, torch, torch.distributed
+    from view import view
+
+    SEEN = []
+    def say(*words):
+        SEEN.append(repr(words))
+        print(*words)
+
+    def main():
+        say([os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")])
+        say("RANK" in os.environ, torch.distributed.is_initialized())
+        say(subprocess.run(["sh", "-c", "echo ${RANK-none}"], stdout=subprocess.PIPE).stdout)
+        SEEN.append(repr((random.random(), numpy.random.rand(), torch.rand(1), set("abcdefgh"))))
+
+        # standard input and the terminal
+        say(input("name? "), sys.stdin.readline(), os.isatty(0), sys.stdout.isatty())
+        say(shutil.get_terminal_size())
+
+        # what is on disk
+        runs = int(open("runs.txt").read()) if os.path.exists("runs.txt") else 0
+        open("runs.txt", "w").write(str(runs + 1))
+        number = 0
+        while os.path.exists(f"experiment{number}"):
+            number += 1
+        os.makedirs(f"experiment{number}/logs")
+        say(runs, number)
+        torch.manual_seed(1)
+        torch.save(torch.rand(3), "best.pt")
+        say(torch.load("best.pt"))
+        with tarfile.open("data.tar", "w") as archive:
+            archive.add("runs.txt")
+        with tarfile.open("data.tar") as archive:
+            archive.extractall("data", filter="data")
+        say(open("data/runs.txt").read(), sorted(os.listdir()))
+        shutil.rmtree("data")
+        os.remove("data.tar")
+        with open("log.txt", "a") as file:
+            file.write("one line\\n")
+        os.symlink(f"experiment{number}", "latest")
+        open("latest/logs/events", "w").write("x")
+
+        # what is heard
+        os.system("echo from a child; echo one >> children.txt")
+        say(os.popen("echo read; cat children.txt").read())
+        print("to stderr", file=sys.stderr)
+        warnings.warn("be warned")
+        logging.warning("be logged")
+        child = os.fork()
+        if not child:
+            print("forked", flush=True)
+            os._exit(3)
+        say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        for way in ("fork", "spawn"):
+            loader = torch.utils.data.DataLoader(
+                range(6), 2, num_workers=1, multiprocessing_context=way
+            )
+            say([batch.tolist() for batch in loader])
+        view(SEEN)
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.launch
+def test_from_the_outside_it_is_one_process(place: Place) -> None:
+    script = place.script(OUTSIDE)
+    text = "Ada\nand more\n"
+    plain = place.run("plain", sys.executable, script, text=text, PYTHONHASHSEED="0")
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.count("from a child") == plain.stdout.count("forked") == 1
+    for n in (1, 2):
+        done = place.run(f"n{n}", *RUN, str(n), script, text=text)
+        assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+        assert done.stderr.splitlines() == plain.stderr.splitlines()
+        assert place.left(f"n{n}") == place.left("plain")
+        views = place.views(f"n{n}")
+        assert len(views) == n
+        assert all(view == views[0] for view in views)
+
+
+DISTRIBUTED = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+
+    politely = os.environ.get("RANK"), "WORLD_SIZE" in os.environ, dist.is_initialized()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    seen = torch.full((), rank + 1.0)
+    dist.all_reduce(seen)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    with open(f"rank{rank}", "w") as file:
+        file.write(f"{politely} {seen.item()} {dist.get_world_size()}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.launch
+def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) -> None:
+    done = place.run("n2", *RUN, "2", place.script(DISTRIBUTED))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == (
+        "instep: every rank runs this script as it is, nothing is divided: "
+        "it takes RANK for granted.\n"
+    )
+    seen = b"(None, False, False) 3.0 2"
+    assert place.left("n2") == {"rank0": seen, "rank1": seen}
+
+
+@pytest.mark.launch
+def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) -> None:
+    place.script("import instep\ndef where(): return instep.rank, instep.world_size", "mine.py")
+    script = place.script("""
+        import os, sys
+        assert "torch" not in sys.modules
+        import mine
+        open(f"rank{os.environ['RANK']}", "w").write(str(mine.where()))
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stderr) == (0, (
+        "instep: every rank runs this script as it is, nothing is divided: ../mine.py uses "
+        "instep itself.\n"
+    ))  # fmt: skip
+    assert place.left("n2") == {"rank0": b"(0, 2)", "rank1": b"(1, 2)"}
+    script = place.script("import os; open(os.environ['RANK'], 'w')", "plain.py")
+    done = place.run("plain", *RUN[:-1], "--plain", "-n", "2", script)
+    assert (done.returncode, done.stderr, place.left("plain")) == (0, "", {"0": b"", "1": b""})
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        ("sys.exit('no data')", 1, "no data"),
+        ("torch.multiprocessing.spawn(print, nprocs=2)", 1, "Run it with one rank"),
+        ("fails_on_rank_1()", 1, "OSError: only here"),
+    ],
+)
+def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, last: str) -> None:
+    script = place.script(f"""
+        import atexit, sys, torch
+        def fails_on_rank_1():
+            from instep.auto import session
+            if session.current().world.rank == 1:
+                raise OSError("only here")
+        {ending}
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count(last) == done.stderr.count("instep: rank") == 1
+    assert done.stderr.startswith(f"instep: rank {int('rank_1' in ending)} of 2 ")
+
+
+@pytest.mark.launch
+def test_a_module_of_a_package_with_relative_imports(place: Place) -> None:
+    folder = place.folder / "n2"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "names.py").write_text("NAME = 'relative'")
+    (folder / "package" / "train.py").write_text("from .names import NAME\nprint(NAME)")
+    done = subprocess.run(
+        [*RUN, "2", "-m", "package.train"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "relative\n", "")
+
+
+UNDER_MPI = """
+    import instep.auto
+    import os, random, sys
+    from view import view
+
+    view([[*{"a", "bb", "ccc", "dddd"}], random.random(), os.environ.get("OMPI_COMM_WORLD_RANK")])
+    print(sys.stdin.read())
+    open("once", "a").write("x")
+    raise KeyError("all alike")
+"""
+
+
+@pytest.mark.launch
+def test_importing_instep_auto_does_the_same_under_mpirun(place: Place) -> None:
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    done = place.run("mpi", *mpirun, sys.executable, place.script(UNDER_MPI), text="input")
+    assert done.returncode == 1
+    assert (done.stdout.strip(), done.stderr.count("KeyError: 'all alike'")) == ("input", 1)
+    first, second = place.views("mpi")
+    assert first == second
+    assert first[2] is None
+    assert place.left("mpi") == {"once": b"x"}
+
+
+# ------------------------------------------------------------------------------------- pure
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "expected"),
+    [
+        ({}, ["nvidia0", "nvidia1"], ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,5"}, ["nvidia0"], ["3", "5"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-abc"}, [], ["GPU-abc"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ["nvidia0"], []),
+    ],
+)
+def test_visible_devices(environ: dict[str, str], files: list[str], expected: list[str]) -> None:
+    assert hiding.visible_devices(environ, files) == expected
+
+
+def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
+    world = World(rank=5, size=8, local_rank=1, local_size=4, node_rank=1, nodes=2)
+    assert hiding.own_device(["2", "4", "6", "7"], world) == "4"
+    assert hiding.own_device(["0"], world) is None  # the launcher has given it one
+    assert hiding.own_device([], world) is None
+    assert hiding.own_device(["0", "1"], World()) is None  # one process has them all
+    with pytest.raises(DeviceError, match="4 ranks on this host, but only 3"):
+        hiding.own_device(["0", "1", "2"], world)
+
+
+@pytest.mark.parametrize(
+    ("text", "explicit"),
+    [
+        ("import torch", False),
+        ("import instep.auto", False),
+        ("from instep import auto", False),
+        ("import torch, instep as i", True),
+        ("from instep import replicate", True),
+        ("def f():\n    from instep.shards import shard", True),
+        ("# import instep", False),
+        ("import beside", True),
+        ("from folder import inner", True),
+        ("import folder.inner", True),
+        ("from .beside import x", True),
+        ("from . import beside", True),
+        ("import plain", False),
+        ("this is no python", False),
+    ],
+)
+def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -> None:
+    for name in ("beside.py", "folder/inner.py"):
+        place.script("import instep", name)
+    place.script("from train import plain", "plain.py")
+    assert (reading.speaks_for_itself([place.script(text)]) is not None) is explicit
+
+
+def test_patches_are_undone_exactly() -> None:
+    class Base:
+        def inherited(self) -> str:
+            return "base"
+
+    class Owner(Base):
+        @staticmethod
+        def static(word: str) -> str:
+            return word
+
+    before = dict(vars(Owner))
+    twice = [
+        Patch(Owner, "inherited", lambda original, self: original(self) + "!", "a test"),
+        Patch(Owner, "static", lambda original, word: original(word) * 2, "a test"),
+        Patch(Owner, "static", lambda original, word: original(word) + "?", "a test"),
+        Patch(Owner, "absent", print, "a test"),
+    ]
+    patched = Patched(twice)
+    assert (Owner().inherited(), Owner.static("a"), Owner().static("b")) == ("base!", "aa?", "bb?")
+    patched.undo()
+    patched.undo()
+    assert dict(vars(Owner)) == before
+
+
+def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_later.py").write_text("def answer(): return 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    patched = Patched([Patch("imported_later", "answer", lambda original: original() + 1, "")])
+    import imported_later
+
+    assert imported_later.answer() == 2
+    assert imported_later.__spec__.loader is imported_later.__loader__
+    assert type(imported_later.__loader__).__name__ == "SourceFileLoader"
+    patched.undo()
+    assert imported_later.answer() == 1
+    assert not any("Finder" in repr(f) and "instep" in repr(f) for f in sys.meta_path)
+
+
+def test_every_row_of_the_table_says_why_and_stands_once() -> None:
+    rows = [(patch.owner, patch.name) for patch in patches.PATCHES]
+    assert len({(id(o) if not isinstance(o, str) else o, name) for o, name in rows}) == len(rows)
+    assert all(patch.reason for patch in patches.PATCHES)
