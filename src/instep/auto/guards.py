@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import instep
 from instep.auto import hiding
 
 Function = Callable[..., Any]
@@ -70,7 +69,7 @@ def environ_contains(original: Function, self: Any, name: object) -> Any:
 
 def window(original: Function, name: str) -> Any:
     """For `instep.replicate` and so on, where the script's text did not show it."""
-    if name in instep.__all__ and not _is_ours(2):
+    if name in sys.modules["instep"].__all__ and not _is_ours(2):
         _claim(f"it uses instep.{name}")
     return original(name)
 

@@ -151,7 +151,7 @@ def _patience() -> timedelta:
 
 def _meet() -> World:
     """With keys of its own: should the script start a process group, it finds none of ours."""
-    store = open_store(None, launchers.detect(), _patience())
+    store, _ = open_store(None, launchers.detect(), _patience())
     hook = sys.excepthook
     world = rendezvous.init(dist.PrefixStore("unedited", store))
     sys.excepthook = hook  # torch's puts the rank before each line of a traceback

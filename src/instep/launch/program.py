@@ -35,5 +35,3 @@ def begin(command: Sequence[str]) -> None:
         session.start()
     else:
         session.say_left_alone(launchers.detect(), reason)
-
-
