@@ -60,11 +60,12 @@ def resnet18(classes: int = 1000) -> nn.Module:
 
 def resnet50(classes: int = 1000) -> nn.Module:
     """He et al. 2016; 25,557,032 parameters at 1000 classes."""
-    stages, before = [], 64
-    for k, depth in enumerate([3, 4, 6, 3]):
-        for i in range(depth):
-            stages.append(Bottleneck(before, 64 * 2**k, 2 if k and not i else 1))
-            before = 256 * 2**k
+    stages: list[nn.Module] = []
+    before = 64
+    for stage, (width, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for k in range(count):
+            stages.append(Bottleneck(before, width, 2 if stage and not k else 1))
+            before = 4 * width
     return nn.Sequential(
         nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
         nn.BatchNorm2d(64),
@@ -78,7 +79,7 @@ def resnet50(classes: int = 1000) -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the stride is the 3x3's."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -93,14 +94,17 @@ class Bottleneck(nn.Module):
             nn.Conv2d(width, after, 1, bias=False),
             nn.BatchNorm2d(after),
         )
-        self.shortcut = (
-            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-            if stride != 1 or before != after
-            else nn.Identity()
-        )
+        self.shortcut = shortcut(before, after, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def shortcut(before: int, after: int, stride: int) -> nn.Module:
+    """Nothing, where the shapes agree."""
+    if stride == 1 and before == after:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
 
 
 class Block(nn.Module):
@@ -115,11 +119,7 @@ class Block(nn.Module):
             nn.Conv2d(after, after, 3, padding=1, bias=False),
             nn.BatchNorm2d(after),
         )
-        self.shortcut = (
-            nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-            if stride != 1 or before != after
-            else nn.Identity()
-        )
+        self.shortcut = shortcut(before, after, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))

@@ -1,0 +1,232 @@
+"""The time of one training step with instep and with its peers.
+
+    make .venv-peers/ready && .venv-peers/bin/python benchmarks/peers.py --json peers.json
+
+Each contender has a set of processes of its own, which sleep while another's turn lasts. In each
+round all have a block of steps, in shuffled order; what counts is the ratio to `none` of the same
+round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and leave
+batch statistics to each rank's rows; instep is measured with those of the global batch and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from machine import machine, ratios, shown
+from models import workload
+
+Backward = Callable[[Tensor], None]
+Built = tuple[nn.Module, torch.optim.Optimizer, Backward]
+Peer = Callable[[nn.Module, torch.optim.Optimizer], Built]
+
+
+def none(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    return model, optimizer, Tensor.backward
+
+
+def ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    dist.init_process_group("gloo")
+    return nn.parallel.DistributedDataParallel(model), optimizer, Tensor.backward
+
+
+def ddp_view(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    dist.init_process_group("gloo")
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True}
+    return nn.parallel.DistributedDataParallel(model, **options), optimizer, Tensor.backward
+
+
+def accelerate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    return *accelerator.prepare(model, optimizer), accelerator.backward
+
+
+def fabric(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    module = importlib.import_module("lightning_fabric")
+    fabric = module.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
+    return *fabric.setup(model, optimizer), fabric.backward
+
+
+def ignite(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    idist = importlib.import_module("ignite.distributed")
+    idist.initialize("gloo")
+    return idist.auto_model(model), idist.auto_optim(optimizer), Tensor.backward
+
+
+def deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    module = importlib.import_module("deepspeed")
+    module.init_distributed(dist_backend="gloo", verbose=False)
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0}
+    engine, *_ = module.initialize(model=model, optimizer=optimizer, config=config)
+
+    class Optimizer:
+        def zero_grad(self) -> None:
+            """The engine does it."""
+
+        step = staticmethod(engine.step)
+
+    return engine, Optimizer(), engine.backward  # type: ignore[return-value]
+
+
+def instep(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    return importlib.import_module("instep").replicate(model), optimizer, Tensor.backward
+
+
+def instep_local_bn(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    replicate = importlib.import_module("instep").replicate
+    return replicate(model, batch_statistics="rank"), optimizer, Tensor.backward
+
+
+PEERS: dict[str, Peer] = {
+    peer.__name__: peer
+    for peer in (
+        *(none, instep, instep_local_bn, ddp, ddp_view),
+        *(accelerate, fabric, ignite, deepspeed),
+    )
+}
+
+
+# ------------------------------------------------------------------------------------ one rank
+
+
+def serve(pipe: Connection, peer: str, name: str, environ: dict[str, str]) -> None:
+    """Build the contender, then answer each number of steps with the seconds for one."""
+    os.environ.update(environ)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        load = workload(name)
+        sgd = torch.optim.SGD(load.model.parameters(), 0.01, momentum=0.9)
+        model, optimizer, backward = PEERS[peer](load.model, sgd)
+    except Exception as error:  # a peer that does not run here is left out, and named
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send("")
+    while (count := pipe.recv()) is not None:
+        start = perf_counter()
+        for _ in range(count):
+            optimizer.zero_grad()
+            backward(nn.functional.cross_entropy(model(load.inputs), load.targets))
+            optimizer.step()
+        pipe.send((perf_counter() - start) / count)
+    os._exit(0)  # without the peers' goodbyes, which may wait for each other
+
+
+class Contender:
+    """The ranks of one strategy."""
+
+    def __init__(self, peer: str, model: str, ranks: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        # What Fabric and accelerate take for torchrun.
+        shared |= {"TORCHELASTIC_RUN_ID": peer, "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        shared |= {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = spawn.Pipe()
+            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = spawn.Process(target=serve, args=(theirs, peer, model, environ), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.problem = max(_heard(pipe) for pipe in self.pipes)
+
+    def seconds(self, count: int) -> float:
+        """For each of `count` steps; the slowest rank counts."""
+        for pipe in self.pipes:
+            pipe.send(count)
+        return max(pipe.recv() for pipe in self.pipes)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _heard(pipe: Connection) -> str:
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return "it died"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# ---------------------------------------------------------------------------------- all of them
+
+
+def measure(model: str, peers: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds for each step, by contender and round; why a contender is missing."""
+    contenders = {peer: Contender(peer, model, args.ranks) for peer in peers}
+    missing = {peer: c.problem for peer, c in contenders.items() if c.problem}
+    running = [peer for peer in peers if peer not in missing]
+    try:
+        for peer in running:
+            contenders[peer].seconds(2)
+        count = max(2, int(args.seconds / contenders["none"].seconds(3)))
+        times: dict[str, list[float]] = {peer: [] for peer in running}
+        shuffler = random.Random(0)
+        for _ in range(args.blocks):
+            for peer in shuffler.sample(running, len(running)):
+                times[peer].append(contenders[peer].seconds(count) * 1e3)
+    finally:
+        for contender in contenders.values():
+            contender.stop()
+    rows = {
+        peer: {"median_ms": statistics.median(taken), "over_none": ratios(taken, times["none"])}
+        for peer, taken in times.items()
+    }
+    return {"rows": rows, "missing": missing, "milliseconds": times}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--models", nargs="+", default=["mlp", "resnet18"])
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=15, help="timed blocks of each contender")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each block, about")
+    args = parser.parse_args()
+    peers = ["none", *(peer for peer in args.peers if peer != "none")]
+    result: dict[str, Any] = {"machine": machine(), "ranks": args.ranks, "models": {}}
+    for model in args.models:
+        measured = measure(model, peers, args)
+        result["models"][model] = measured
+        print(f"\n{model:16} {'ms/step':>9} {'over none':>22}")
+        for peer, row in measured["rows"].items():
+            print(f"{peer:16} {row['median_ms']:9.2f} {shown(row['over_none']):>22}")
+        for peer, problem in measured["missing"].items():
+            print(f"{peer:16} did not run: {problem.splitlines()[0][:80]}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
