@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick nightly lint clean
+.PHONY: demo test quick nightly bench lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,9 @@ nightly: .venv/ready
 quick: .venv/ready
 	$(BIN)/python -m pytest -m "not slow and not launch and not nightly" -x -q
 
+bench: .venv/ready .venv-peers/ready
+	$(BIN)/python benchmarks/bench.py
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -28,5 +31,12 @@ lint: .venv/ready
 	scripts/venv "$(PYTHON)"
 	touch $@
 
+.venv-peers/ready: pyproject.toml constraints.txt
+	"$(PYTHON)" -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet -c constraints.txt -e . setuptools \
+		accelerate lightning-fabric pytorch-ignite
+	.venv-peers/bin/pip install --quiet -c constraints.txt --no-build-isolation deepspeed
+	touch $@
+
 clean:
-	rm -rf .venv build dist demo
+	rm -rf .venv .venv-peers build dist demo

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import instep.shm  # noqa: F401 - makes the backend known
+from machine import machine, ratios, shown
 
 SIZES = (1, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
 REPEATS = {1: 200, 1 << 10: 200, 1 << 16: 50, 1 << 20: 20, 1 << 24: 3}
@@ -96,19 +95,16 @@ def rank_main(rank: int, ranks: int, store: str, blocks: int, result: str) -> No
     dist.destroy_process_group()
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """First quartile, median, third quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
 def summary(blocks: list[dict[str, float]]) -> dict[str, Any]:
     """Median microseconds of each contender, and quartiles of the ratios inside a block."""
     return {
         "microseconds": {
             name: statistics.median(block[name] for block in blocks) * 1e6 for name in blocks[0]
         },
-        "gloo / instep": quartiles([block["gloo"] / block["instep"] for block in blocks]),
-        "resident / copy": quartiles([block["resident"] / block["copy"] for block in blocks]),
+        **{
+            f"{a} / {b}": ratios([block[a] for block in blocks], [block[b] for block in blocks])
+            for a, b in (("gloo", "instep"), ("resident", "copy"), ("instep", "copy"))
+        },
     }
 
 
@@ -120,15 +116,12 @@ def table(sizes: dict[str, dict[str, Any]]) -> str:
     ]
     for numel, row in sizes.items():
         times = row["microseconds"]
-        ratios = [
-            f"{row[name][1]:7.2f} [{row[name][0]:5.2f}, {row[name][2]:5.2f}]"
-            for name in ("gloo / instep", "resident / copy")
-        ]
+        found = [shown(row[name]) for name in ("gloo / instep", "resident / copy")]
         lines.append(
             f"{numel:>10} "
             + " ".join(f"{times[n]:9.1f}" for n in ("gloo", "instep", "resident", "copy"))
             + "  "
-            + " ".join(f"{ratio:>22}" for ratio in ratios)
+            + " ".join(f"{ratio:>22}" for ratio in found)
         )
     return "\n".join(lines)
 
@@ -149,15 +142,7 @@ def main() -> None:
     sizes = {numel: summary(rows) for numel, rows in blocks.items()}
     print(table(sizes))
     if arguments.json:
-        machine = {
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg(),
-            "torch": torch.__version__,
-            "instep": metadata.version("instep"),
-            "date": time.strftime("%Y-%m-%d %H:%M"),
-        }
-        facts = {"ranks": arguments.ranks, "machine": machine, "sizes": sizes, "blocks": blocks}
+        facts = {"ranks": arguments.ranks, "machine": machine(), "sizes": sizes, "blocks": blocks}
         arguments.json.write_text(json.dumps(facts, indent=1))
 
 

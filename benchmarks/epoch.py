@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from machine import machine, ratios
 from models import resnet18
 
 
@@ -63,14 +64,12 @@ def main() -> None:
         for name, (ranks, talking) in runs.items():
             times[name].append(seconds(ranks, talking, args.samples))
     result: dict[str, object] = {
+        "machine": machine(),
         "ranks": args.ranks,
         "seconds": {name: statistics.median(taken) for name, taken in times.items()},
     }
     for name in ("instep", "none"):
-        ratios = [a / b for a, b in zip(times[name], times["one rank"], strict=True)]
-        result[f"{name}_over_one_rank"] = {
-            "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)
-        }  # fmt: skip
+        result[f"{name}_over_one_rank"] = ratios(times[name], times["one rank"])
     print(json.dumps(result, indent=2))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

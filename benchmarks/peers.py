@@ -4,8 +4,9 @@
 
 Each contender has a set of processes of its own, which sleep while another's turn lasts. In each
 round all have a block of steps, in shuffled order; what counts is the ratio to `none` of the same
-round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and leave
-batch statistics to each rank's rows; instep is measured with those of the global batch and without.
+round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and
+leave batch statistics to each rank's rows; instep is measured with those of the global batch and
+without.
 """
 
 from __future__ import annotations

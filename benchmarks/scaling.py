@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py --json scaling.json
 
-Every configuration is started anew in each round, in shuffled order. Ranks have one thread each; where
-there are more of them than cores they take turns, and a step takes longer for that alone: compare
-the backends at the same number of ranks. Nothing is extrapolated.
+Every configuration is started anew in each round, in shuffled order. Ranks have one thread each;
+where there are more of them than cores they take turns, and a step takes longer for that alone:
+compare the backends at the same number of ranks. Nothing is extrapolated.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
@@ -36,6 +34,7 @@ from instep.divided.backward import backward as divided_backward
 from instep.reducer import Backward as Collected
 from instep.reducer import Reducer, collecting
 from instep.transport import transport
+from machine import machine, ratios, shown
 from models import workload
 
 Step = Callable[[], None]
@@ -154,9 +153,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
         result[strategy] = {"median_ms": statistics.median(values)}
         for base in ("none", "ddp", "instep", "instep_inexact"):
             if strategy != base and base in times:
-                ratios = [a / b for a, b in zip(values, times[base], strict=True)]
-                q1, median, q3 = statistics.quantiles(ratios, n=4)
-                result[strategy][f"over_{base}"] = {"median": median, "q1": q1, "q3": q3}
+                result[strategy][f"over_{base}"] = ratios(values, times[base])
     return result
 
 
@@ -164,14 +161,13 @@ def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
     """One rank's life."""
     torch.set_num_threads(1)
     instep.init(f"file://{store}", rank=rank, world_size=args.ranks)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"machine": machine(), "ranks": args.ranks, "models": {}}
     for name in args.models:
         times = measure(name, args.strategies, args.blocks, args.seconds)
-        result[name] = summary(times)
+        result["models"][name] = summary(times)
         if rank == 0:
-            show(name, result[name])
+            show(name, result["models"][name])
     if rank == 0 and args.json:
-        result["machine"] = machine(args)
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -179,24 +175,8 @@ def show(name: str, rows: dict[str, Any]) -> None:
     """A table on the screen."""
     print(f"\n{name:16} {'ms/step':>9} {'over none':>22} {'over ddp':>22}")
     for strategy, row in rows.items():
-        ratios = (
-            "{median:.3f} ({q1:.3f} to {q3:.3f})".format(**row[key]) if key in row else ""
-            for key in ("over_none", "over_ddp")
-        )
-        print(f"{strategy:16} {row['median_ms']:9.2f} " + " ".join(f"{r:>22}" for r in ratios))
-
-
-def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """What was measured on."""
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ranks": args.ranks,
-        "threads_per_rank": 1,
-        "load_average": os.getloadavg()[0],
-    }
+        found = (shown(row[key]) if key in row else "" for key in ("over_none", "over_ddp"))
+        print(f"{strategy:16} {row['median_ms']:9.2f} " + " ".join(f"{r:>22}" for r in found))
 
 
 def main() -> None:

@@ -1,0 +1,158 @@
+"""Run all benchmarks and write RESULTS.md, one PNG, and the figures as JSON beside this file.
+
+make bench
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+from machine import machine, shown
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
+Row = Iterable[object]
+
+
+def table(head: Row, rows: Iterable[Row]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(list(head)), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def collectives(result: dict[str, Any]) -> str:
+    """all_reduce by size."""
+    rows = [
+        (
+            f"{int(numel):,}",
+            f"{row['microseconds']['instep']:.0f}",
+            *(shown(row[ratio]) for ratio in ("gloo / instep", "instep / copy", "resident / copy")),
+        )
+        for numel, row in result["sizes"].items()
+    ]
+    head = ("float32", "instep, us", "Gloo / instep", "instep / copy", "resident bucket / copy")
+    return table(head, rows)
+
+
+def step(result: dict[str, Any]) -> str:
+    """Steps in one process, by strategy."""
+    rows = [
+        (
+            *(model, name, f"{row['median_ms']:.2f}"),
+            *(shown(row[key]) if key in row else "" for key in ("over_none", "over_ddp")),
+        )
+        for model, strategies in result["models"].items()
+        for name, row in strategies.items()
+    ]
+    return table(("model", "strategy", "ms", "over none", "over DDP"), rows)
+
+
+def peers(result: dict[str, Any]) -> str:
+    """Steps, each strategy in processes of its own."""
+    rows = [
+        (model, name, f"{row['median_ms']:.2f}", shown(row["over_none"]))
+        for model, measured in result["models"].items()
+        for name, row in measured["rows"].items()
+    ]
+    return table(("model", "contender", "ms", "over none"), rows)
+
+
+def epoch(result: dict[str, Any]) -> str:
+    """An epoch on several ranks over one rank's."""
+    rows = [(name, shown(result[f"{name}_over_one_rank"])) for name in ("instep", "none")]
+    return table(("ResNet-18", f"{result['ranks']} ranks over one"), rows)
+
+
+def scaling(result: dict[str, Any]) -> str:
+    """From 1 rank to 64."""
+    rows = [
+        (
+            *(row["ranks"], row["backend"], f"{row['step_ms']:.2f}"),
+            *(f"{row['memory_mib']:.0f}", f"{row['meeting_s']:.2f}"),
+        )
+        for row in result["rows"]
+    ]
+    return table(("ranks", "backend", "step, ms", "memory of a rank, MiB", "meeting, s"), rows)
+
+
+def gpu(result: dict[str, Any]) -> str:
+    """ResNet-50 on a GPU."""
+    ratio = shown(result["rows"]["instep"]["over_plain"])
+    return f"ResNet-50, bfloat16, instep over plain PyTorch: {ratio}"
+
+
+BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
+    function.__name__: function for function in (collectives, step, peers, epoch, scaling, gpu)
+}
+
+
+def run(name: str, more: list[str]) -> dict[str, Any] | None:
+    """One benchmark's figures; None where it cannot run on this machine."""
+    python = str(PEERS) if name == "peers" else sys.executable
+    if name == "peers" and not PEERS.exists():
+        return None
+    if name == "gpu" and machine()["gpu"] is None:
+        return None
+    target = RESULTS / f"{name}.json"
+    print(f"\n=== {name}", flush=True)
+    command = [python, str(HERE / f"{name}.py"), "--json", str(target), *more]
+    subprocess.run(command, check=True, cwd=HERE.parent)
+    figures: dict[str, Any] = json.loads(target.read_text())
+    return figures
+
+
+def draw(results: dict[str, dict[str, Any]]) -> None:
+    """Steps over no communication, by contender."""
+    models = results["peers"]["models"]
+    figure, axes = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.5), squeeze=False)
+    for axis, (model, measured) in zip(axes[0], models.items(), strict=True):
+        rows = {name: row["over_none"] for name, row in measured["rows"].items()}
+        order = sorted(rows, key=lambda name: rows[name]["median"], reverse=True)
+        medians = [rows[name]["median"] for name in order]
+        whiskers = [
+            [rows[name]["median"] - rows[name]["q1"] for name in order],
+            [rows[name]["q3"] - rows[name]["median"] for name in order],
+        ]
+        colours = ["tab:blue" if name.startswith("instep") else "tab:gray" for name in order]
+        axis.barh(order, medians, xerr=whiskers, color=colours)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set(title=f"{model}, 2 ranks", xlabel="step over no communication")
+    figure.tight_layout()
+    figure.savefig(HERE / "results.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), choices=BENCHMARKS)
+    args, more = parser.parse_known_args()
+    RESULTS.mkdir(exist_ok=True)
+    here = machine()
+    parts = ["# Measured\n\nWritten by `make bench`; medians, and quartiles of the ratios within "]
+    parts[0] += "one run. On: " + ", ".join(f"{key} {value}" for key, value in here.items()) + "."
+    results = {}
+    for name in args.only:
+        figures = run(name, more)
+        if figures is not None:
+            results[name] = figures
+            first = BENCHMARKS[name].__doc__
+            parts.append(f"## {name}.py\n\n{first}\n\n{BENCHMARKS[name](figures)}")
+    if "peers" in results:
+        draw(results)
+        parts.append("![steps over no communication](results.png)")
+    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
