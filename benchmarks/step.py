@@ -50,8 +50,12 @@ def engine(loss: Tensor) -> None:
     )
 
 
-def ddp(**options: Any) -> Strategy:
-    return lambda model: (DistributedDataParallel(model, **options), engine)
+def ddp(backend: str = "gloo", **options: Any) -> Strategy:
+    def strategy(model: nn.Module) -> tuple[nn.Module, Backward]:
+        group = dist.new_group(backend=backend)
+        return DistributedDataParallel(model, process_group=group, **options), engine
+
+    return strategy
 
 
 def replicated(**options: Any) -> Strategy:
@@ -90,6 +94,7 @@ STRATEGIES: dict[str, Strategy] = {
     "none": lambda model: (model, engine),
     "ddp": ddp(),
     "ddp_view": ddp(gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False),
+    "ddp_over_instep": ddp(backend="instep"),
     "instep": replicated(),
     "instep_local_bn": replicated(batch_statistics="rank"),
     "instep_inexact": inexact,

@@ -23,7 +23,7 @@ from instep.collectives import all_reduce
 from instep.errors import TrainingError
 from instep.transport import Pending, applied, through, transport
 
-_LONG = 16  # elements of a channel that lie side by side
+_SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 
 
 class Way(Protocol):
@@ -100,11 +100,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         x, weight, bias, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
             return _differentiable_backward(ctx, grad, x, weight, bias)
-        # Given statistics are constants to this kernel: its "gradients of weight and bias" are
-        # sum(grad * x_hat) and sum(grad), the two sums that every rank must hear of.
-        _, dot, total = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
-        )
+        dot, total = _own_sums(grad, x, weight, mean, var, ctx.eps)
         sums = torch.stack((dot, total)).double()
         if ctx.ghost:
             sums.zero_()
@@ -193,13 +189,34 @@ def _own(x: Tensor, ghost: bool) -> Tensor:
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each channel the mean, and the sum of squared distances from it."""
-    if x.is_cpu and x.stride(1) >= _LONG and x.dtype in (torch.float32, torch.float64):
-        # torch's own kernel goes element by element here: five times as long.
+    if _side_by_side(x) >= _LONG:  # torch's own kernel goes element by element here
         dims, shape = _all_but_channels(x)
         mean = x.sum(dims).div_(count)
         return mean, (x - mean.view(shape)).square_().sum(dims)
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     return mean, var * count
+
+
+def _own_sums(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
+    if 1 < _side_by_side(x) < _SHORT:  # and here
+        dims, shape = _all_but_channels(x)
+        dot = (x - mean.view(shape)).mul_(grad).sum(dims)
+        return dot * (var + eps).rsqrt(), grad.sum(dims)
+    # Given statistics are constants to this kernel: what it calls the gradients of weight and
+    # bias are just these sums.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return dot, total
+
+
+def _side_by_side(x: Tensor) -> int:
+    """How many elements of a channel lie side by side; 0 where torch's kernels are good anyway."""
+    plain = x.is_cpu and x.dtype in (torch.float32, torch.float64)
+    return x.stride(1) if plain else 0
 
 
 def _merged(way: Way, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
