@@ -15,6 +15,7 @@ SHAPES = {
     "1d rows": (nn.BatchNorm1d, (11, 4)),
     "1d sequences": (nn.BatchNorm1d, (11, 4, 3)),
     "2d": (nn.BatchNorm2d, (11, 4, 3, 2)),
+    "2d large": (nn.BatchNorm2d, (11, 4, 5, 4)),
     "3d": (nn.BatchNorm3d, (11, 4, 2, 3, 2)),
 }
 
@@ -57,9 +58,10 @@ def test_the_layer_is_that_of_one_process(kind, options):
     check(kind, torch.float64, options, sizes=(2, 3), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["2d", "2d large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_precision_far_from_zero(dtype):
-    check("2d", dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
+def test_precision_far_from_zero(dtype, kind):
+    check(kind, dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
 
 
 def test_ranks_without_rows_take_part():
