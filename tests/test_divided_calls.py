@@ -746,7 +746,7 @@ def half_precision_with_a_scaler(log: Log) -> None:
 @divided
 def compiled(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8))
-    fast = torch.compile(model, backend="aot_eager")
+    fast = torch.compile(model, backend="eager")
     train(log, model, lambda x, y: F.cross_entropy(fast(x), y))
 
 

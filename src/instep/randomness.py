@@ -67,11 +67,13 @@ class GeneratorStates:
 
     def same(self, other: GeneratorStates) -> bool:
         """Whether nothing was drawn between the two."""
-        return (
-            torch.equal(self.torch, other.torch)
-            and self.python == other.python
-            and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
-        )
+        return torch.equal(self.torch, other.torch) and self.same_but_torch(other)
+
+    def same_but_torch(self, other: GeneratorStates) -> bool:
+        """Whether nothing was drawn from numpy's and Python's."""
+        if self.python != other.python:
+            return False
+        return pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
 
 
 class SharedStream:

@@ -32,7 +32,7 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
     def seam(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    setattr(owner, name, _unlike_torch(uncompiled(seam)))
+    setattr(owner, name, unlike_torch(uncompiled(seam)))
     return True
 
 
@@ -42,7 +42,7 @@ def uncompiled(function: Function) -> Function:
     return disabled
 
 
-def _unlike_torch(seam: Function) -> Function:
+def unlike_torch(seam: Function) -> Function:
     """`seam`, which torch.compile does not take for torch's own function of that name.
 
     Its table of these, by name, is drawn up anew after each init_process_group; then it held the

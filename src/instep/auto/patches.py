@@ -135,6 +135,7 @@ DIVISION: tuple[Patch, ...] = (
         "batch_norm",
         statistics.batch_norm,
         "in a divided call the statistics are those of the whole batch",
+        in_graphs=True,
     ),
     Patch(
         nn.SyncBatchNorm,
@@ -149,7 +150,13 @@ DIVISION: tuple[Patch, ...] = (
         "backward would compute again outside of the divided call",
     ),
     *(
-        Patch(nn.functional, name, losses.loss, "in a divided call a loss is the whole batch's")
+        Patch(
+            nn.functional,
+            name,
+            losses.loss,
+            "in a divided call a loss is the whole batch's",
+            in_graphs=True,
+        )
         for name in losses.NAMES
     ),
 )

@@ -29,6 +29,9 @@ class Patch:
     """Called as `replacement(original, *args, **kwargs)`."""
     reason: str
     """Why an unedited script needs it."""
+    in_graphs: bool = False
+    """Whether torch.compile takes this function of torch's into its graphs as it is, by its name;
+    it must not take what answers for it."""
 
 
 _SUPPORTS: tuple[set[Any], ...] = (
@@ -60,12 +63,14 @@ class Patched:
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._undone: list[_Undo] = []
         self._awaited: dict[str, list[Patch]] = {}
+        self._kept_out: list[Function] = []
         for patch in patches:
             module = _module_of(patch.owner)
             if module is None or module in sys.modules:
                 self._put_in(patch)
             else:
                 self._awaited.setdefault(module, []).append(patch)
+        when_imported("torch._dynamo", self._keep_out)
         self._finder = _Finder(frozenset(self._awaited), self._imported)
         sys.meta_path.insert(0, self._finder)
 
@@ -76,6 +81,13 @@ class Patched:
         self._awaited.clear()
         while self._undone:
             self._undone.pop()()
+
+    def _keep_out(self) -> None:
+        """Of the graphs that torch.compile makes."""
+        from instep.seams import unlike_torch  # heavy; torch.compile is there by now
+
+        while self._kept_out:
+            unlike_torch(self._kept_out.pop())
 
     def _imported(self, module: str) -> None:
         for patch in self._awaited.pop(module, ()):
@@ -91,6 +103,10 @@ class Patched:
         if isinstance(before, staticmethod | classmethod):
             patched = staticmethod(patched)
         setattr(owner, patch.name, patched)
+        if patch.in_graphs:
+            self._kept_out.append(patched)
+            if "torch._dynamo" in sys.modules:
+                self._keep_out()
         for supports in _SUPPORTS:
             if original in supports:
                 supports.add(patched)

@@ -23,8 +23,8 @@ def keep_buffers() -> None:
 
 @contextmanager
 def compiling(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, parameters are represented by aliases. torch.compile looks at the `.grad` of each,
-    which warns."""
+    """Inside, torch.compile looks at the `.grad` of what is no leaf, which warns: of aliases of
+    parameters, and of what a graph leaves to the next one."""
     if not is_compiled(parts):
         yield
         return

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from instep.apart import is_apart
+from instep.divided.compiled import compiling
 from instep.divided.hooks import hooked
 from instep.divided.proof import Call, Plan, divided, prove, recheck
 from instep.seams import Function
@@ -91,7 +92,8 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
         return original(module, *args, **kwargs)
     _inside = True
     try:
-        return _outermost(Call(original, module, leaves, spec), transport())
+        with compiling(module.modules()):
+            return _outermost(Call(original, module, leaves, spec), transport())
     finally:
         _inside = False
 

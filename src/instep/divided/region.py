@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep import calls
+from instep.apart import apart
 from instep.blocks import Block
 from instep.calls import Call
-from instep.divided.compiled import compiling
 from instep.divided.crossing import own_rows, passed, share
 from instep.divided.division import Division
 from instep.divided.draws import WholeDraws
@@ -47,7 +47,7 @@ class Region:
         calls.enter(Call(self.block, statistics="global"))
         before, _current, _inside = _current, self, True
         try:
-            with draws or nullcontext():
+            with apart(), draws or nullcontext():
                 yield
         finally:
             _current, _inside = before, before is not None
@@ -121,8 +121,7 @@ def _represented(module: nn.Module, region: Region) -> Iterator[None]:
     recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
     _flatten(recurrent)
     try:
-        with compiling(parts):
-            yield
+        yield
     finally:
         for table, name, parameter in slots:
             table[name] = parameter

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from instep.randomness import GeneratorStates
 
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -19,7 +18,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
         self._parts = list(module.modules())
-        self._torch, self._others = TorchGenerators(), _OtherGenerators()
+        self._torch, self._others = TorchGenerators(), GeneratorStates.now()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
@@ -38,8 +37,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Make it so again (inputs and parameters are not kept: see `changed`)."""
-        self._torch.restore()
         self._others.restore()
+        self._torch.restore()
         for (k, name), (buffer, value) in self.buffers.items():
             buffer.data.copy_(value)
             self._parts[k]._buffers[name] = buffer
@@ -68,7 +67,7 @@ class Snapshot:
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
                 return f"its forward changes {what} in place"
-        if not self._others.same(after._others):
+        if not self._others.same_but_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         for part, was, now in zip(self._parts, self._attributes, after._attributes, strict=True):
             # Torch's own hooks for normed weights compute such an attribute anew in each forward.
@@ -86,7 +85,7 @@ class Snapshot:
         """What two forwards have left different, in words; None where it is the same."""
         if not self._torch.same(other._torch):
             return "its random numbers are not those of the whole batch"
-        if not self._others.same(other._others):
+        if not self._others.same_but_torch(other._others):
             return "its forward draws from numpy's or Python's random numbers"
         if self.buffers.keys() != other.buffers.keys():
             return "it has other buffers"
@@ -117,23 +116,6 @@ class TorchGenerators:
         torch.set_rng_state(self._states[0])
         for state in self._states[1:]:
             torch.cuda.set_rng_state(state)
-
-
-class _OtherGenerators:
-    """The states of numpy's and Python's."""
-
-    def __init__(self) -> None:
-        self._numpy: Any = np.random.get_state(legacy=False)
-        self._python = random.getstate()
-
-    def same(self, other: _OtherGenerators) -> bool:
-        if self._python != other._python:
-            return False
-        return pickle.dumps(self._numpy) == pickle.dumps(other._numpy)
-
-    def restore(self) -> None:
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
