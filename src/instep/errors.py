@@ -289,6 +289,11 @@ class RendezvousError(LaunchError):
         )
 
     @classmethod
+    def parted(cls) -> RendezvousError:
+        """A model of a process group that was destroyed is used."""
+        return cls("the ranks have parted: the process group that this belonged to is destroyed.")
+
+    @classmethod
     def absent(
         cls,
         absent: Iterable[int],

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep import rendezvous, shm
-from instep.errors import UnsuitableTensorError, WrongDeviceError
+from instep.errors import RendezvousError, UnsuitableTensorError, WrongDeviceError
 from instep.groups import Group
 from instep.watch.whereabouts import Waiting
 
@@ -200,19 +201,27 @@ class _SharingMemory(_Together):
 
     in_place = True
 
-    def __init__(self, group: shm.InstepProcessGroup) -> None:
-        self.rank, self.size = group.rank(), group.size()
-        self._group = self._shared = group
+    def __init__(self, group: dist.ProcessGroup | None, shared: shm.InstepProcessGroup) -> None:
+        super().__init__(group)
+        # A model keeps its transport until Python ends; the world's group must not live so long.
+        self._shared = weakref.ref(shared)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        self._shared.all_reduce_now([tensor], _OPS[op])
+        self._sharing.all_reduce_now([tensor], _OPS[op])
         return _Done()
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
-        self._shared.all_reduce_now(tensors, _OPS[op])
+        self._sharing.all_reduce_now(tensors, _OPS[op])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._shared.all_gather_now(tensor)
+        return self._sharing.all_gather_now(tensor)
+
+    @property
+    def _sharing(self) -> shm.InstepProcessGroup:
+        group = self._shared()
+        if group is None:
+            raise RendezvousError.parted()
+        return group
 
 
 @dataclass(frozen=True)
@@ -273,13 +282,15 @@ def transport(group: Group | None = None) -> Transport:
     if rendezvous.alone():
         return _Alone()
     rendezvous.join()
-    return _over(dist.group.WORLD)
+    return _over(None) if dist.is_initialized() else _Alone()
 
 
 def _over(group: dist.ProcessGroup | None) -> Transport:
-    if group is None:
-        return _Alone()
-    return _SharingMemory(group) if isinstance(group, shm.InstepProcessGroup) else _Together(group)
+    """The way through a group; None is the world."""
+    members = group or dist.group.WORLD
+    if isinstance(members, shm.InstepProcessGroup):
+        return _SharingMemory(group, members)
+    return _Together(group)
 
 
 _instead: Transport | None = None
