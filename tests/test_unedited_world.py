@@ -151,6 +151,7 @@ OUTSIDE = """
 
 
 @pytest.mark.launch
+@pytest.mark.timeout(180)
 def test_from_the_outside_it_is_one_process(place: Place) -> None:
     script = place.script(OUTSIDE)
     text = "Ada\nand more\n"

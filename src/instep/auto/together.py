@@ -90,15 +90,14 @@ class Together:
         self._folder.leave()
 
     def forget(self) -> None:
-        """The ranks do not know each other any more, and can meet anew. Collective."""
+        """The ranks do not know each other any more, and can meet anew. Collective.
+
+        At the same store, under other keys: `stores.again`.
+        """
         barrier()
-        store = self._store
         del self._store
         self._relay.close()
         rendezvous.leave()
-        if self.world.rank != 0 and not _kept_by_torchrun():
-            with suppress(RuntimeError):
-                store.wait([_NEVER], _patience())
 
     def failing(self, what: str) -> bool:
         """The script fails; returns whether this rank is to say so.
@@ -139,10 +138,6 @@ class Together:
             self._streams.leave()
         if heard:
             self._hook(kind, error, frames)
-
-
-def _kept_by_torchrun() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _patience() -> timedelta:
