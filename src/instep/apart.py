@@ -31,11 +31,19 @@ def apart() -> Iterator[None]:
 
 def is_apart() -> bool:
     """Whether this thread is in there; always so in a process that a rank forked."""
-    return _depth.value > 0
+    return _depth.value > 0 or _rank not in (None, os.getpid())
 
 
-def _forked() -> None:
-    _depth.value += 1
+_rank: int | None = None
 
 
-os.register_at_fork(after_in_child=_forked)
+def begin() -> None:
+    """From here on, processes that this one forks are apart."""
+    global _rank
+    _rank = os.getpid()
+
+
+def end() -> None:
+    """And from here on they are not."""
+    global _rank
+    _rank = None

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import knobs, launchers, rendezvous
+from instep import apart, knobs, launchers, rendezvous
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
 from instep.auto.keeper import Keeper
 from instep.auto.layers import Layer
@@ -70,6 +70,7 @@ class Together:
         streams.use(self._streams)
         children.begin(self._relay, patches.see_files)
         guards.begin(claimed)
+        apart.begin()
         patches.install()
         self._streams.enter()
         sys.excepthook = self._heard_once
@@ -80,6 +81,7 @@ class Together:
             return
         self._in_place = False
         patches.undo()
+        apart.end()
         guards.end()
         children.end()
         streams.use(None)
