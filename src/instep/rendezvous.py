@@ -19,7 +19,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import interfaces, knobs, launchers, shm
+from instep import interfaces, knobs, launchers, rollcall, shm
 from instep.errors import (
     BackendError,
     DeviceError,
@@ -173,7 +173,7 @@ def _asked_for(rank: int | None, world_size: int | None) -> World:
         size=world_size,
         local_rank=rank,
         local_size=world_size,
-        source="the arguments of instep.init",
+        source=rollcall.BY_THE_SCRIPT,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
 
@@ -13,6 +14,8 @@ from instep.cards import Card
 from instep.errors import LaunchError, MixedJobError, RendezvousError
 from instep.identity import World
 
+BY_THE_SCRIPT = "the arguments of instep.init"
+"""The source of a world that the script itself was told, most likely by its own arguments."""
 _GRACE = 10.0
 """Seconds that the others wait longer than rank 0, which is to say who is missing."""
 _VERDICT = "instep/verdict"
@@ -26,7 +29,10 @@ def call(store: dist.Store, world: World, timeout: timedelta) -> bool:
     within `timeout`.
     """
     seconds = timeout.total_seconds()
-    store.set(_key(world.rank), json.dumps(Card.of_this_process().to_json()))
+    card = Card.of_this_process()
+    if world.source == BY_THE_SCRIPT:
+        card = replace(card, arguments=())
+    store.set(_key(world.rank), json.dumps(card.to_json()))
     if world.rank != 0:
         return _hear(store, world, seconds)
     try:
