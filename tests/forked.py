@@ -22,6 +22,9 @@ _processes.set_forkserver_preload(
     ["torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "instep.verify.entry"]
 )
 
+LIMIT = 45.0
+"""Seconds that a run may take."""
+
 
 class Forked:
     """A Starter: as `instep run`, without the seconds that a fresh interpreter costs."""
@@ -34,7 +37,7 @@ class Forked:
         ]
         for process in processes:
             process.start()
-        deadline = monotonic() + min(limit or 150.0, 150.0)
+        deadline = monotonic() + min(limit or LIMIT, LIMIT)
         try:
             while alive := [process for process in processes if process.exitcode is None]:
                 wait([process.sentinel for process in alive], max(0.0, deadline - monotonic()))
@@ -42,7 +45,7 @@ class Forked:
                     break
                 if monotonic() > deadline:
                     made = [len(rank.steps) for rank in read_run(folder, size, 0.0).ranks]
-                    raise ScriptLateError(n, limit or 150.0, made)
+                    raise ScriptLateError(n, limit or LIMIT, made)
         finally:
             for process in processes:
                 process.kill()
@@ -65,8 +68,10 @@ def _rank(rank: int, size: int, folder: str, command: tuple[str, ...]) -> None:
         os.dup2(devnull, stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
+    os.chdir(folder)
     os.environ |= EQUAL
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
+    multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter
     try:
         if size > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TMPDIR": folder}

@@ -1,0 +1,77 @@
+"""The scripts under examples/unedited/ know nothing of instep, and are the same on many ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forked import Forked
+from instep.launch.reading import speaks_for_itself
+from instep.verify.proof import verify
+from instep.verify.verdict import Report, Verdict
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[1] / "examples" / "unedited"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+WHOLE = {"gcn"}
+"""One graph is no batch: every rank computes it."""
+FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1"]}
+
+
+def proven(name: str, sizes: list[int], steps: int | None, arguments: list[str]) -> Report:
+    report = verify([str(FOLDER / f"{name}.py"), *arguments], sizes, steps, start=Forked())
+    assert report.verdict is not Verdict.DIFFERENT, (report.parting, report.cause)
+    assert report.unlike_python is None
+    assert [judgement.run.n for judgement in report.judgements] == sizes
+    return report
+
+
+def most_of_one_rank(report: Report) -> float:
+    """The largest part of all samples that went through one rank's modules."""
+    (whole,) = report.oracle.samples_per_rank
+    return max(max(judgement.run.samples_per_rank) for judgement in report.judgements) / whole
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_first_steps_are_those_of_one_process(name):
+    report = proven(name, [3], 7, FEW.get(name, []))
+    assert most_of_one_rank(report) == 1 if name in WHOLE else most_of_one_rank(report) < 0.4
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_whole_training_is_that_of_one_process(name):
+    report = proven(name, [2, 3], None, [])
+    assert most_of_one_rank(report) == 1 if name in WHOLE else most_of_one_rank(report) < 0.55
+
+
+def test_none_of_them_knows_of_instep():
+    assert len(EXAMPLES) >= 10
+    for name in EXAMPLES:
+        path = FOLDER / f"{name}.py"
+        assert speaks_for_itself([str(path)]) is None
+        assert "instep" not in path.read_text()
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(150)
+def test_the_command_says_how_the_work_was_divided(tmp_path):
+    report = tmp_path / "report.json"
+    told = subprocess.run(
+        [sys.executable, "-m", "instep", "verify", "-n", "2", "--steps", "2", "--json", report]
+        + [FOLDER / "vae.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert told.stdout.endswith("\nSAME\n"), told.stderr
+    value = json.loads(report.read_text())
+    assert [run["samples_per_rank"] for run in value["runs"]] == [[256], [128, 128]]
+    assert value["unlike_python"] is None
