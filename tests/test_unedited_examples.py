@@ -63,9 +63,9 @@ def test_none_of_them_knows_of_instep():
 @pytest.mark.timeout(150)
 def test_the_command_says_how_the_work_was_divided(tmp_path):
     report = tmp_path / "report.json"
+    asked = ["-n", "2", "--steps", "2", "--json", report, FOLDER / "vae.py"]
     told = subprocess.run(
-        [sys.executable, "-m", "instep", "verify", "-n", "2", "--steps", "2", "--json", report]
-        + [FOLDER / "vae.py"],
+        [sys.executable, "-m", "instep", "verify", *asked],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -67,6 +67,33 @@ def test_unsplit_batches_are_told_though_gradients_agree():
     assert told.startswith("a batch that was not split: in step 1 each of 2 ranks computed all 8")
 
 
+def of_whole_batches(rank, k, step):
+    """What a rank of an unedited script records."""
+    oracle = made.honest(0, 1, k)
+    return {
+        "whole": True,
+        "samples": oracle.samples,
+        "rows": oracle.rows,
+        "losses": oracle.losses,
+        "computed": step.samples,
+    }
+
+
+def test_whole_batches_on_every_rank_of_an_unedited_script_are_no_parting():
+    e = made.evidence(3, of_whole_batches)
+    assert first_parting(e) is None
+    assert e.free.samples_per_rank == made.run(3).samples_per_rank
+
+
+def test_a_rank_of_an_unedited_script_with_another_batch_is_a_parting():
+    def other_on_one(rank, k, step):
+        changed = {"samples": 5, "rows": step.rows} if (rank, k) == (1, 1) else {}
+        return of_whole_batches(rank, k, step) | changed
+
+    parting = first_parting(made.evidence(2, other_on_one))
+    assert (parting.step, parting.what) == (2, "samples")
+
+
 def test_one_unsplit_batch_is_enough():
     told = cause(2, lambda r, k, s: {"samples": 7} if k == 2 else {})
     assert told.startswith("a batch that was not split: in step 3")
