@@ -3,9 +3,9 @@
 instep run -n 4 apex_distributed.py --data DATA --amp
 torchrun --nproc-per-node 4 -m instep apex_distributed.py --data DATA --amp
 
-By Apex's rules, each rank has a batch of -b / ranks of its own, normalised by its own statistics, and
-the gradients of the ranks are averaged. With --same two other lines stand in their place, and the
-numbers are those of one process. --amp is level O1, else O0. Images are normalised once.
+By Apex's rules, each rank has a batch of -b / ranks of its own, normalised by its own statistics,
+and the gradients of the ranks are averaged. With --same two other lines stand in their place, and
+the numbers are those of one process. --amp is level O1, else O0. Images are normalised once.
 """
 
 import torch

@@ -3,9 +3,9 @@
 instep horovodrun -np 4 python horovod_distributed.py --data DATA
 instep run -n 4 horovod_distributed.py --data DATA --same
 
-Horovod's rules: each rank has a batch of -b / ranks of its own, normalised by its own statistics; the
-gradients of the ranks are averaged. Parameters therefore depend on the number of ranks. With --same two other lines
-stand in their place, and they are those of one process.
+By Horovod's rules, each rank has a batch of -b / ranks of its own, normalised by its own
+statistics, and the gradients of the ranks are averaged. With --same two other lines stand in their
+place, and the numbers are those of one process.
 """
 
 import horovod.torch as hvd

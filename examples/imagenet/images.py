@@ -177,7 +177,7 @@ def data_sets(args: Namespace) -> tuple[Images, Images]:
 
 
 def loaders(args: Namespace) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Over the batches of the whole job. The last, smaller batch of a training epoch is left out."""
+    """Batches of the whole job. The last, smaller one of a training epoch is left out."""
     train, val = data_sets(args)
     shared = {
         "batch_size": args.batch_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def train_epoch(
         set_rate(args, optimizer, loader.dataset.epoch, step / len(loader))
         images = images.to(device, non_blocking=True)
         target = target.to(device, non_blocking=True)
-        with torch.autocast(device.type, half(device), enabled=args.amp):
+        with casting(args, device):
             output = model(images)
             loss = cross_entropy(output, target)
         optimizer.zero_grad()
@@ -124,7 +125,7 @@ def validate(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for images, target in loader:
         images, target = images.to(device), target.to(device)
-        with torch.autocast(device.type, half(device), enabled=args.amp):
+        with casting(args, device):
             output = model(images)
         sums += counted(output, target, cross_entropy(output, target))
     return means_of(ranks.total(sums))
@@ -159,6 +160,11 @@ def set_rate(args: Namespace, optimizer: Optimizer, epoch: int, passed: float) -
         rate *= (epoch + passed) / args.warmup
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def casting(args: Namespace, device: torch.device) -> AbstractContextManager[None]:
+    """Not autocast with enabled=False: that would switch off Apex's."""
+    return torch.autocast(device.type, half(device)) if args.amp else nullcontext()
 
 
 def half(device: torch.device) -> torch.dtype:

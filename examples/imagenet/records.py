@@ -1,4 +1,4 @@
-"""What a training leaves behind: lines and a bar on the terminal, CSV files, TensorBoard's curves."""
+"""What a training leaves: lines and a bar on the terminal, CSV files, TensorBoard's curves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ImageNet under Slurm: srun starts one task per GPU.
 
-sbatch slurm.sbatch                                                    see there
-srun -n 4 python slurm.py --data DATA                                  meet at the first host, over TCP
-srun -n 4 python slurm.py --data DATA --meet file --folder /shared     meet in a file that all see
+sbatch slurm.sbatch                                                  see there
+srun -n 4 python slurm.py --data DATA                                meet at the first host
+srun -n 4 python slurm.py --data DATA --meet file --folder SHARED    meet in a file
 
 World size and rank are Slurm's own, SLURM_NTASKS and SLURM_PROCID: one task is one rank, and no
 rank is computed from numbers of GPUs.
