@@ -38,7 +38,7 @@ def run(out, data, *command, **more):
     out.mkdir(exist_ok=True)
     words = [*map(str, command), "--data", str(data), "--out", str(out)]
     return subprocess.run(
-        words, env=environment(out, **more), timeout=55, cwd=out, capture_output=True, text=True
+        words, env=environment(out, **more), timeout=200, cwd=out, capture_output=True, text=True
     )
 
 
@@ -165,7 +165,11 @@ def test_the_rules_of_horovod_and_apex_are_those_of_ddp(tmp_path, data, alone, c
     train(tmp_path, data, *placed(command), *FLAGS)
     theirs = tmp_path / "ddp"
     train(theirs, data, *TORCHRUN, "--nproc-per-node", "2", DDP, *FLAGS)
-    assert_same(tmp_path, theirs)
+    assert (parameters(tmp_path) - parameters(theirs)).norm() < 1e-6 * parameters(theirs).norm()
+    for mine, ddp in zip(rows(tmp_path, "epochs.csv"), rows(theirs, "epochs.csv"), strict=True):
+        # Each validates by running statistics of its rank; DDP's come a step late from rank 0.
+        for name in ("train_top1", "train_top5", "train_samples", "val_samples"):
+            assert mine[name] == ddp[name]
     assert (parameters(tmp_path) - parameters(alone)).norm() > 1e-3 * parameters(alone).norm()
 
 
@@ -273,12 +277,13 @@ def test_mixed_precision_trains(plain, tmp_path):
 
 @launch
 @nightly
-def test_it_learns(tmp_path, tmp_path_factory):
+@pytest.mark.timeout(240)
+def test_it_learns(tmp_path):
     """Over 95 % top-1 on digits and photographs."""
     data = tmp_path / "data"
     subprocess.run([*PYTHON, FOLDER / "make_data.py", data], check=True, timeout=55)
     command = [*INSTEP, "run", "-n", "2", FOLDER / "plain.py", "-a", "small", "--size", "32"]
-    more = ["--augment", "light", "-b", "64", "-j", "0", "--epochs", "12", "--lr", "0.05"]
+    more = ["--augment", "light", "-b", "64", "-j", "0", "--epochs", "33", "--lr", "0.05"]
     train(tmp_path, data, *command, *more, "--warmup", "1")
     assert max(float(row["val_top1"]) for row in rows(tmp_path, "epochs.csv")) > 0.95
 
@@ -320,8 +325,8 @@ def test_a_class_of_one_part_only_is_named(plain, copied):
 
 
 def spoil(copied):
-    """A truncated image and one that is none, both to train."""
-    short, text = copied / "train/digit1/digit1_00002.JPEG", copied / "train/digit2/a.png"
+    """A truncated image and one that is none, where each image is read."""
+    short, text = copied / "val/digit1/digit1_00002.JPEG", copied / "val/digit2/a.png"
     short.write_bytes(short.read_bytes()[:300])
     text.write_text("no image")
     return short, text
