@@ -47,8 +47,8 @@ COMMANDS = {
     "instep, Jittor's style": [*MPIRUN, PYTHON, "jittor_style.py"],
     "instep, srun": ["srun", "-n", "{n}", PYTHON, "slurm.py"],
 }  # fmt: skip
-"""Those named for rules, DataParallel on several GPUs and DistributedDataParallel have other numbers
-than one process; all others have the same."""
+"""Those named for rules, DataParallel on several GPUs and DistributedDataParallel have other
+numbers than one process; all others have the same."""
 ORIGINAL = {
     "DataParallel": 4138.3, "Horovod": 1200.3, "Distributed": 1188.5, "Apex": 1186.5
 }  # fmt: skip
