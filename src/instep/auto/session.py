@@ -51,7 +51,11 @@ def start() -> Session | None:
         if world.size > 1:
             hash_alike()
         hiding.narrow(world)
-        _current = _alone(world) if world.size == 1 else _together()
+        if world.size == 1:
+            _current = _alone(world)
+            when_imported("torch", _load_as_ranks_do)
+        else:
+            _current = _together()
     return _current
 
 
@@ -109,7 +113,6 @@ def _alone(world: World) -> Session:
     seed = seeds.draw()
     seeds.sow(seed)
     hiding.hide()
-    when_imported("torch", _load_as_ranks_do)
     return Session(world, seed)
 
 
