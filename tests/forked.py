@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 
 from instep.errors import ScriptFailedError, ScriptLateError
+from instep.launchers import STORE_FD
 from instep.verify.records import read_run
 from instep.verify.runs import EQUAL
 
@@ -26,17 +30,40 @@ LIMIT = 45.0
 """Seconds that a run may take."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """What the ranks of a run are told."""
+
+    size: int
+    port: int
+    folder: str
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """As a launcher says it."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "TMPDIR": self.folder,
+        }
+
+
 class Forked:
     """A Starter: as `instep run`, without the seconds that a fresh interpreter costs."""
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
         size = max(n, 1)
-        processes = [
-            _processes.Process(target=_rank, args=(rank, size, str(folder), tuple(command)))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            place = Place(size, listener.getsockname()[1], str(folder))
+            processes = [
+                _processes.Process(
+                    target=_rank, args=(rank, place, tuple(command), None if rank else listener)
+                )
+                for rank in range(size)
+            ]
+            for process in processes:
+                process.start()
         deadline = monotonic() + min(limit or LIMIT, LIMIT)
         try:
             while alive := [process for process in processes if process.exitcode is None]:
@@ -56,11 +83,13 @@ class Forked:
             raise ScriptFailedError(n, words, made)
 
 
-def _rank(rank: int, size: int, folder: str, command: tuple[str, ...]) -> None:
+def _rank(
+    rank: int, place: Place, command: tuple[str, ...], listener: socket.socket | None
+) -> None:
     import torch
 
-    from instep import rendezvous
-    from instep.auto import session
+    from instep import apart, rendezvous
+    from instep.launch.reading import speaks_for_itself
     from instep.verify import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)
@@ -68,18 +97,22 @@ def _rank(rank: int, size: int, folder: str, command: tuple[str, ...]) -> None:
         os.dup2(devnull, stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
-    os.chdir(folder)
+    os.chdir(place.folder)
     os.environ |= EQUAL
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
+    apart._depth.value = 0
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter
     try:
-        if size > 1:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TMPDIR": folder}
-            rendezvous.init(f"file://{folder}/meet")
+        if place.size > 1:
+            os.environ |= place.environment(rank)
+            if listener is not None:
+                os.environ[STORE_FD] = str(listener.detach())
+            if speaks_for_itself(command):
+                rendezvous.init()
         try:
-            entry.main(folder, *command)
+            entry.main(place.folder, *command)
         finally:
-            session.stop()
+            atexit._run_exitfuncs()  # multiprocessing does not
     except Exception:
-        Path(folder, f"failed{rank}").write_text(traceback.format_exc())
+        Path(place.folder, f"failed{rank}").write_text(traceback.format_exc())
         raise

@@ -173,6 +173,14 @@ def _why(ours: Step, theirs: Step) -> str:
     )
 
 
+def _asked_alike(oracle: Run, plain: Run) -> bool:
+    """Whether the DataLoaders of both have asked for the same samples in the same order."""
+    ends = [run.ranks[0].end for run in (oracle, plain)]
+    ours, theirs = (() if end is None else end.indices for end in ends)
+    known = min(len(ours), len(theirs))
+    return known > 0 and ours[:known] == theirs[:known]
+
+
 def unlike_python(oracle: Run, plain: Run | None, tolerance: Tolerance) -> str | None:
     """How one process of instep differs from the script without instep, in one sentence."""
     if plain is None:
@@ -186,6 +194,11 @@ def unlike_python(oracle: Run, plain: Run | None, tolerance: Tolerance) -> str |
             )
         if ours.samples != theirs.samples:
             return f"step {k + 1} has {ours.samples} samples instead of {theirs.samples}"
+        if ours.rows != theirs.rows and _asked_alike(oracle, plain):
+            return (
+                "what is random in a sample is drawn from a stream of the sample's own, the same "
+                "whoever loads it (INSTEP_LOAD=whole: from plain Python's)"
+            )
         if ours.rows != theirs.rows:
             return (
                 "the samples come in another order: instep draws it from a stream of its own, "
