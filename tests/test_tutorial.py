@@ -31,7 +31,11 @@ def blocks(page, language):
 
 def test_both_languages_hold_the_same_blocks_pictures_and_sections():
     english, chinese = (page.read_text() for page in PAGES)
-    for pattern in (FENCED, re.compile(r"\]\(([^)]*(?:svg|py|png))\)"), re.compile(r"^(#+) ", re.M)):
+    for pattern in (
+        FENCED,
+        re.compile(r"\]\(([^)]*(?:svg|py|png))\)"),
+        re.compile(r"^(#+) ", re.M),
+    ):
         assert pattern.findall(english) == pattern.findall(chinese) != []
 
 
