@@ -123,8 +123,8 @@ def bars(path: Path, title: str, label: str, values: dict[str, list[float]]) -> 
     ours = ["#2a6f97" if name.startswith("instep") else "#b8b8b8" for name in names]
     figure, axes = pyplot.subplots(figsize=(7, 0.8 + 0.38 * len(names)), layout="constrained")
     drawn = axes.barh(names, middle, xerr=spread, color=ours, error_kw={"ecolor": "#444444"})
-    axes.bar_label(drawn, [f"{m:.4g}" for m in middle], padding=6)
-    axes.margins(x=0.12)
+    axes.bar_label(drawn, [f"{m:.1f}" if m > 100 else f"{m:.3g}" for m in middle], padding=6)
+    axes.margins(x=0.15)
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
@@ -174,7 +174,7 @@ def main() -> None:
             rows = [(way, i + 1, s) for way, all_ in times.items() for i, s in enumerate(all_)]
             csv.writer(file).writerows([("way", "round", "seconds_per_epoch"), *rows])
     if args.plot:
-        title = f"One epoch on {args.ranks} ranks; each of {args.rounds} rounds in another order"
+        title = f"One epoch on {args.ranks} ranks, rounds: {args.rounds}"
         bars(args.plot / "imagenet.png", title, "seconds per epoch (median, range)", times)
         then = {name: [value] for name, value in ORIGINAL.items()}
         title = "As charted in 2019: ImageNet on four V100, other data and hardware"
