@@ -40,10 +40,10 @@ def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.
     ("launcher", "busy", "fails", "code"),
     [
         ("instep run", "held", "exit 0", 1),
-        ("torchrun", "held", "exit 0", 1),
+        pytest.param("torchrun", "held", "exit 0", 1, marks=pytest.mark.nightly),
         ("two bare processes", "gil", "raise", 137),
         ("two bare processes", "loading", "kill", 137),
-        ("two bare processes", "held", "exit 3", 3),
+        pytest.param("two bare processes", "held", "exit 3", 3, marks=pytest.mark.nightly),
         ("two bare processes", "collective", "raise", 1),
         pytest.param("Open MPI", "held", "exit 0", 1, marks=components.needs("Open MPI")),
         pytest.param("MPICH", "loading", "raise", 1, marks=components.needs("MPICH")),

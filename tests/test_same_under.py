@@ -79,7 +79,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("command", "source"),
     [
@@ -100,7 +100,7 @@ def test_same_under_srun(tmp_path, oracle, cluster, spread):
     assert_same(tmp_path, int(spread[1][2:]), oracle, "srun")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_same_when_spawned(tmp_path, oracle, size):
     ranks = instep.spawn(learn, (str(tmp_path),), nprocs=size)
     assert ranks == list(range(size))
