@@ -18,7 +18,8 @@ def run(command: Sequence[str], *, plain: bool = False) -> None:
     Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
     sees one process, and its work is divided until this process ends.
     """
-    cards.announce(command)
+    if not _is_ours(command):
+        cards.announce(command)
     torch_init.expect()
     local_rank.offer(launchers.detect())
     if not plain:
@@ -28,10 +29,15 @@ def run(command: Sequence[str], *, plain: bool = False) -> None:
 
 def begin(command: Sequence[str]) -> None:
     """Let `command`, which follows, run unedited, if it is not to be left alone."""
-    if command[0] == "-m" and command[1].partition(".")[0] == "instep":
+    if _is_ours(command):
         return
     reason = reading.speaks_for_itself(command)
     if reason is None:
         session.start()
     else:
         session.say_left_alone(launchers.detect(), reason)
+
+
+def _is_ours(command: Sequence[str]) -> bool:
+    """Whether this is an entry of instep's, which brings the user's program itself."""
+    return command[0] == "-m" and command[1].partition(".")[0] == "instep"
