@@ -33,7 +33,6 @@ flips by rounding is not."""
 HALF_GRADIENT = 1e-1
 """The same where half precision is computed in, whose rounding alone comes near the other."""
 
-
 _ROUNDING = {
     torch.float64: 1e-11,
     torch.complex128: 1e-11,
@@ -151,7 +150,9 @@ class Whole:
 
 
 def _is_large(own: Tensor, region: Region) -> bool:
-    return own.numel() * own.element_size() * region.block.size >= rows.LARGE
+    """By the size of the whole output: all ranks decide alike, whatever their shares."""
+    whole = own.numel() // region.block.count * region.block.total
+    return whole * own.element_size() >= rows.LARGE
 
 
 def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
@@ -245,7 +246,7 @@ def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) 
         if dim is None or leaf.requires_grad:
             return leaf
         kept = torch.rand(leaf.shape, generator=generator) < 0.5
-        return leaf.where(kept.to(leaf.device), 0)
+        return leaf.where(kept.to(leaf.device), torch.zeros_like(leaf))
 
     leaves = [altered(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
     other = replace(call, leaves=leaves)
