@@ -552,6 +552,35 @@ def large_outputs_that_everybody_looks_at(log: Log) -> None:
     train(log, model, step, other, lr=1e-2)
 
 
+class Shift(nn.Module):
+    """With one row, its parameter and its input get the very same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@divided
+def one_gradient_for_a_parameter_and_for_the_call_before(log: Log) -> None:
+    before, shift, after = nn.Linear(6, 8), Shift(), nn.Linear(8, 3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(after(shift(before(x)).tanh()), y)
+
+    train(log, before, step, shift, after, rows=3)
+
+
+@divided
+def one_gradient_for_a_parameter_and_for_the_layer_before(log: Log) -> None:
+    model = mlp(Shift())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_BUCKET_MIB", "0")  # each parameter travels by itself
+        train(log, model, lambda x, y: F.cross_entropy(model(x), y), rows=3)
+
+
 @divided
 def outputs_just_large_enough(log: Log) -> None:
     model = mlp()

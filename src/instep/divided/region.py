@@ -15,11 +15,12 @@ from instep import calls
 from instep.apart import apart
 from instep.blocks import Block
 from instep.calls import Call
+from instep.divided.cargoes import Cargo
 from instep.divided.crossing import own_rows, passed, share
 from instep.divided.division import Division
 from instep.divided.draws import WholeDraws
 from instep.divided.rows import Rows
-from instep.divided.sums import Cargo, aliases
+from instep.divided.sums import aliases
 from instep.seams import Function
 from instep.transport import Transport
 

@@ -12,164 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import knobs
-from instep.buckets import Bucket, plan_buckets
+from instep.buckets import plan_buckets
+from instep.divided.cargoes import Cargo, load
 from instep.divided.crossing import summed
 from instep.reducer import sparse_sum
-from instep.transport import Pending, Transport, applied
+from instep.transport import Transport, applied
 
 _AT_ONCE = 2**64 - 1
 """The sequence number that autograd gives to what must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
-
-
-_count = count()
-
-
-class Cargo(Protocol):
-    """The parameters of one bucket, and what this rank's rows add to their gradients.
-
-    Beside the gradients travels one number per parameter, "this rank has it": what no rank has
-    keeps `.grad` as it was.
-    """
-
-    order: int
-    """Which message leaves first, of one call's."""
-    expected: int
-    """How many divided calls of this backward have not brought their part yet."""
-
-    def add(self, place: int, grad: Tensor) -> None:
-        """Take a part of a parameter's gradient."""
-
-    def launch(self, way: Transport) -> None:
-        """Start to sum over the ranks. Collective."""
-
-    def deliver(self) -> None:
-        """Wait for the sums and add them to `.grad`."""
-
-    def reset(self) -> None:
-        """Forget this backward."""
-
-
-class _Bucket:
-    """What both kinds of cargo have in common."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.order = next(_count)
-        self.expected = 0
-        self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
-
-    def _add_to_grad(self, place: int, total: Tensor) -> None:
-        parameter = self._parameters[place]()
-        if parameter is None:
-            return
-        if total.shape != parameter.shape:
-            total = total.view(parameter.shape)
-        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-
-
-class _InPlace(_Bucket):
-    """Gradients are summed where autograd has put them, by the caller, when backward has ended."""
-
-    def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
-        super().__init__(parameters)
-        self._sizes = [slot.stop - slot.start for slot in plan.slots]
-        self._like = parameters[0].new_empty(0)
-        self._grads: dict[int, Tensor] = {}
-        self._totals: list[Tensor] = []
-        self._has = self._like
-
-    def add(self, place: int, grad: Tensor) -> None:
-        if place in self._grads:
-            self._grads[place] = self._grads[place] + grad
-        else:
-            self._grads[place] = grad
-
-    def launch(self, way: Transport) -> None:
-        seen: set[int] = set()
-        for place, size in enumerate(self._sizes):
-            grad = self._grads.get(place)
-            if grad is None:
-                grad = self._like.new_zeros(size)
-            # Two parameters that are added up have one gradient, in one memory.
-            if not grad.is_contiguous() or grad.untyped_storage().data_ptr() in seen:
-                grad = grad.clone(memory_format=torch.contiguous_format)
-            seen.add(grad.untyped_storage().data_ptr())
-            self._totals.append(grad)
-        self._has = self._like.new_tensor(
-            [place in self._grads for place in range(len(self._sizes))]
-        )
-        way.all_reduce_each([_real(t) for t in (self._has, *self._totals)], "sum")
-
-    def deliver(self) -> None:
-        for place, ranks in enumerate(self._has.real.tolist()):
-            if ranks:
-                self._add_to_grad(place, self._totals[place])
-
-    def reset(self) -> None:
-        self.expected = 0
-        self._grads, self._totals = {}, []
-
-
-class _Packed(_Bucket):
-    """One flat tensor travels while backward goes on; `.grad` becomes a part of it."""
-
-    def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
-        super().__init__(parameters)
-        self._plan = plan
-        self._like = parameters[0].new_empty(0)
-        self._flat = self._like
-        self._filled: set[int] = set()
-        self._pending: Pending | None = None
-
-    def add(self, place: int, grad: Tensor) -> None:
-        part = self._part(place).view(grad.shape)
-        if place in self._filled:
-            part.add_(grad)
-        else:
-            part.copy_(grad)
-            self._filled.add(place)
-
-    def launch(self, way: Transport) -> None:
-        slots = range(len(self._plan.slots))
-        for place in slots:
-            if place not in self._filled:
-                self._part(place).zero_()
-        held = [place in self._filled for place in slots]
-        self._flat[self._plan.numel :] = self._like.new_tensor(held)
-        self._pending = way.all_reduce(_real(self._flat), "sum")
-
-    def deliver(self) -> None:
-        assert self._pending is not None
-        self._pending.wait()
-        has = self._flat[self._plan.numel :].real
-        for place in range(len(self._plan.slots)):
-            if place in self._filled or has[place] > 0:
-                self._add_to_grad(place, self._part(place))
-
-    def reset(self) -> None:
-        self.expected = 0
-        self._flat = self._like  # what was delivered keeps the memory
-        self._pending = None
-        self._filled.clear()
-
-    def _part(self, place: int) -> Tensor:
-        if not self._flat.numel():
-            self._flat = self._like.new_empty(self._plan.numel + len(self._plan.slots))
-        slot = self._plan.slots[place]
-        return self._flat[slot.start : slot.stop]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
 
 _place_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of each parameter its cargo and its place there."""
@@ -215,8 +73,7 @@ def _place(parameters: Sequence[Tensor], way: Transport) -> None:
         [(p.dtype, p.device) for p in last_first],
         capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
     ):
-        kind = _InPlace if way.in_place else _Packed
-        cargo = kind(plan, [last_first[slot.index] for slot in plan.slots])
+        cargo = load(plan, [last_first[slot.index] for slot in plan.slots], way)
         for place, slot in enumerate(plan.slots):
             _place_of[last_first[slot.index]] = (cargo, place)
 
@@ -286,7 +143,7 @@ class _Backward:
         cargo.expected -= 1
         waiting = self.cargoes[self._launched :]
         for following in waiting:
-            if following.expected > 0:
+            if following.expected > 0 or not following.early:
                 break
             following.launch(self._way)
             self._launched += 1
