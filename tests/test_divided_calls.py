@@ -574,6 +574,19 @@ def one_gradient_for_a_parameter_and_for_the_call_before(log: Log) -> None:
 
 
 @divided
+def one_gradient_for_a_parameter_and_for_the_script(log: Log) -> None:
+    shift, after, seen = Shift(), nn.Linear(8, 3), [torch.zeros(1)]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        shifted = shift(x.repeat(1, 2)[:, :8])
+        loss = F.cross_entropy(after(shifted.tanh()), y) * (1 + seen[-1].square().sum())
+        shifted.register_hook(lambda grad: seen.append(grad))
+        return loss
+
+    train(log, shift, step, after, rows=3)
+
+
+@divided
 def one_gradient_for_a_parameter_and_for_the_layer_before(log: Log) -> None:
     model = mlp(Shift())
     with pytest.MonkeyPatch.context() as patch:
