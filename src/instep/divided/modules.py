@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 from instep.apart import is_apart
 from instep.divided.compiled import compiling
 from instep.divided.hooks import hooked
-from instep.divided.proof import Call, Plan, divided, prove, recheck
+from instep.divided.plan import Call, Plan, divided
+from instep.divided.proof import prove, recheck
 from instep.seams import Function
 from instep.transport import Transport, transport
 

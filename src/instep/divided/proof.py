@@ -5,128 +5,27 @@ from the same state and compared: outputs, what they leave behind, gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instep.blocks import Block
 from instep.divided import region as regions
-from instep.divided import rows
 from instep.divided.compiled import is_compiled, keep_buffers
-from instep.divided.crossing import all_rows, came_in, summed
+from instep.divided.crossing import came_in
 from instep.divided.division import Division, divisions
+from instep.divided.plan import Call, Output, Plan, join
 from instep.divided.region import Region
+from instep.divided.rounding import Pull, gradient_tolerance, same_gradients, tolerance
 from instep.divided.rows import Rows
-from instep.divided.snapshot import Snapshot, TorchGenerators, close
+from instep.divided.snapshot import Snapshot, close
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
 from instep.errors import UndividedError
-from instep.seams import Function
 from instep.transport import Transport
-
-GRADIENT = 1e-2
-"""How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
-flips by rounding is not."""
-HALF_GRADIENT = 1e-1
-"""The same where half precision is computed in, whose rounding alone comes near the other."""
-
-_ROUNDING = {
-    torch.float64: 1e-11,
-    torch.complex128: 1e-11,
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
-"""How far two forwards may be apart, by what they compute in: relative, in the norm."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """How one output of a divided call becomes the script's."""
-
-    kind: Literal["rows", "mean", "sum", "same"]
-    dim: int = 0
-    """The dimension of the rows."""
-    interleaved: bool = False
-    """Whether one row of each sample comes after the other: (time x batch, ...)."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the calls of one module are divided."""
-
-    division: Division
-    outputs: tuple[Output, ...]
-    structure: TreeSpec
-    drawing: bool
-    """Whether it draws random numbers."""
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether an output is a mean or a sum over the rows."""
-        return any(how.kind in ("mean", "sum") for how in self.outputs)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a module by the script."""
-
-    original: Function
-    module: nn.Module
-    leaves: list[Any]
-    spec: TreeSpec
-
-    def whole(self) -> Any:
-        """On the whole batch, as one process would."""
-        args, kwargs = tree_unflatten(self.leaves, self.spec)
-        return self.original(self.module, *args, **kwargs)
-
-    def own(
-        self, division: Division, way: Transport, *, drawing: bool
-    ) -> tuple[Region, list[Any], TreeSpec]:
-        """On this rank's rows."""
-        block = division.block(self.leaves, way.rank, way.size)
-        assert block is not None
-        region = Region(block, division, way, drawing)
-        return region, *regions.run(self.original, self.module, self.leaves, self.spec, region)
-
-
-def divided(call: Call, plan: Plan, way: Transport) -> tuple[Plan, Any]:
-    """Make the call as planned; returns the plan for the next one, and what the call returns to the
-    script. Collective. Raises UndividedError.
-    """
-    name = type(call.module).__name__
-    generators = TorchGenerators()
-    versions = [buffer._version for buffer in call.module.buffers()]
-    region, own, structure = call.own(plan.division, way, drawing=plan.drawing)
-    if not plan.drawing and not generators.same(TorchGenerators()):
-        if versions != [buffer._version for buffer in call.module.buffers()]:
-            raise UndividedError.began_to_draw(name)
-        generators.restore()
-        return divided(call, replace(plan, drawing=True), way)
-    if structure != plan.structure:
-        raise UndividedError.other_outputs(name)
-    joined = [_join(out, how, region) for out, how in zip(own, plan.outputs, strict=True)]
-    regions.mark(own, region)
-    return plan, tree_unflatten(joined, structure)
-
-
-def _join(own: Any, how: Output, region: Region) -> Any:
-    if how.kind == "rows" and how.interleaved:
-        apart = own.unflatten(how.dim, (-1, region.block.count))
-        whole = all_rows(apart, region.block, how.dim + 1, region.way)
-        return whole.flatten(how.dim, how.dim + 1)
-    if how.kind == "rows" and how.dim == 0 and _is_large(own, region):
-        return Rows.of(own, region.block, region.way)
-    if how.kind == "rows":
-        return all_rows(own, region.block, how.dim, region.way)
-    if how.kind == "same":
-        return own
-    return summed(own, region.block.share if how.kind == "mean" else 1, region.way)
 
 
 class Whole:
@@ -147,12 +46,6 @@ class Whole:
         self.differentiated = True
         self.pull = Pull.of(call, self.outputs)
         self.gradients = self.pull.through(self.outputs)
-
-
-def _is_large(own: Tensor, region: Region) -> bool:
-    """By the size of the whole output: all ranks decide alike, whatever their shares."""
-    whole = own.numel() // region.block.count * region.block.total
-    return whole * own.element_size() >= rows.LARGE
 
 
 def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
@@ -223,10 +116,10 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
         _output(mine, theirs, region) for mine, theirs in zip(own, whole.outputs, strict=True)
     )
     regions.mark(own, region)
-    trial = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
-    if not _same_gradients(whole.gradients, whole.pull.through(trial), _rounding(trial)):
+    trial = [join(out, how, region) for out, how in zip(own, outputs, strict=True)]
+    if not same_gradients(whole.gradients, whole.pull.through(trial), gradient_tolerance(trial)):
         raise UndividedError("its gradients are not those of the whole batch")
-    joined = [_join(out, how, region) for out, how in zip(own, outputs, strict=True)]
+    joined = [join(out, how, region) for out, how in zip(own, outputs, strict=True)]
     plan = Plan(division, outputs, structure, whole.drawing)
     if plan.has_sums and not _holds_for_others(call, plan, whole.before, way):
         raise UndividedError("it divides by something else than its rows")
@@ -256,7 +149,7 @@ def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) 
     region, own, own_structure = other.own(plan.division, way, drawing=plan.drawing)
     return structure == own_structure and all(
         not isinstance(whole, Tensor)
-        or close(_join(out.detach(), how, region), whole, tolerance(whole.dtype, whole.device.type))
+        or close(join(out.detach(), how, region), whole, tolerance(whole.dtype, whole.device.type))
         for out, how, whole in zip(own, plan.outputs, wholes, strict=True)
     )
 
@@ -269,7 +162,7 @@ def _output(own: Any, whole: Any, region: Region) -> Output:
         return Output("same")
     allowed = tolerance(whole.dtype, whole.device.type)
     for how in _ways(own, whole, region.block):
-        if close(_join(own.detach(), how, region), whole, allowed):
+        if close(join(own.detach(), how, region), whole, allowed):
             return how
     raise UndividedError("its outputs are not those of the whole batch")
 
@@ -287,15 +180,6 @@ def _ways(own: Tensor, whole: Tensor, block: Block) -> Iterator[Output]:
         if own.is_floating_point():
             yield Output("mean")
         yield Output("sum")
-
-
-def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
-    """How far two forwards may be apart that differ by rounding: relative, in the norm."""
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    return _ROUNDING[dtype]
 
 
 def _next_sequence_number() -> int:
@@ -321,59 +205,3 @@ def _foreign_leaf(outputs: Sequence[Any], start: int) -> str | None:
                 seen.add(child)
                 stack.append(child)
     return None
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Gradients at some outputs, and what they become at the parameters and inputs."""
-
-    which: tuple[int, ...]
-    """Which of the outputs require a gradient."""
-    directions: list[Tensor]
-    targets: list[Tensor]
-
-    @classmethod
-    def of(cls, call: Call, outputs: Sequence[Any]) -> Pull:
-        """Any gradient will do: every rank draws the same."""
-        which = tuple(
-            k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad
-        )
-        generator = torch.Generator().manual_seed(0)
-        directions = [
-            torch.randn(outputs[k].shape, generator=generator).to(outputs[k]) for k in which
-        ]
-        parameters = [p for p in call.module.parameters() if p.requires_grad]
-        inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
-        return cls(which, directions, list({id(t): t for t in (*parameters, *inputs)}.values()))
-
-    def through(self, outputs: Sequence[Any]) -> list[Tensor | None]:
-        """The gradients that these outputs give; their graph is kept."""
-        if not self.which:
-            return []
-        roots = [outputs[k] for k in self.which]
-        found = torch.autograd.grad(
-            roots, self.targets, self.directions, retain_graph=True, allow_unused=True
-        )
-        return [None if grad is None else grad.to_dense() for grad in found]
-
-
-def _rounding(outputs: Sequence[Any]) -> float:
-    """How far the gradients that these outputs give may differ."""
-    allowed = [tolerance(x.dtype, x.device.type) for x in outputs if isinstance(x, Tensor)]
-    return HALF_GRADIENT if max(allowed, default=0.0) > GRADIENT else GRADIENT
-
-
-def _same_gradients(
-    want: Sequence[Tensor | None], have: Sequence[Tensor | None], allowed: float
-) -> bool:
-    """Whether gradients are the same, up to rounding and the units that flip by it."""
-    total = sum(float(grad.norm()) ** 2 for grad in want if grad is not None) ** 0.5
-    for theirs, ours in zip(want, have, strict=True):
-        if theirs is None or ours is None:
-            if theirs is not ours:
-                return False
-            continue
-        size = max(float(theirs.norm()), GRADIENT * total)
-        if not float((ours - theirs).norm()) <= allowed * size:
-            return False
-    return True

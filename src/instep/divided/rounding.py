@@ -1,0 +1,93 @@
+"""When two forwards, or the gradients that they give, are the same up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.divided.plan import Call
+
+GRADIENT = 1e-2
+"""How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
+flips by rounding is not."""
+HALF_GRADIENT = 1e-1
+"""The same where half precision is computed in, whose rounding alone comes near the other."""
+
+_ROUNDING = {
+    torch.float64: 1e-11,
+    torch.complex128: 1e-11,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""How far two forwards may be apart, by what they compute in: relative, in the norm."""
+
+
+def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
+    """How far two forwards may be apart that differ by rounding: relative, in the norm."""
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return _ROUNDING[dtype]
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Gradients at some outputs, and what they become at the parameters and inputs."""
+
+    which: tuple[int, ...]
+    """Which of the outputs require a gradient."""
+    directions: list[Tensor]
+    targets: list[Tensor]
+
+    @classmethod
+    def of(cls, call: Call, outputs: Sequence[Any]) -> Pull:
+        """Any gradient will do: every rank draws the same."""
+        which = tuple(
+            k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad
+        )
+        generator = torch.Generator().manual_seed(0)
+        directions = [
+            torch.randn(outputs[k].shape, generator=generator).to(outputs[k]) for k in which
+        ]
+        parameters = [p for p in call.module.parameters() if p.requires_grad]
+        inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
+        return cls(which, directions, list({id(t): t for t in (*parameters, *inputs)}.values()))
+
+    def through(self, outputs: Sequence[Any]) -> list[Tensor | None]:
+        """The gradients that these outputs give; their graph is kept."""
+        if not self.which:
+            return []
+        roots = [outputs[k] for k in self.which]
+        found = torch.autograd.grad(
+            roots, self.targets, self.directions, retain_graph=True, allow_unused=True
+        )
+        return [None if grad is None else grad.to_dense() for grad in found]
+
+
+def gradient_tolerance(outputs: Sequence[Any]) -> float:
+    """How far the gradients that these outputs give may differ."""
+    allowed = [tolerance(x.dtype, x.device.type) for x in outputs if isinstance(x, Tensor)]
+    return HALF_GRADIENT if max(allowed, default=0.0) > GRADIENT else GRADIENT
+
+
+def same_gradients(
+    want: Sequence[Tensor | None], have: Sequence[Tensor | None], allowed: float
+) -> bool:
+    """Whether gradients are the same, up to rounding and the units that flip by it."""
+    total = sum(float(grad.norm()) ** 2 for grad in want if grad is not None) ** 0.5
+    for theirs, ours in zip(want, have, strict=True):
+        if theirs is None or ours is None:
+            if theirs is not ours:
+                return False
+            continue
+        size = max(float(theirs.norm()), GRADIENT * total)
+        if not float((ours - theirs).norm()) <= allowed * size:
+            return False
+    return True
