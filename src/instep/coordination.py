@@ -39,7 +39,22 @@ class Patience:
     """Seconds until every rank gets an error."""
 
 
-def open_line(world: World, patience: Patience) -> Connection:
+@dataclass(frozen=True)
+class Line:
+    """What a rank says to the coordinator and hears from it."""
+
+    connection: Connection
+    coordinator: threading.Thread | None = None
+    """Where it works in this process."""
+
+    def close(self) -> None:
+        """Once the end was heard. On rank 0 the coordinator has then ended too."""
+        self.connection.close()
+        if self.coordinator is not None:
+            self.coordinator.join()
+
+
+def open_line(world: World, patience: Patience) -> Line:
     """This rank's line to the coordinator, which begins its work on rank 0. Collective."""
     global _meetings
     _meetings += 1
@@ -48,12 +63,13 @@ def open_line(world: World, patience: Patience) -> Connection:
         host, port, key = json.loads(rendezvous.store().get(place))
         line = _undelayed(Client((host, port), authkey=bytes.fromhex(key)))
         line.send(world.rank)
-        return line
+        return Line(line)
     ours, theirs = Pipe()
     lines = [theirs, *_lines_of_others(world, place)]
     coordinator = _Coordinator(lines, patience)
-    threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True).start()
-    return ours
+    thread = threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True)
+    thread.start()
+    return Line(ours, thread)
 
 
 def _lines_of_others(world: World, place: str) -> list[Connection]:

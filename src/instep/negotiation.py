@@ -115,7 +115,7 @@ class Negotiator:
     def _say(self, what: Wish | None) -> None:
         if self._line is not None:
             with suppress(OSError):  # the coordinator has ended: the thread hears that too
-                self._line.send(what)
+                self._line.connection.send(what)
 
     def _serve(self) -> None:
         """The thread: execute what it is told, until the end."""
@@ -124,7 +124,7 @@ class Negotiator:
             torch.cuda.set_device(self._device)  # a new thread has the first one
         end: Verdict | NegotiationError
         try:
-            while isinstance(end := self._line.recv(), Verdict):
+            while isinstance(end := self._line.connection.recv(), Verdict):
                 self._settle(end)
         except (EOFError, OSError):
             end = NegotiationError.left(0, self.world.size)

@@ -43,10 +43,9 @@ def shuffled_by_size():
 
 
 def never_reduced():
-    def only_statistics(self, tensor, op):
-        return transport._Done()
-
-    transport._Together.all_reduce = only_statistics
+    for way in (transport._Together, transport._SharingMemory):
+        way.all_reduce = lambda self, tensor, op: transport._Done()
+        way.all_reduce_each = lambda self, tensors, op: None
 
 
 def augmented_by_rank():
