@@ -22,6 +22,8 @@ from instep.transport import Transport, transport
 
 PROOFS = 4
 """Other shapes are proven anew this many times; after that they count among the samples."""
+SAMPLES = frozenset(10**k for k in range(1, 20))
+"""Which of a module's calls are compared with the whole forward."""
 
 
 @dataclass(eq=False)
@@ -37,18 +39,17 @@ class Known:
     compared: int = 1
     """Which call was last compared with the whole forward."""
 
-    def is_due(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether this call is to be compared with the whole forward.
+    def is_new(self, shapes: tuple[Any, ...]) -> bool:
+        """Whether a call of these shapes is to be proven as the first one was."""
+        return shapes not in self.shapes and len(self.shapes) < PROOFS
 
-        The first ones of new shapes are, then the 16th, 64th, 256th call, and so on; the second to
-        fourth, too, where a mean over rows could be one over something else.
+    def is_sampled(self) -> bool:
+        """Whether this call's outputs are to be compared with those of the whole forward.
+
+        The second to fourth are, too, where a mean over rows could be one over something else.
         """
-        if shapes not in self.shapes and len(self.shapes) < PROOFS:
-            return True
-        if self.plan is not None and self.plan.has_sums and self.calls <= 4:
-            return True
-        power_of_4 = self.calls.bit_count() == 1 and self.calls.bit_length() % 2 == 1
-        return power_of_4 and self.calls >= 16
+        has_sums = self.plan is not None and self.plan.has_sums
+        return self.calls in SAMPLES or (has_sums and self.calls <= 4)
 
 
 @dataclass
@@ -116,8 +117,8 @@ def _outermost(call: Call, way: Transport) -> Any:
     shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
     if known.plan is None:
         known.plan, output, known.why_not = prove(call, way)
-    elif known.is_due(shapes):
-        output, known.why_not = recheck(call, known.plan, way)
+    elif (new := known.is_new(shapes)) or known.is_sampled():
+        output, known.why_not = recheck(call, known.plan, way, gradients=new)
         if known.why_not:
             known.why_not += f" (calls {known.compared + 1} to {known.calls - 1} were divided)"
         known.compared = known.calls

@@ -39,13 +39,21 @@ class Whole:
         self.outputs, self.structure = tree_flatten(self.value)
         self.drawing = self.before.draws(self.after)
         """Whether it drew random numbers."""
-        self.differentiated = False
+        self.pull: Pull | None = None
+        self.gradients: list[Tensor | None] = []
 
     def differentiate(self, call: Call) -> None:
         """Find the gradients that it gives: now, while what autograd has saved is as it was."""
-        self.differentiated = True
-        self.pull = Pull.of(call, self.outputs)
-        self.gradients = self.pull.through(self.outputs)
+        if self.pull is None:
+            self.pull = Pull.of(call, self.outputs)
+            self.gradients = self.pull.through(self.outputs)
+
+    def same_gradients(self, outputs: list[Any]) -> bool:
+        """Whether these outputs give the same, as far as it was differentiated."""
+        if self.pull is None:
+            return True
+        have = self.pull.through(outputs)
+        return same_gradients(self.gradients, have, gradient_tolerance(outputs))
 
 
 def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
@@ -61,6 +69,7 @@ def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
         return None, whole.value, why
     reasons = []
     for division in divisions(call.leaves, at_least=way.size):
+        whole.differentiate(call)
         found, why = _tried(call, division, whole, way)
         if found is not None:
             return *found, ""
@@ -68,11 +77,15 @@ def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
     return None, whole.value, reasons[0] if reasons else "no batch among its arguments"
 
 
-def recheck(call: Call, plan: Plan, way: Transport) -> tuple[Any, str]:
-    """A planned call, compared with the whole forward once more; see `prove` for the results."""
+def recheck(call: Call, plan: Plan, way: Transport, *, gradients: bool) -> tuple[Any, str]:
+    """A planned call, compared with the whole forward once more, and its `gradients` if so wished;
+    see `prove` for the results.
+    """
     whole = Whole(call)
     why = _undividable(call, whole)
     if not why:
+        if gradients:
+            whole.differentiate(call)
         found, why = _tried(call, plan.division, whole, way)
         if found is not None:
             return found[1], ""
@@ -83,8 +96,6 @@ def _tried(
     call: Call, division: Division, whole: Whole, way: Transport
 ) -> tuple[tuple[Plan, Any] | None, str]:
     """The plan and what the call returns, or why not; then all is as the whole forward left it."""
-    if not whole.differentiated:
-        whole.differentiate(call)
     whole.before.restore()
     found, why = attempt(lambda cautious: _try(call, division, whole, cautious), way)
     if found is None:
@@ -117,7 +128,7 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
     )
     regions.mark(own, region)
     trial = [join(out, how, region) for out, how in zip(own, outputs, strict=True)]
-    if not same_gradients(whole.gradients, whole.pull.through(trial), gradient_tolerance(trial)):
+    if not whole.same_gradients(trial):
         raise UndividedError("its gradients are not those of the whole batch")
     joined = [join(out, how, region) for out, how in zip(own, outputs, strict=True)]
     plan = Plan(division, outputs, structure, whole.drawing)
