@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -837,3 +839,35 @@ def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
     changed[0] = 0.0
     changed.mul_(2)
     assert changed.sum() == 2 * whole[1:].sum()
+
+
+class CouplesLater(nn.Linear):
+    """After some calls its rows begin to depend on each other."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        y = super().forward(input)
+        self.__class__.calls += 1
+        return y - y.mean(0) if self.calls > 10 else y
+
+
+@ranks(2)
+def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
+    CouplesLater.calls = 0
+    model, x = CouplesLater(4, 3), torch.randn(6, 4)
+    log = io.StringIO()
+    patched = Patched(DIVISION)
+    modules.forget()
+    try:
+        with contextlib.redirect_stderr(log):
+            outputs = [model(x) for _ in range(11)]
+    finally:
+        patched.undo()
+    for found in outputs[-2:]:
+        assert found.shape == (6, 3)
+        assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
+    assert (modules.work.divided, modules.work.whole) == (9, 2)
+    if instep.rank == 0:
+        assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
+        assert "(calls 2 to 9 were divided)" in log.getvalue()
