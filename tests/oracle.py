@@ -132,8 +132,21 @@ def compare(
     training: Callable[..., None], args: tuple[Any, ...] = (), size: int = 2, nudge: bool = False
 ) -> Sameness:
     """Play a training on one rank and on `size`, and measure."""
+    return _compare(training, args, size, *_alone(training, args, nudge))
+
+
+def _alone(
+    training: Callable[..., None], args: tuple[Any, ...], nudge: bool
+) -> tuple[Course, Course]:
+    """One process, and the same with other rounding."""
     (oracle,) = run(1, play, training, args)
     (noisy,) = run(1, play, training, args, reverse=not nudge, nudge=nudge)
+    return oracle, noisy
+
+
+def _compare(
+    training: Callable[..., None], args: tuple[Any, ...], size: int, oracle: Course, noisy: Course
+) -> Sameness:
     pinned = run(size, play, training, args, pin=oracle.states[:PINNED_STEPS])
     free = run(size, play, training, args)
     assert all(len(course.states) == len(oracle.states) for course in free), "number of steps"
@@ -163,8 +176,9 @@ def same_as_one_process(
     nudge: bool = False,
 ) -> None:
     """Assert that `training(log, *args)` has the numbers of one process on each of `sizes`."""
+    alone = _alone(training, args, nudge)
     for size in sizes:
-        sameness = compare(training, args, size, nudge)
+        sameness = _compare(training, args, size, *alone)
         assert sameness.gradient <= GRADIENT[dtype], (size, sameness)
         assert sameness.loss <= LOSS[dtype], (size, sameness)
         rounding = 1e-5 if dtype == torch.float32 else 1e-13

@@ -151,6 +151,7 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
     os.environ["INSTEP_WATCH"] = "off"  # a pool is killed, and looks after its ranks itself
     if size > 1:
         rendezvous.init(f"file://{store}", rank=rank, world_size=size)
+    gc.freeze()  # what is imported is not looked through after each call
     while True:
         try:
             module, name, args, kwargs = pipe.recv()
