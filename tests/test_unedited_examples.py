@@ -63,9 +63,9 @@ def test_none_of_them_knows_of_instep():
 
 @pytest.mark.launch
 @pytest.mark.timeout(150)
-def test_the_command_says_how_the_work_was_divided(tmp_path):
-    report = tmp_path / "report.json"
-    asked = ["-n", "2", "--steps", "2", "--json", report, FOLDER / "vae.py"]
+def test_the_command_writes_table_json_and_picture(tmp_path):
+    report, picture = tmp_path / "report.json", tmp_path / "curves.png"
+    asked = ["-n", "2", "--steps", "2", "--json", report, "--plot", picture, FOLDER / "vae.py"]
     told = subprocess.run(
         [sys.executable, "-m", "instep", "verify", *asked],
         cwd=tmp_path,
@@ -77,3 +77,4 @@ def test_the_command_says_how_the_work_was_divided(tmp_path):
     value = json.loads(report.read_text())
     assert [run["samples_per_rank"] for run in value["runs"]] == [[256], [128, 128]]
     assert value["unlike_python"] is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
