@@ -192,8 +192,7 @@ def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) ->
     done = place.run("n2", *RUN, "2", place.script(DISTRIBUTED))
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == (
-        "instep: every rank runs this script as it is, nothing is divided: "
-        "it takes RANK for granted.\n"
+        "instep: every rank runs this script as it is, since it takes RANK for granted.\n"
     )
     seen = b"(None, False, False) 3.0 2"
     assert place.left("n2") == {"rank0": seen, "rank1": seen}
@@ -210,8 +209,7 @@ def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) ->
     """)
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stderr) == (0, (
-        "instep: every rank runs this script as it is, nothing is divided: ../mine.py uses "
-        "instep itself.\n"
+        "instep: every rank runs this script as it is, since ../mine.py uses instep itself.\n"
     ))  # fmt: skip
     assert place.left("n2") == {"rank0": b"(0, 2)", "rank1": b"(1, 2)"}
     script = place.script("import os; open(os.environ['RANK'], 'w')", "plain.py")

@@ -100,7 +100,7 @@ def say_left_alone(world: World, reason: str) -> None:
     """One line, on rank 0 of several."""
     if world.rank == 0 and world.size > 1:
         print(
-            f"instep: every rank runs this script as it is, nothing is divided: {reason}.",
+            f"instep: every rank runs this script as it is, since {reason}.",
             file=sys.stderr,
             flush=True,
         )
