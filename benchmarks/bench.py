@@ -87,6 +87,35 @@ def scaling(result: dict[str, Any]) -> str:
     return table(("ranks", "backend", "step, ms", "memory of a rank, MiB", "meeting, s"), rows)
 
 
+def unedited(result: dict[str, Any]) -> str:
+    """An unedited ResNet-18: its second epoch on several ranks over one, and what outputs cost."""
+    epochs = [(name, shown(ratio)) for name, ratio in result["epoch_over_one_rank"].items()]
+    outputs = [
+        (size, *map("{:.2f}".format, row.values())) for size, row in result["outputs"].items()
+    ]
+    head = ("output", "loss of own rows, ms", "gathered, ms", "rows kept, ms")
+    return (
+        table(("epoch", f"{result['ranks']} ranks over one"), epochs)
+        + "\n\n"
+        + table(head, outputs)
+    )
+
+
+def loading(result: dict[str, Any]) -> str:
+    """Samples that cost time to load."""
+    ratio = shown(result["instep_over_one_rank"])
+    return f"{result['ms']:.0f} ms a sample, {result['ranks']} ranks over one: {ratio}"
+
+
+def startup(result: dict[str, Any]) -> str:
+    """Two ranks that start, meet and end."""
+    rows = [
+        (name, f"{row['seconds']['median']:.2f}", shown(row["over_bare"]))
+        for name, row in result["rows"].items()
+    ]
+    return table(("", "seconds", "over bare processes"), rows)
+
+
 def gpu(result: dict[str, Any]) -> str:
     """ResNet-50 on a GPU."""
     ratio = shown(result["rows"]["instep"]["over_plain"])
@@ -94,7 +123,8 @@ def gpu(result: dict[str, Any]) -> str:
 
 
 BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
-    function.__name__: function for function in (collectives, step, peers, epoch, scaling, gpu)
+    function.__name__: function
+    for function in (collectives, step, peers, epoch, unedited, loading, startup, scaling, gpu)
 }
 
 

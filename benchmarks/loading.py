@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from time import perf_counter, sleep
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import instep
 from instep.auto.loading import iterate
+from machine import machine, quartiles, ratios
 
 BATCH_SIZE = 32
 
@@ -83,14 +83,13 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, (ranks, plain) in runs.items():
             times[name].append(seconds(ranks, args.workers, data, plain))
-    ratios = [a / b for a, b in zip(times["instep"], times["one rank"], strict=True)]
-    result = {
-        **{name: value for name, value in vars(args).items() if name not in ("json", "rounds")},
-        "seconds": {name: statistics.median(taken) for name, taken in times.items()},
-        "instep_over_one_rank": {
-            "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)
-        },
-    }  # fmt: skip
+    options = {name: value for name, value in vars(args).items() if name != "json"}
+    result: dict[str, object] = {
+        "machine": machine(),
+        **options,
+        "seconds": {name: quartiles(taken) for name, taken in times.items()},
+        "instep_over_one_rank": ratios(times["instep"], times["one rank"]),
+    }
     print(json.dumps(result, indent=2))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

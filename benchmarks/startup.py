@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-import torch
+from machine import machine, quartiles, ratios, shown
 
 TORCH_HELLO = """
 import torch
@@ -89,18 +88,12 @@ def measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def summary(times: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Medians, and medians and extremes of the ratios within each round."""
-    found = {}
-    for name, seconds in times.items():
-        ratios = [mine / other for mine, other in zip(seconds, times[base], strict=True)]
-        found[name] = {
-            "seconds": statistics.median(seconds),
-            "over_bare": statistics.median(ratios),
-            "over_bare_least": min(ratios),
-            "over_bare_most": max(ratios),
-        }
-    return found
+def summary(times: dict[str, list[float]], base: str) -> dict[str, Any]:
+    """Quartiles of the seconds, and of the ratios within each round."""
+    return {
+        name: {"seconds": quartiles(taken), "over_bare": ratios(taken, times[base])}
+        for name, taken in times.items()
+    }
 
 
 def main() -> None:
@@ -120,20 +113,12 @@ def main() -> None:
             "instep run, instep.barrier()": launched(RUN, ours),
             "torchrun": launched(TORCHRUN, torchs),
         }
-        result = summary(measure(ways, args.rounds), "bare processes")
-    for name, row in result.items():
-        extremes = "({over_bare_least:.2f} to {over_bare_most:.2f})".format(**row)
-        print(f"{name:29} {row['seconds']:6.2f} s  {row['over_bare']:.2f} x bare {extremes}")
+        rows = summary(measure(ways, args.rounds), "bare processes")
+    for name, row in rows.items():
+        print(f"{name:29} {row['seconds']['median']:6.2f} s  {shown(row['over_bare'])} x bare")
     if args.json:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "rounds": args.rounds,
-            "load_average": os.getloadavg()[0],
-        }
-        Path(args.json).write_text(json.dumps({"machine": machine, **result}, indent=2) + "\n")
+        result = {"machine": machine(), "rounds": args.rounds, "rows": rows}
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

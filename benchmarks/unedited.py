@@ -30,6 +30,7 @@ from instep.divided.crossing import all_rows
 from instep.divided.losses import loss
 from instep.divided.rows import Rows
 from instep.transport import transport
+from machine import machine, ratios
 
 SCRIPT = Path(__file__).parent / "scripts" / "classifier.py"
 ROWS = 64
@@ -44,16 +45,12 @@ def epoch(ranks: int, samples: int) -> tuple[float, float]:
     return float(words[2]), float(words[3])
 
 
-def epochs(ranks: int, samples: int, rounds: int) -> dict[str, object]:
-    """Ratios of N ranks to one."""
-    ratios: dict[str, list[float]] = {"training": [], "evaluation": []}
-    for _ in range(rounds):
-        one, many = epoch(1, samples), epoch(ranks, samples)
-        for name, a, b in zip(ratios, many, one, strict=True):
-            ratios[name].append(a / b)
+def epochs(ranks: int, samples: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Quartiles of the ratios of N ranks to one."""
+    pairs = [(epoch(1, samples), epoch(ranks, samples)) for _ in range(rounds)]
     return {
-        name: {"median": statistics.median(found), "min": min(found), "max": max(found)}
-        for name, found in ratios.items()
+        name: ratios([many[k] for _, many in pairs], [one[k] for one, _ in pairs])
+        for k, name in enumerate(("training", "evaluation"))
     }
 
 
@@ -104,7 +101,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=432)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    result: dict[str, object] = {"ranks": args.ranks}
+    result: dict[str, object] = {"machine": machine(), "ranks": args.ranks}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(outputs, (args.ranks, folder), nprocs=args.ranks)
         result["outputs"] = json.loads(Path(folder, "found").read_text())
