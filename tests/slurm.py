@@ -36,6 +36,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+SchedulerParameters=sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
@@ -100,7 +101,7 @@ class Slurm:
 
     def _runs_again(self, job: str) -> bool:
         shown = self._shown(job)
-        if "Restarts=1" in shown and "JobState=PENDING" in shown:
+        if "Restarts=1" in shown and "Reason=BeginTime" in shown:
             self._ask("scontrol", "update", f"jobid={job}", "StartTime=now")
         return "Restarts=1" in shown and "JobState=RUNNING" in shown
 
