@@ -91,6 +91,7 @@ def train(
     step: Callable[[Tensor, Tensor], Tensor],
     *others: nn.Module,
     rows: int = 12,
+    steps: int = 4,
     lr: float = 0.1,
 ) -> None:
     """The loop that most scripts have."""
@@ -98,7 +99,7 @@ def train(
     parameters = [p for m in everything for p in m.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
     log.begin(*everything)
-    for x, y in batches(rows=rows):
+    for x, y in batches(steps, rows=rows):
         optimizer.zero_grad()
         loss = step(x, y)
         loss.backward()
@@ -619,6 +620,18 @@ def batches_smaller_than_the_ranks(log: Log) -> None:
 
 
 @whole
+def a_batch_now_and_then_that_is_smaller_than_the_ranks(log: Log) -> None:
+    model, calls = mlp(nn.Dropout(0.3)), [0]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        rows = 2 if calls[0] == 3 else len(x)
+        return F.cross_entropy(model(x[:rows]), y[:rows])
+
+    train(log, model, step)
+
+
+@whole
 def tensors_kept_in_attributes(log: Log) -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:
@@ -661,6 +674,40 @@ def couples_the_batch_in_its_forward(log: Log) -> None:
             return scores - scores.mean(0)
 
     model = Coupled()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def couples_larger_batches(log: Log) -> None:
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.body(x)
+            return scores - scores.mean(0) if len(x) == 13 else scores
+
+    model = Coupled()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def keeps_a_mean_of_its_rows(log: Log) -> None:
+    class Centring(nn.Module):
+        centre: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.register_buffer("centre", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.body(x - self.centre)
+            self.centre.lerp_(x.detach().mean(0), 0.1)
+            return scores
+
+    model = Centring()
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
@@ -723,9 +770,9 @@ def divides_by_something_else_than_its_rows(log: Log) -> None:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         calls[0] += 1
-        return model(x, torch.ones(len(x)).double() if calls[0] < 3 else (y > 0).double())
+        return model(x, torch.ones(len(x)).double() if calls[0] < 6 else (y > 0).double())
 
-    train(log, model, step)
+    train(log, model, step, steps=6)
 
 
 @whole
