@@ -613,6 +613,20 @@ def outputs_just_large_enough(log: Log) -> None:
 # ---------------------------------------------------- whole on every rank
 
 
+@divided
+def a_parameter_that_comes_in_as_an_argument(log: Log) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.body(x) * scale
+
+    model, scales = Scaled(), nn.ParameterList([nn.Parameter(torch.ones(3))])
+    train(log, model, lambda x, y: F.cross_entropy(model(x, scales[0]), y), scales)
+
+
 @whole
 def batches_smaller_than_the_ranks(log: Log) -> None:
     model = mlp()
