@@ -614,6 +614,24 @@ def outputs_just_large_enough(log: Log) -> None:
 
 
 @divided
+def units_that_are_drawn(log: Log) -> None:
+    class Boltzmann(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.visible = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chances = self.hidden(x).sigmoid()
+            drawn = torch.bernoulli(chances).detach() + chances - chances.detach()
+            seen = self.visible(drawn)
+            chosen = chances.detach().gather(1, torch.multinomial(chances.detach(), 1))
+            return seen + torch.normal(seen.detach(), chosen)
+
+    model = Boltzmann()
+    train(log, model, lambda x, y: F.mse_loss(model(x), x))
+
+
+@divided
 def a_parameter_that_comes_in_as_an_argument(log: Log) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
