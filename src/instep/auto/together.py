@@ -28,7 +28,7 @@ from instep.collectives import barrier
 from instep.identity import World
 from instep.stores import open_store
 
-PATIENCE = 5.0
+PATIENCE = 1.5
 """Seconds. Where all ranks fail alike, rank 0 has said so by then."""
 _FACTS, _FAILED, _DONE, _NEVER = "facts", "failed", "done", "never"
 
@@ -105,7 +105,7 @@ class Together:
         """The script fails; returns whether this rank is to say so.
 
         What all ranks do alike is rank 0's to say, when it comes to it; the others wait for its
-        end. Another rank speaks if rank 0 says nothing of the kind in PATIENCE seconds.
+        end. Another rank speaks if rank 0 comes to another end, or to none in PATIENCE seconds.
         """
         if self._has_failed or not self._in_place:
             return True
@@ -127,6 +127,8 @@ class Together:
         """Rank 0 keeps the store, and it may be the last one to come to the script's end."""
         if self._has_failed or not self._in_place or os.getpid() != self._process:
             return
+        if self.world.rank == 0:
+            self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
         with suppress(RuntimeError):  # rank 0 has gone: it waited for all
             self._store.wait([f"{_DONE}{rank}" for rank in range(self.world.size)], _patience())
