@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -44,6 +45,15 @@ def collectives(result: dict[str, Any]) -> str:
     ]
     head = ("float32", "instep, us", "Gloo / instep", "instep / copy", "resident bucket / copy")
     return table(head, rows)
+
+
+def hosts(result: dict[str, Any]) -> str:
+    """all_reduce over two hosts."""
+    rows = [
+        (f"{int(numel):,}", f"{row['microseconds']['instep']:.0f}", shown(row["gloo / instep"]))
+        for numel, row in result["sizes"].items()
+    ]
+    return table(("float32", "instep, us", "Gloo / instep"), rows)
 
 
 def step(result: dict[str, Any]) -> str:
@@ -124,7 +134,18 @@ def gpu(result: dict[str, Any]) -> str:
 
 BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
     function.__name__: function
-    for function in (collectives, step, peers, epoch, unedited, loading, startup, scaling, gpu)
+    for function in (
+        collectives,
+        hosts,
+        step,
+        peers,
+        epoch,
+        unedited,
+        loading,
+        startup,
+        scaling,
+        gpu,
+    )
 }
 
 
@@ -132,6 +153,8 @@ def run(name: str, more: list[str]) -> dict[str, Any] | None:
     """One benchmark's figures; None where it cannot run on this machine."""
     python = str(PEERS) if name == "peers" else sys.executable
     if name == "peers" and not PEERS.exists():
+        return None
+    if name == "hosts" and os.getuid() != 0:
         return None
     if name == "gpu" and machine()["gpu"] is None:
         return None

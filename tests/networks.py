@@ -7,12 +7,16 @@ import uuid
 
 
 class TwoHosts:
-    """h0 and h1: loopback and one interface each, 10.77.0.1 and 10.77.0.2. A context manager."""
+    """h0 and h1: loopback and one interface each, 10.77.0.1 and 10.77.0.2. A context manager.
+
+    Each numbers its processes by itself, so they share no memory. `rate` is that of the cable.
+    """
 
     addresses = ("10.77.0.1", "10.77.0.2")
     interfaces = ("cable0", "cable1")
 
-    def __init__(self) -> None:
+    def __init__(self, rate: str | None = None) -> None:
+        self._rate = rate
         mark = uuid.uuid4().hex[:8]
         self._namespaces = [f"instep-{mark}-{k}" for k in range(2)]
 
@@ -28,6 +32,10 @@ class TwoHosts:
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", interface)
             for link in ("lo", interface):
                 _ip("-n", namespace, "link", "set", link, "up")
+            if self._rate is not None:
+                shaped = ["tbf", "rate", self._rate, "burst", "1mb", "latency", "50ms"]
+                traffic = ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root"]
+                subprocess.run([*traffic, *shaped], check=True, capture_output=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,9 +44,10 @@ class TwoHosts:
 
     def on(self, host: int, *command: object) -> list[str]:
         """The command line that runs `command` on one of them."""
-        named = f'hostname h{host}; exec "$@"'
+        named = f'hostname h{host}; "$@"'  # no exec: the first process there ignores signals
         inside = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
-        return [*inside, "sh", "-c", named, "sh", *map(str, command)]
+        apart = ["--pid", "--fork", "--kill-child", "--mount-proc"]
+        return [*inside, *apart, "sh", "-c", named, "sh", *map(str, command)]
 
     def cut(self) -> None:
         """Pull the cable."""

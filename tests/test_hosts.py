@@ -111,6 +111,94 @@ def test_ranks_of_mpirun_meet_in_the_file_that_the_user_names(hosts, tmp_path, o
     assert not (tmp_path / "meet").exists()
 
 
+TALKS = """
+import resource
+import torch, torch.distributed as dist
+import instep
+
+def kind(group):
+    return None if group is dist.GroupMember.NON_GROUP_MEMBER else type(group).__name__
+
+rank = instep.init().rank
+whole = dist.group.WORLD
+whole.allreduce([torch.ones(3)]).wait()
+of_host, between, uneven = (dist.new_group(ranks) for ranks in ([2, 3], [0, 2], [0, 1, 2]))
+little = 1 << 20 if rank == 2 else resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_FSIZE, (little, resource.RLIM_INFINITY))
+without = dist.new_group([0, 1, 2, 3])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+groups = (whole, of_host, between, uneven, without)
+for group in groups:
+    if kind(group):
+        total = torch.ones(70_001)
+        dist.all_reduce(total, group=group)
+        assert total.eq(dist.get_world_size(group)).all()
+print("kinds", rank, *map(kind, groups))
+"""
+
+
+def test_hosts_that_are_alike_share_memory_and_all_others_take_gloo(hosts, tmp_path):
+    (tmp_path / "talks.py").write_text(TALKS)
+    ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "talks.py"))
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    lines = [line.partition("kinds ")[2] for _, out, _ in ends for line in out.splitlines()]
+    across, shared, gloo = "ProcessGroupAcrossHosts", "InstepProcessGroup", "ProcessGroupOverGloo"
+    assert sorted(lines) == [
+        f"0 {across} None {gloo} {gloo} {gloo}",
+        f"1 {across} None None {gloo} {gloo}",
+        f"2 {across} {shared} {gloo} {gloo} {gloo}",
+        f"3 {across} {shared} None None {gloo}",
+    ]
+
+
+APART = """
+import sys
+import torch, torch.distributed as dist
+import instep
+model = instep.replicate(torch.nn.Linear(2, 2))
+loss = model(torch.ones(1, 2)).sum()
+if instep.rank == 1:
+    dist.broadcast(torch.ones(2), 0)
+else:
+    loss.backward()
+"""
+
+
+def test_ranks_of_several_hosts_that_wait_for_each_other_are_named(hosts, tmp_path):
+    (tmp_path / "apart.py").write_text(APART)
+    first, second = start(
+        hosts, tmp_path, lambda host: by_hand(hosts, host, "apart.py"), INSTEP_TIMEOUT="60"
+    )
+    assert [first[0], second[0]] == [1, 1]
+    said = first[2].splitlines()
+    at = said.index("the ranks wait for each other in different collectives:")
+    assert said[at + 1 : at + 5] == [
+        f"  rank {rank} waits in {call} at {tmp_path / 'apart.py'}:{line}"
+        for rank, (call, line) in enumerate(
+            [("backward", 10), ("broadcast", 8), ("backward", 10), ("backward", 10)]
+        )
+    ]
+
+
+DIES = """
+import os, signal
+import torch
+import instep
+model = instep.replicate(torch.nn.Linear(2, 2))
+loss = model(torch.ones(1, 2)).sum()
+if instep.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+loss.backward()
+"""
+
+
+def test_a_rank_that_dies_in_a_backward_of_several_hosts_is_named(hosts, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES)
+    for code, _, err in start(hosts, tmp_path, lambda host: by_hand(hosts, host, "dies.py")):
+        assert code == 137
+        assert "instep: rank 3 of 4 was killed by SIGKILL" in err
+
+
 FAILS = """
 import os, signal, sys
 rank = int(os.environ["RANK"])
@@ -146,7 +234,7 @@ def test_a_host_whose_supervisor_dies_is_lost(hosts, tmp_path):
     (code, _, err), (other, _, _) = start(
         hosts, tmp_path, lambda host: by_hand(hosts, host, "lost.py")
     )
-    assert (code, other) == (1, -9)
+    assert (code, other) == (1, 128 + 9)
     assert "rank 2 of 4 was lost with its host h1" in err
 
 

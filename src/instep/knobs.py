@@ -33,7 +33,7 @@ DEVICE = Knob("INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: neve
 BACKEND = Knob(
     "INSTEP_BACKEND",
     "auto",
-    "What CPU ranks talk through: gloo; shm: shared memory, on one host; auto: shm if possible.",
+    "What CPU ranks talk through: gloo; shm: shared memory on each host; auto: shm if possible.",
 )
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")

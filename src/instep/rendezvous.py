@@ -152,8 +152,9 @@ def _backend(world: World, device: torch.device) -> str:
         raise BackendError.unknown(asked)
     if device.type == "cuda":
         return "cpu:gloo,cuda:nccl"
-    shared = asked == "shm" or (asked == "auto" and not shm.obstacle())
-    return shm.NAME if shared and world.one_host else "gloo"
+    if asked == "gloo" or (asked == "auto" and world.one_host and shm.obstacle()):
+        return "gloo"
+    return shm.NAME  # between hosts, which may differ, the ranks agree on what they can do
 
 
 def leave() -> None:

@@ -131,10 +131,14 @@ class Exchange:
                 piece.copy_(staged)
 
     def all_gather(
-        self, outputs: Sequence[Tensor], flat: Tensor, timeout: timedelta | None
+        self,
+        outputs: Sequence[Tensor],
+        flat: Tensor,
+        timeout: timedelta | None,
+        what: Call | None = None,
     ) -> None:
-        """Write the `flat` of rank r to `outputs[r]`, for every r."""
-        what = call("all_gather", flat.dtype, flat.numel())
+        """Write the `flat` of rank r to `outputs[r]`, for every r; `what` it is a part of."""
+        what = what or call("all_gather", flat.dtype, flat.numel())
         raw = flat.view(torch.uint8)
         if 0 < raw.numel() <= self._part:
             views = self._whole_views(torch.uint8, raw.numel())
@@ -161,9 +165,13 @@ class Exchange:
         inputs: Sequence[Tensor],
         reduction: Reduction,
         timeout: timedelta | None,
+        what: Call | None = None,
     ) -> None:
-        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r."""
-        what = call("reduce_scatter", out.dtype, out.numel(), reduction.name)
+        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r; `what` it is a part of.
+
+        `out` may be `inputs[r]`.
+        """
+        what = what or call("reduce_scatter", out.dtype, out.numel(), reduction.name)
         room = self._room(out.dtype)
         for chunk in self._chunks(out.numel(), room):
             numel = chunk.stop - chunk.start

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from instep.shm.across import ProcessGroupAcrossHosts
 from instep.shm.backend import InstepProcessGroup
 from instep.shm.joining import CannotShareMemory, join
 from instep.shm.over_gloo import NAME, ProcessGroupOverGloo
@@ -42,7 +43,8 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
     try:
         exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
     except CannotShareMemory as reason:
-        if rank == 0 and not options.global_ranks_in_group:
+        if rank == 0 and not options.global_ranks_in_group and str(reason):
             print(f"instep: no shared memory, Gloo instead: {reason}", file=sys.stderr, flush=True)
         return ProcessGroupOverGloo(store, gloo, options.group_id)
-    return InstepProcessGroup(store, gloo, options.group_id, exchange)
+    kind = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
+    return kind(store, gloo, options.group_id, exchange)

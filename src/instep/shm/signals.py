@@ -32,6 +32,8 @@ _LEFT, _GAVE_UP = 1, 2
 _SPINS = 400
 _YIELD_SECONDS = 0.002
 _SLEEP_SECONDS = (0.00005, 0.001)
+_LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
+"""Later a wait sleeps for a share of its time, until a watcher knows it by using no processor."""
 _LOOK_SECONDS = 0.1
 _DESCRIBE_SECONDS = 5.0
 
@@ -94,6 +96,8 @@ class Signals:
                 os.sched_yield()
                 continue
             time.sleep(sleep)
+            if now - began > _LATE_SECONDS:
+                longest = min((now - began) * _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS)
             sleep = min(sleep * 1.2, longest)
             if now >= look:
                 look = now + _LOOK_SECONDS

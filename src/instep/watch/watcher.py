@@ -21,6 +21,8 @@ from instep.watch.process import activity, descendants, exit_code, kill
 
 LOOK, LOOK_CLOSELY = 2.5, 0.3
 """Seconds between two looks at the rank; the second once any rank has ended."""
+IDLE = 3
+"""Clock ticks between two looks that are no work: Gloo's threads wake a hundred times a second."""
 OBEY, GO = 0.7, 3.0
 """Seconds that the rank has to say that it leaves, and then to be gone; else it is killed."""
 REPORT = 2.0
@@ -202,7 +204,7 @@ class Watcher:
         with suppress(OSError):
             switches, ticks = activity(self._pid)
             if switches == self._seen[0]:
-                self._still = self._still + 1 if ticks - self._seen[1] <= 1 else 0
+                self._still = self._still + 1 if ticks - self._seen[1] <= IDLE else 0
                 self._line.say("where")
             else:
                 self._gets_on()

@@ -1,0 +1,119 @@
+"""Hosts of several ranks each: reduced on the host, then between the hosts.
+
+In the pool two or three "hosts" are successive ranks of this one, which share what ranks of one
+host would share; real ones, apart in network and process numbers, are in test_hosts.py.
+"""
+
+import functools
+import re
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp
+
+from instep import rendezvous
+from instep.errors import BrokenGroupError
+from instep.shm.across import ProcessGroupAcrossHosts
+from instep.shm.joining import join, obstacle
+from instep.shm.reduction import find_reduction, reduce_into, scratch_count
+from pool import ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "none"),
+]
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
+SIZES = [0, 1, 3, 40_000, 5_000_001]  # none, fewer than ranks, a part, several segments
+
+
+def group(near, name, seconds=50):
+    """As if each `near` successive ranks had a host of their own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore(f"{name}{near}/", rendezvous.store())
+    timeout = timedelta(seconds=seconds)
+    gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+    gloo._set_sequence_number_for_group()
+    host = rank // near
+    here = PrefixStore(f"host{host}/", store)
+    exchange = join(here, rank % near, range(host * near, host * near + near), lambda: timeout)
+    return ProcessGroupAcrossHosts(store, gloo, f"{name}{near}", exchange)
+
+
+kept = functools.cache(group)
+
+
+def over(members, tensor, op=ReduceOp.SUM):
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = op
+    return members.allreduce([tensor], opts)
+
+
+def values(numel, dtype, rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 4, (numel,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+@ranks(4)
+def test_it_gives_what_gloo_gives(op):
+    kinds = INTEGERS if op.startswith("B") else FLOATS if op == "AVG" else FLOATS + INTEGERS
+    for dtype in kinds:
+        for numel in SIZES if dtype is torch.float32 else SIZES[:-1]:
+            ours, theirs = (values(numel, dtype, dist.get_rank()) for _ in range(2))
+            over(kept(2, "kept"), ours, getattr(ReduceOp, op)).wait()
+            dist.all_reduce(theirs, getattr(ReduceOp, op))
+            torch.testing.assert_close(ours, theirs, msg=f"{dtype} {numel}")
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@ranks(4)
+def test_sums_of_two_hosts_follow_the_tree_of_one(numel):
+    parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    expected = torch.empty(numel)
+    scratch = [torch.empty(numel) for _ in range(scratch_count(4))]
+    reduce_into(expected, parts, find_reduction(ReduceOp.SUM, torch.float32), scratch)
+    mine = parts[dist.get_rank()]
+    over(kept(2, "kept"), mine).wait()
+    assert torch.equal(mine, expected)
+
+
+@ranks(6)
+def test_three_hosts_have_the_same_bits_everywhere():
+    for near in (2, 3):
+        for numel in SIZES:
+            mine = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+            parts = [torch.empty(numel) for _ in range(6)]
+            dist.all_gather(parts, mine)
+            over(kept(near, "kept"), mine).wait()
+            torch.testing.assert_close(mine, torch.stack(parts).sum(0), atol=1e-5, rtol=1e-5)
+            dist.all_gather(parts, mine)
+            assert all(torch.equal(part, mine) for part in parts)
+
+
+@ranks(4)
+def test_works_end_in_order_and_only_the_elements_of_a_strided_tensor_change():
+    memory = torch.zeros(4, 6)
+    works = [over(kept(2, "kept"), memory[:, ::2].t().fill_(1.0)) for _ in range(3)]
+    works[-1].wait()
+    assert all(work.is_completed() for work in works)
+    assert memory[:, ::2].eq(4**3).all()
+    assert memory[:, 1::2].eq(0).all()
+
+
+@ranks(4)
+def test_who_does_not_come_is_named_and_the_others_hear_of_it():
+    members = group(2, "late", seconds=1)
+    if dist.get_rank() != 3:
+        with pytest.raises(RuntimeError) as first:
+            over(members, torch.ones(10)).wait()
+        if dist.get_rank() == 2:
+            late = r"rank 3 .* did not come to all_reduce\(SUM, float32, 10 elements\) within 1 s"
+            assert re.match(late, str(first.value))
+        with pytest.raises(BrokenGroupError):
+            over(members, torch.ones(10)).wait()
+    dist.barrier()
+    members.shutdown()
