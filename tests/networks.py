@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import uuid
 
+UNTIL_ALL_HAVE_ENDED = "while kill -0 -1 2>/dev/null; do sleep 0.05; done"
+
 
 class TwoHosts:
     """h0 and h1: loopback and one interface each, 10.77.0.1 and 10.77.0.2. A context manager.
@@ -44,7 +46,8 @@ class TwoHosts:
 
     def on(self, host: int, *command: object) -> list[str]:
         """The command line that runs `command` on one of them."""
-        named = f'hostname h{host}; "$@"'  # no exec: the first process there ignores signals
+        # The first process of a host ignores signals, and ends the others when it ends.
+        named = f'hostname h{host}; "$@"; code=$?; {UNTIL_ALL_HAVE_ENDED}; exit $code'
         inside = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
         apart = ["--pid", "--fork", "--kill-child", "--mount-proc"]
         return [*inside, *apart, "sh", "-c", named, "sh", *map(str, command)]
