@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -79,6 +80,16 @@ def peers(result: dict[str, Any]) -> str:
     return table(("model", "contender", "ms", "over none"), rows)
 
 
+def compression(result: dict[str, Any]) -> str:
+    """examples/digits.py with compressed gradients; medians over the seeds."""
+    keys = ("bytes_per_step", "accuracy", "first_gradient_off", "parameters_off")
+    rows = [
+        (kind, *(f"{statistics.median(run[key] for run in runs):.4g}" for key in keys))
+        for kind, runs in result["rows"].items()
+    ]
+    return table(("kind", "bytes a step", "accuracy", "first gradient", "parameters"), rows)
+
+
 def epoch(result: dict[str, Any]) -> str:
     """An epoch on several ranks over one rank's."""
     rows = [(name, shown(result[f"{name}_over_one_rank"])) for name in ("instep", "none")]
@@ -139,6 +150,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         hosts,
         step,
         peers,
+        compression,
         epoch,
         unedited,
         loading,

@@ -18,6 +18,7 @@ from instep.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from instep.collectives import all_reduce, barrier, broadcast, reduce, reduce_scatter
+    from instep.compressed import PowerSGD
     from instep.errors import InstepError
     from instep.exchanges import all_gather, all_to_all, gather, scatter
     from instep.gradients import no_sync, weight
@@ -48,6 +49,7 @@ _HOMES = {
     "Group": "groups",
     "InstepError": "errors",
     "Mean": "metrics",
+    "PowerSGD": "compressed",
     "World": "identity",
     "all_gather": "exchanges",
     "all_gather_object": "objects",
@@ -84,6 +86,7 @@ __all__ = [
     "Group",
     "InstepError",
     "Mean",
+    "PowerSGD",
     "World",
     "all_gather",
     "all_gather_object",

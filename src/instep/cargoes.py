@@ -45,6 +45,9 @@ class Cargo(Protocol):
     def launch(self, way: Transport) -> None:
         """Start to sum over the ranks. Collective."""
 
+    def follow(self, way: Transport) -> None:
+        """Start what can be sent only when the first sums are there, if anything. Collective."""
+
     def deliver(self, elsewhere: Set[int]) -> None:
         """Wait, and put the sums into `.grad`, but for the parameters that are dealt with."""
 
@@ -52,10 +55,36 @@ class Cargo(Protocol):
         """Forget this backward."""
 
 
-def load(plan: Bucket, parameters: Mapping[int, nn.Parameter], way: Transport) -> Cargo:
-    """An empty cargo for the slots of `plan`, whose indices are those of `parameters`."""
+class Wire(Protocol):
+    """How one flat tensor travels, which is to become its sum over the ranks.
+
+    Its last elements are what the cargo adds: "this rank has it", for each slot.
+    """
+
+    def launch(self, flat: Tensor, way: Transport) -> None:
+        """Start. Collective."""
+
+    def follow(self, flat: Tensor, way: Transport) -> None:
+        """Start what can be sent only when the first sums are there, if anything. Collective."""
+
+    def arrive(self, flat: Tensor) -> None:
+        """Wait, and leave the sums in `flat`."""
+
+    def reset(self) -> None:
+        """Forget this backward, which may have been interrupted."""
+
+
+def load(
+    plan: Bucket, parameters: Mapping[int, nn.Parameter], way: Transport, wire: Wire | None
+) -> Cargo:
+    """An empty cargo for the slots of `plan`, whose indices are those of `parameters`.
+
+    With a `wire` it is packed in any case.
+    """
     in_bucket = {slot.index: parameters[slot.index] for slot in plan.slots}
-    return _InPlace(in_bucket) if way.in_place else _Packed(plan, in_bucket)
+    if way.in_place and wire is None:
+        return _InPlace(in_bucket)
+    return _Packed(plan, in_bucket, wire or Whole())
 
 
 class _InPlace:
@@ -96,6 +125,9 @@ class _InPlace:
         travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
         way.all_reduce_each(travelling, "sum")
 
+    def follow(self, way: Transport) -> None:
+        return None
+
     def deliver(self, elsewhere: Set[int]) -> None:
         held = self._has.real.tolist()
         for (index, total), ranks in zip(self._sums.items(), held, strict=True):
@@ -121,14 +153,14 @@ def _present(parameter: nn.Parameter) -> Tensor:
 class _Packed:
     """One flat tensor travels; behind the gradients lies "this rank has it"."""
 
-    def __init__(self, plan: Bucket, parameters: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, plan: Bucket, parameters: Mapping[int, nn.Parameter], wire: Wire) -> None:
         self.parameters = parameters
+        self._wire = wire
         self._slots = {slot.index: slot for slot in plan.slots}
         like = next(iter(parameters.values()))
         self._flat = torch.zeros(plan.numel + len(plan.slots), dtype=like.dtype, device=like.device)
         self._has = self._flat[plan.numel :]
         self._before: dict[int, Tensor] = {}
-        self._pending: Pending | None = None
         self.filled: set[int] = set()
 
     @property
@@ -156,11 +188,13 @@ class _Packed:
             if index not in self.filled:
                 self._place(index).zero_()
                 self._has[k] = 0
-        self._pending = way.all_reduce(real(self._flat), "sum")
+        self._wire.launch(self._flat, way)
+
+    def follow(self, way: Transport) -> None:
+        self._wire.follow(self._flat, way)
 
     def deliver(self, elsewhere: Set[int]) -> None:
-        assert self._pending is not None
-        self._pending.wait()
+        self._wire.arrive(self._flat)
         for k, index in enumerate(self._slots):
             if index not in elsewhere and (index in self.filled or self._has[k].real > 0):
                 self._deliver(index)
@@ -168,7 +202,7 @@ class _Packed:
     def reset(self) -> None:
         self.filled.clear()
         self._before.clear()
-        self._pending = None
+        self._wire.reset()
 
     def _place(self, index: int) -> Tensor:
         slot = self._slots[index]
@@ -185,6 +219,29 @@ class _Packed:
             parameter.grad.add_(total)
         else:
             parameter.grad.copy_(total)
+
+
+class Whole:
+    """The flat tensor travels as it is."""
+
+    def __init__(self) -> None:
+        self._pending: Pending | None = None
+
+    def launch(self, flat: Tensor, way: Transport) -> None:
+        """Start the sum."""
+        self._pending = way.all_reduce(real(flat), "sum")
+
+    def follow(self, flat: Tensor, way: Transport) -> None:
+        """Nothing."""
+
+    def arrive(self, flat: Tensor) -> None:
+        """Wait for the sum."""
+        assert self._pending is not None
+        self._pending.wait()
+
+    def reset(self) -> None:
+        """Let go of the sum."""
+        self._pending = None
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep import knobs
 from instep.buckets import plan_buckets
 from instep.cargoes import Cargo, load, real
+from instep.compressed import Compression, wire
 from instep.errors import TrainingError
 from instep.objects import all_gather_object
 from instep.seams import Function
@@ -62,7 +63,9 @@ def sparse_sum(grad: Tensor) -> Tensor:
     ).coalesce()
 
 
-def _load(parameters: Sequence[tuple[int, nn.Parameter]], way: Transport) -> list[Cargo]:
+def _load(
+    parameters: Sequence[tuple[int, nn.Parameter]], way: Transport, compression: Compression
+) -> list[Cargo]:
     """Buckets for parameters given with their indices."""
     widest = max((p.element_size() for _, p in parameters), default=1)
     plans = plan_buckets(
@@ -70,14 +73,21 @@ def _load(parameters: Sequence[tuple[int, nn.Parameter]], way: Transport) -> lis
         [(p.dtype, p.device) for _, p in parameters],
         capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
     )
-    return [load(plan, dict(parameters), way) for plan in plans]
+    of = dict(parameters)
+    return [load(plan, of, way, wire(plan, of, compression)) for plan in plans]
 
 
 class Reducer:
     """Sums the gradients of some parameters over the ranks, bucket by bucket, during backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], way: Transport) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        way: Transport,
+        compression: Compression = None,
+    ) -> None:
         self.transport = way
+        self._compression = compression
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
         self._plans: dict[tuple[object, ...], list[Cargo]] = {}
@@ -101,7 +111,7 @@ class Reducer:
         ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
         if kinds not in self._plans:
-            self._plans[kinds] = _load(live, self.transport)
+            self._plans[kinds] = _load(live, self.transport, self._compression)
         self._cargoes = self._plans[kinds]
         self._where = {index: cargo for cargo in self._cargoes for index in cargo.parameters}
 
@@ -174,6 +184,8 @@ class Reducer:
         for cargo in self._cargoes[self._launched :]:
             cargo.launch(self.transport)
         self._launched = len(self._cargoes)
+        for cargo in self._cargoes:
+            cargo.follow(self.transport)
         for cargo in self._cargoes:
             cargo.deliver(self._summed)
         self._partial.clear()

@@ -21,6 +21,7 @@ from instep import batchnorm, calls, gradients
 from instep.agreement import agree_on_each
 from instep.blocks import block_of
 from instep.calls import Call, Scope
+from instep.compressed import Compression, check_compression
 from instep.dropout import SEAMS as DROPOUT_SEAMS
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
 from instep.randomness import agreed_seed, mixed
@@ -38,6 +39,7 @@ class Replica:
     transport: Transport
     statistics: Scope
     dropout: Scope
+    compression: Compression
     seed: int
     steps: int = 0
     """How many training calls it has had."""
@@ -55,7 +57,13 @@ _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Where batch statistics come from, by the parameters and buffers of replicated models."""
 
 
-def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = "global") -> M:
+def replicate(
+    model: M,
+    *,
+    batch_statistics: Scope = "global",
+    dropout: Scope = "global",
+    compression: Compression = None,
+) -> M:
     """Keep `model` in step on all ranks.
 
     Parameters and buffers become rank 0's. From now on every backward through the model leaves in
@@ -68,6 +76,11 @@ def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = 
         batch_statistics: "global", or "rank" to leave batch statistics to each rank's rows, which
             is faster and not the same as one process.
         dropout: "global", or "rank" for masks that each rank draws by itself.
+        compression: None, or what makes the gradients' messages smaller and `.grad` inexact:
+            "bf16" or "fp16" send 16 bits for each number and add them up so (relative errors
+            of `.grad` near 3e-3 and 3e-4; "fp16" overflows beyond 65504, as a scaled loss makes
+            gradients do), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and
+            those with hooks travel whole. docs/compression.md says what it costs.
 
     Returns:
         `model` itself: no wrapper, no prefix in its state dict, its children untouched.
@@ -79,6 +92,7 @@ def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = 
     for name, scope in (("batch_statistics", batch_statistics), ("dropout", dropout)):
         if scope not in get_args(Scope):
             raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
+    check_compression(compression)
     for name, module in model.named_modules():
         if module in _owner_of:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
@@ -88,6 +102,7 @@ def replicate(model: M, *, batch_statistics: Scope = "global", dropout: Scope = 
         # Alone, the rank's rows are the batch, and torch's own kernels the fastest way.
         statistics=batch_statistics if way.size > 1 else "rank",
         dropout=dropout,
+        compression=compression,
         seed=agreed_seed(),
     )
     _adopt(model, replica)
@@ -120,7 +135,10 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
             )
         check_reachable(tensor)
     agree_on_each(
-        [(name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()],
+        [
+            ("the argument compression", replica.compression),
+            *((name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()),
+        ],
         "Build the same model on every rank.",
     )
     for module in model.modules():
@@ -130,7 +148,7 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
         _statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
     if replica.transport.size > 1 and parameters:
-        Reducer(parameters, replica.transport)
+        Reducer(parameters, replica.transport, replica.compression)
     replica.grown = False
 
 
