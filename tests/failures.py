@@ -42,7 +42,8 @@ import torch
 import instep
 
 folder, fails, busy = sys.argv[1:4]
-instep.all_reduce(torch.ones(2))
+if busy != "meeting":
+    instep.all_reduce(torch.ones(2))
 if instep.rank == 1:
     if busy == "held":  # a process that a rank leaves behind keeps its connections open
         if os.fork() == 0:
@@ -63,7 +64,7 @@ if instep.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(fails.removeprefix("exit ")))
 open(f"{folder}/busy", "w").close()
-if busy in ("collective", "held"):
+if busy in ("meeting", "collective", "held"):
     instep.all_reduce(torch.ones(2))
 elif busy == "loading":
     os.read(os.pipe()[0], 1) if fails != "exit 0" else time.sleep(3)
@@ -73,6 +74,7 @@ else:
 FAILS = ("raise", "kill", "exit 0", "exit 3")
 """Ways in which rank 1 ends."""
 BUSY = {
+    "meeting": "waiting for rank 1 to arrive",
     "collective": "in a collective, whose connection breaks",
     "held": "in a collective, whose connection stays (a child of the dead rank holds it)",
     "loading": "in data loading",
@@ -156,8 +158,9 @@ class Jobs:
         if components.missing("MPICH") is None:
             yield Launcher("MPICH", ["mpirun.mpich", "-n", "2", python], {})
         if self._cluster is not None:
-            srun = ["srun", "-N2", "-n2", python]
-            yield Launcher("srun", srun, self._cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"})
+            environ = self._cluster.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+            yield Launcher("srun", ["srun", "-N2", "-n2", python], environ)
+            yield Launcher("srun, one node", ["srun", "-N1", "-n2", python], environ)
 
     def fail(self, launcher: Launcher, fails: str, busy: str) -> Cell:
         """Start a job that fails so, and see what becomes of it."""
@@ -239,11 +242,18 @@ def _end(job: subprocess.Popen[bytes], folder: Path, mark: str) -> None:
     job.wait()
 
 
+BY_THE_LAUNCHER = r"process rank 1 |Process 1 terminated|Root Cause.*?rank +: 1 "
+"""How Open MPI, mp.spawn and torchrun say who it was."""
+
+
 def _is_named(text: str, fails: str) -> bool:
-    """Whether instep's last sentence has rank 1, and its traceback is there once."""
-    sentences = re.findall(r"instep: (.*rank.*)", text)
+    """Whether instep's last sentence has rank 1, or else the launcher's, and its traceback is there
+    once."""
     once = fails != "raise" or text.count("ValueError: boo\n") == 1
-    return bool(sentences) and "rank 1" in sentences[-1] and once
+    sentences = re.findall(r"(?:instep|RendezvousError): (.*rank.*)", text)
+    if not sentences:  # before the ranks have met, launchers end them by themselves
+        return bool(re.search(BY_THE_LAUNCHER, text, re.DOTALL)) and once
+    return "rank 1" in sentences[-1] and once
 
 
 @contextmanager

@@ -159,6 +159,22 @@ def test_all_hear_who_is_missing_and_who_is_there(place):
     assert [text.startswith(expected) for text in heard] == [True, True]
 
 
+def test_who_waits_long_says_for_whom(place, monkeypatch, capfd):
+    monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
+    come(place, Member(0, 4, CARD, 1), Member(2, 4, card(host="i"), 1), seconds=0.5)
+    assert (
+        "instep: has waited 0 s for ranks 1, 3 of 4 to arrive, and waits 0 s more; "
+        "those that came: rank 0 on h, rank 2 on i.\n"
+    ) in capfd.readouterr().err
+
+
+def test_who_does_not_find_the_first_says_so(place, monkeypatch, capfd):
+    monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
+    come(place, Member(1, 3, CARD, 1), seconds=0.2)
+    expected = "instep: has waited 0 s for rank 0 of 3 to arrive, and waits 0 s more.\n"
+    assert capfd.readouterr().err == expected
+
+
 def test_the_others_hear_that_the_first_never_came(place):
     (heard,) = come(place, Member(1, 2, CARD, 1), seconds=0.2)
     assert heard.startswith("rank 0 of 2 did not come within 0 seconds.")

@@ -286,16 +286,16 @@ def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as ended:
         port = ended.getsockname()[1]
         with notice.put_up(path, port):
-            assert notice.read(path, 10) == ("127.0.0.1", port)
+            assert notice.read(path) == ("127.0.0.1", port)
             ended.close()
-            assert notice.read(path, 0.05) is None
+            assert notice.read(path) is None
 
 
 def test_a_note_of_somebody_else_is_refused(tmp_path):
     path = tmp_path / "note"
     path.symlink_to("/etc/hostname")
     with pytest.raises(RendezvousError, match=r"cannot meet in the file .*Set TMPDIR"):
-        notice.read(str(path), 1)
+        notice.read(str(path))
 
 
 def test_a_note_that_cannot_be_written_is_said(tmp_path):

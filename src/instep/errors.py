@@ -53,7 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from instep.fates import named
+from instep.fates import arrivals, named
 
 
 def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:
@@ -303,14 +303,18 @@ class RendezvousError(LaunchError):
         members: str = "rank",
     ) -> RendezvousError:
         """Some ranks, or hosts, never came; `came` says on which host those are that did."""
-        hosts: dict[str, list[int]] = {}
-        for member, host in (came or {}).items():
-            hosts.setdefault(host, []).append(member)
-        there = ", ".join(f"{named(held, members)} on {host}" for host, held in hosts.items())
         return cls(
             f"{named(absent, members)} of {size} did not come within {seconds:.0f} seconds"
-            f"{f'; those that came: {there}' if there else ''}. Their own output may say why; "
+            f"{arrivals(came or {}, members)}. Their own output may say why; "
             "INSTEP_TIMEOUT sets how long the others wait."
+        )
+
+    @classmethod
+    def ended(cls, ended: Iterable[int], size: int, host: str) -> RendezvousError:
+        """The processes of some ranks are not there any more, and the ranks have not met yet."""
+        return cls(
+            f"{named(ended)} of {size} ended on {host} before all ranks had met, so the others "
+            "would wait in vain. The output of what ended first says why."
         )
 
     @classmethod

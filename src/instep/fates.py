@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 def how_it_ended(code: int | None) -> str:
@@ -34,6 +34,15 @@ def named(numbers: Iterable[int], members: str = "rank") -> str:
     """ "rank 2" or "ranks 0, 2"; or "host 2", if that is what they are."""
     ordered = sorted(numbers)
     return f"{members}{'s' * (len(ordered) != 1)} {', '.join(map(str, ordered))}"
+
+
+def arrivals(came: Mapping[int, str], members: str) -> str:
+    """Who came, and on which host; empty where nobody did."""
+    hosts: dict[str, list[int]] = {}
+    for member, host in came.items():
+        hosts.setdefault(host, []).append(member)
+    there = ", ".join(f"{named(held, members)} on {host}" for host, held in hosts.items())
+    return f"; those that came: {there}" if there else ""
 
 
 def _signal_name(number: int) -> str:

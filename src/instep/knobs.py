@@ -36,6 +36,9 @@ BACKEND = Knob(
     "What CPU ranks talk through: gloo; shm: shared memory on each host; auto: shm if possible.",
 )
 TIMEOUT = Knob("INSTEP_TIMEOUT", "600", "Seconds until a collective or a rendezvous gives up.")
+ARRIVAL_NOTICE = Knob(
+    "INSTEP_ARRIVAL_NOTICE", "30", "Seconds until one line says for which ranks others wait."
+)
 BUCKET_MIB = Knob("INSTEP_BUCKET_MIB", "25", "Gradients that travel together, in MiB.")
 SEED = Knob("INSTEP_SEED", "", "What unedited scripts are seeded with; unset: drawn by rank 0.")
 LOAD = Knob(

@@ -7,12 +7,13 @@ inside salloc, leaves in SLURM_PROCID the number of the node.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from instep import knobs, meeting, nodelist
 from instep.errors import LaunchVariablesError
 from instep.identity import World
+from instep.siblings import Siblings, environ_of
 
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
@@ -42,6 +43,8 @@ class Launcher:
     """Unsaid, hosts are taken to be alike and filled one after the other."""
     meeting: meeting.Meeting = meeting.under_mpi
     """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
+    starts_all: bool = True
+    """Whether it starts the ranks of a host at once, so that one which is not there has ended."""
     on_behalf: str | None = None
     """The variable that names the launcher for which this one speaks."""
 
@@ -86,7 +89,9 @@ def _number(environ: Mapping[str, str], name: str | None, default: int | None = 
         raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
-def _torch_names(name: str, *markers: str, on_behalf: str | None = None) -> Launcher:
+def _torch_names(
+    name: str, *markers: str, starts_all: bool = True, on_behalf: str | None = None
+) -> Launcher:
     """Who speaks PyTorch's own dialect of the environment."""
     return Launcher(
         name,
@@ -98,6 +103,7 @@ def _torch_names(name: str, *markers: str, on_behalf: str | None = None) -> Laun
         node_rank="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
         meeting=meeting.as_said,
+        starts_all=starts_all,
         on_behalf=on_behalf,
     )
 
@@ -106,7 +112,7 @@ LAUNCHERS = (
     _torch_names("instep run", JOB, "RANK"),
     _torch_names("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
     _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
-    _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", starts_all=False),
     Launcher(
         "horovodrun",
         ("HOROVOD_RANK",),
@@ -154,8 +160,8 @@ LAUNCHERS = (
     ),
     # After srun, whose --mpi=pmi2 sets PMI_RANK too, and no local rank by this name.
     Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
-    _torch_names("RANK and WORLD_SIZE", "RANK"),
-    _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE"),
+    _torch_names("RANK and WORLD_SIZE", "RANK", starts_all=False),
+    _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE", starts_all=False),
 )
 """In the order of precedence: the innermost launcher first, half of a pair last."""
 
@@ -220,6 +226,28 @@ def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> meet
     if launcher is None or launcher.name != world.source:
         return meeting.as_said(environ, world)
     return launcher.meeting(environ, world)
+
+
+def siblings(world: World) -> Siblings | None:
+    """The ranks of this host; None where their launcher does not say which these are.
+
+    Who started this process is said by what it was started with: `python -m instep` writes more.
+    """
+    environ = environ_of("self")
+    launcher = _launcher(environ)
+    ranks = _ranks_here(world, environ)
+    if launcher is None or len(ranks) != world.local_size:
+        return None
+    return Siblings(ranks, launcher.rank, environ, at_once=launcher.starts_all)
+
+
+def _ranks_here(world: World, environ: Mapping[str, str]) -> Collection[int]:
+    if world.one_host:
+        return range(world.size)
+    if said := environ.get("SLURM_GTIDS"):
+        return [int(rank) for rank in said.split(",")]
+    first = world.node_rank * world.local_size
+    return range(first, first + world.local_size)
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:

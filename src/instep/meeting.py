@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from instep import nodelist
 from instep.errors import LaunchVariablesError, RendezvousError
 from instep.identity import World
+from instep.siblings import launching_process
 
 FIRST_PORT, PORTS = 20_000, 12_763
 """Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""
@@ -68,10 +69,10 @@ def under_mpi(environ: Mapping[str, str], world: World) -> Place:
     """
     if not world.one_host:
         return _in_allocation(environ, world)
-    launching = _launching_process(environ)
+    launching = launching_process(environ)
     if launching is None:
         raise RendezvousError.no_master(world.source, world.size)
-    return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching}")
+    return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
 
 
 def said_by_user(path: str, world: World) -> Place:
@@ -152,48 +153,3 @@ def _private(key: str) -> PrivateFile:
     plain = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
     name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace}-{plain}"
     return PrivateFile(os.path.join(tempfile.gettempdir(), name))
-
-
-# ------------------------------------------------------------------ the process that started all
-
-_RANK_NAMES = (
-    *("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD"),
-    *("HOROVOD_RANK", "JSM_NAMESPACE_RANK"),
-)
-
-
-def _launching_process(environ: Mapping[str, str]) -> str | None:
-    """The nearest ancestor that is not of this rank: mpirun, or its helper on this host.
-
-    A rank may be started through shells, containers or profilers of its own; all of these have
-    its variables. The number alone comes back one day, so the start time belongs to the answer,
-    in ticks since boot, and with it which boot. None: there is no such ancestor to be seen.
-    """
-    mine = {name: environ[name] for name in _RANK_NAMES if name in environ}
-    pid, start = os.getppid(), ""
-    while pid:
-        try:
-            parent, start = _parent_and_start(pid)
-            if not _carries(pid, mine):
-                with open("/proc/sys/kernel/random/boot_id") as file:
-                    return f"{pid}-{start}-{file.read().strip()}"
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        pid = parent
-    return None
-
-
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    return int(fields[1]), fields[19].decode()
-
-
-def _carries(pid: int, variables: Mapping[str, str]) -> bool:
-    """Whether the process was started with these; one of another user was not."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            held = set(file.read().split(b"\0"))
-    except PermissionError:
-        return False
-    return all(f"{name}={value}".encode() in held for name, value in variables.items())

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from instep.errors import RendezvousError
 
 HOST = "127.0.0.1"
-_PAUSE = 0.01
-"""Seconds between two looks."""
 _KNOCK = 2.0
 """Seconds within which an address of another host answers."""
 
@@ -40,19 +37,13 @@ def put_up(path: str, port: int, hosts: Sequence[str] = (HOST,)) -> Iterator[Non
         os.unlink(path)
 
 
-def read(path: str, seconds: float) -> tuple[str, int] | None:
-    """Host and port, once the file is there and somebody listens; None if not in `seconds`.
+def read(path: str) -> tuple[str, int] | None:
+    """Host and port, if the file is there and somebody listens.
 
     Raises RendezvousError for a file that is not this user's own.
     """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        port, hosts = _said(path)
-        for host in hosts:
-            if _answers(host, port):
-                return host, port
-        time.sleep(_PAUSE)
-    return None
+    port, hosts = _said(path)
+    return next(((host, port) for host in hosts if answers(host, port)), None)
 
 
 def _said(path: str) -> tuple[int, list[str]]:
@@ -69,7 +60,8 @@ def _said(path: str) -> tuple[int, list[str]]:
         return int(port), hosts
 
 
-def _answers(host: str, port: int) -> bool:
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
     with suppress(OSError), socket.create_connection((host, port), _KNOCK):
         return True
     return False

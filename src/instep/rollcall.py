@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
+from functools import partial
 
 import torch.distributed as dist
 
@@ -13,20 +15,24 @@ from instep import cards
 from instep.cards import Card
 from instep.errors import LaunchError, MixedJobError, RendezvousError
 from instep.identity import World
+from instep.siblings import Siblings
+from instep.vigil import Vigil
 
 BY_THE_SCRIPT = "the arguments of instep.init"
 """The source of a world that the script itself was told, most likely by its own arguments."""
 _GRACE = 10.0
 """Seconds that the others wait longer than rank 0, which is to say who is missing."""
-_VERDICT = "instep/verdict"
+_VERDICT, _ENDED = "instep/verdict", "instep/ended"
 _KINDS = {kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError)}
 
 
-def call(store: dist.Store, world: World, timeout: timedelta) -> bool:
+def call(
+    store: dist.Store, world: World, timeout: timedelta, siblings: Siblings | None = None
+) -> bool:
     """Return when all ranks have come and are of one job: whether they share one loopback.
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not come
-    within `timeout`.
+    within `timeout`, or will not, as one of the `siblings` on any host has ended.
     """
     seconds = timeout.total_seconds()
     card = Card.of_this_process()
@@ -34,9 +40,9 @@ def call(store: dist.Store, world: World, timeout: timedelta) -> bool:
         card = replace(card, arguments=())
     store.set(_key(world.rank), json.dumps(card.to_json()))
     if world.rank != 0:
-        return _hear(store, world, seconds)
+        return _hear(store, world, Vigil(world.size, seconds, speaks=False, grace=_GRACE), siblings)
     try:
-        one_host = _judge(store, world, seconds)
+        one_host = _judge(store, world, Vigil(world.size, seconds, siblings))
     except LaunchError as error:
         store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
         raise
@@ -44,39 +50,48 @@ def call(store: dist.Store, world: World, timeout: timedelta) -> bool:
     return one_host
 
 
-def _judge(store: dist.Store, world: World, seconds: float) -> bool:
-    deadline = monotonic() + seconds
-    came: dict[int, Card] = {}
-    absent: list[int] = []
-    for rank in range(world.size):
-        if _comes(store, _key(rank), deadline - monotonic()):
-            came[rank] = Card.from_json(json.loads(store.get(_key(rank))))
-        else:
-            absent.append(rank)
-    if absent:
-        where = {rank: card.host for rank, card in came.items()}
-        raise RendezvousError.absent(absent, world.size, seconds, where)
-    cards.check(came, "rank")
-    return len({card.network for card in came.values()}) == 1
+def _judge(store: dist.Store, world: World, vigil: Vigil) -> bool:
+    def came() -> Mapping[int, str]:
+        there = [rank for rank in range(world.size) if store.check([_key(rank)])]
+        return {rank: _card(store, rank).host for rank in there}
+
+    def comes(rank: int) -> Card | None:
+        if store.check([_key(rank)]):
+            return _card(store, rank)
+        if store.check([_ENDED]):
+            ended, host = json.loads(store.get(_ENDED))
+            raise RendezvousError.ended(ended, world.size, host)
+        return None
+
+    all_ = {rank: vigil.until(partial(comes, rank), came) for rank in range(world.size)}
+    cards.check(all_, "rank")
+    return len({card.network for card in all_.values()}) == 1
 
 
-def _hear(store: dist.Store, world: World, seconds: float) -> bool:
-    if not _comes(store, _VERDICT, seconds + _GRACE):
-        raise RendezvousError.absent([0], world.size, seconds)
-    verdict: bool | list[str] = json.loads(store.get(_VERDICT))
-    if isinstance(verdict, list):
-        kind, sentence = verdict
-        raise _KINDS[kind](sentence)
-    return verdict
+def _hear(store: dist.Store, world: World, vigil: Vigil, siblings: Siblings | None) -> bool:
+    """Rank 0 raises for all; so who sees that one of this host has ended tells it."""
 
+    def verdict() -> str | None:
+        if store.check([_VERDICT]):
+            return str(store.get(_VERDICT), "utf-8")
+        if ended := siblings.ended() if siblings else ():
+            if 0 in ended:
+                raise RendezvousError.ended(ended, world.size, socket.gethostname())
+            store.set(_ENDED, json.dumps([sorted(ended), socket.gethostname()]))
+        return None
 
-def _comes(store: dist.Store, key: str, seconds: float) -> bool:
-    """Whether somebody sets the key; a look at what is there takes no time."""
     try:
-        store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-    except dist.DistStoreError:
-        return False
-    return True
+        said: bool | list[str] = json.loads(vigil.until(verdict))
+    except dist.DistNetworkError:  # rank 0, who keeps the store, has gone
+        raise RendezvousError.ended([0], world.size, "its host") from None
+    if isinstance(said, list):
+        kind, sentence = said
+        raise _KINDS[kind](sentence)
+    return said
+
+
+def _card(store: dist.Store, rank: int) -> Card:
+    return Card.from_json(json.loads(store.get(_key(rank))))
 
 
 def _key(rank: int) -> str:

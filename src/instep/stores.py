@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from instep.errors import (
 )
 from instep.identity import World
 from instep.listening import ANYWHERE, only, reserve, resolve
+from instep.siblings import Siblings
+from instep.vigil import Vigil
 
 
 def open_store(
@@ -33,11 +37,43 @@ def open_store(
     Raises RendezvousError and its siblings under LaunchError.
     """
     with ExitStack() as until_all_have_come:
-        store = _open(method, world, timeout, until_all_have_come)
-        one_host = rollcall.call(store, world, timeout)
+        arrival = _Arrival(world, timeout, launchers.siblings(world), until_all_have_come)
+        store = _open(method, arrival)
+        one_host = rollcall.call(store, world, timeout, arrival.siblings)
     if one_host:
         return store, interfaces.LOOPBACK
     return store, interfaces.interface_towards(_master_of(store))
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A rank on its way to the store."""
+
+    world: World
+    timeout: timedelta
+    siblings: Siblings | None
+    until_all_have_come: ExitStack
+
+    def find_rank_0(self, look: Callable[[], tuple[str, int] | None]) -> dist.Store:
+        """Its store, at the address that `look` finds sooner or later."""
+        first_here = 1 if self.world.node_rank == 0 else 0
+        speaks = self.world.local_rank == first_here
+        seconds = self.timeout.total_seconds()
+        return self.client(
+            *Vigil(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
+        )
+
+    def client(self, host: str, port: int) -> dist.Store:
+        """A store that somebody hosts there."""
+        try:
+            return dist.TCPStore(host, port, self.world.size, is_master=False, timeout=self.timeout)
+        except dist.DistNetworkError:
+            seconds = self.timeout.total_seconds()
+            raise RendezvousError.absent([0], self.world.size, seconds) from None
+
+    def serve(self, listener: socket.socket) -> dist.Store:
+        """The store of rank 0, which this is."""
+        return serve(listener, self.world.size, self.timeout)
 
 
 _kept: dict[tuple[str, int], dist.Store] = {}
@@ -66,30 +102,27 @@ def _master_of(store: dist.Store) -> str | None:
     return None
 
 
-def _open(
-    method: str | dist.Store | None, world: World, timeout: timedelta, stack: ExitStack
-) -> dist.Store:
+def _open(method: str | dist.Store | None, arrival: _Arrival) -> dist.Store:
     if isinstance(method, dist.Store):
         return method
     url = urlparse(method or "env://")
     if url.scheme == "env":
-        return _store_of_environment(os.environ, world, timeout, stack)
+        return _store_of_environment(os.environ, arrival)
     if url.scheme == "tcp" and url.hostname and url.port:
-        return _tcp_store(url.hostname, url.port, world, timeout)
+        return _tcp_store(url.hostname, url.port, arrival)
     if url.scheme == "file" and url.path:
-        return _file_store(url.path, world, timeout)
+        return _file_store(url.path, arrival.world, arrival.timeout)
     raise RendezvousError(
         f"cannot meet at {method!r}; use env://, tcp://host:port, file:///path or a Store."
     )
 
 
-def _store_of_environment(
-    environ: Mapping[str, str], world: World, timeout: timedelta, stack: ExitStack
-) -> dist.Store:
+def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist.Store:
+    world = arrival.world
     both = ("MASTER_ADDR", "MASTER_PORT")
     present = {name: environ[name] for name in both if name in environ}
     if not present:
-        return _store_at(launchers.meeting_place(world, environ), world, timeout, stack)
+        return _store_at(launchers.meeting_place(world, environ), arrival)
     if missing := [name for name in both if name not in environ]:
         raise LaunchVariablesError.half_set(world.source, present, missing)
     host = environ["MASTER_ADDR"]
@@ -98,58 +131,44 @@ def _store_of_environment(
     except ValueError:
         raise LaunchVariablesError.not_a_number("MASTER_PORT", environ["MASTER_PORT"]) from None
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _client(host, port, world, timeout)
+        return arrival.client(host, port)
     if (met_before := again(host, port)) is not None:
         return met_before
     handed_down = environ.get(launchers.STORE_FD)
     if world.rank == 0 and handed_down is not None:
-        store: dist.Store = serve(socket.socket(fileno=int(handed_down)), world.size, timeout)
+        store = arrival.serve(socket.socket(fileno=int(handed_down)))
     else:
-        store = _tcp_store(host, port, world, timeout)
+        store = _tcp_store(host, port, arrival)
     _kept[host, port] = store
     return store
 
 
-def _store_at(
-    place: meeting.Place, world: World, timeout: timedelta, stack: ExitStack
-) -> dist.Store:
+def _store_at(place: meeting.Place, arrival: _Arrival) -> dist.Store:
     match place:
         case meeting.Address(host, port, job):
             # Should another job hold this port, its keys are none of ours.
-            return dist.PrefixStore(job, _tcp_store(host, port, world, timeout))
+            return dist.PrefixStore(job, _tcp_store(host, port, arrival))
         case meeting.PrivateFile(path):
-            return _noted_store(path, (notice.HOST,), world, timeout, stack)
+            return _noted_store(path, (notice.HOST,), arrival)
         case meeting.SharedFile(path):
-            return _noted_store(path, interfaces.outer_addresses(), world, timeout, stack)
+            return _noted_store(path, interfaces.outer_addresses(), arrival)
 
 
-def _noted_store(
-    path: str, hosts: Sequence[str], world: World, timeout: timedelta, stack: ExitStack
-) -> dist.Store:
+def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> dist.Store:
     """Rank 0 takes a free port, and says which in the file until all have come."""
-    seconds = timeout.total_seconds()
-    if world.rank != 0:
-        found = notice.read(path, seconds)
-        if found is None:
-            raise RendezvousError.absent([0], world.size, seconds)
-        return _client(*found, world, timeout)
+    if arrival.world.rank != 0:
+        return arrival.find_rank_0(partial(notice.read, path))
     listener = reserve(only(hosts))
-    stack.enter_context(notice.put_up(path, listener.getsockname()[1], hosts))
-    return serve(listener, world.size, timeout)
+    note = notice.put_up(path, listener.getsockname()[1], hosts)
+    arrival.until_all_have_come.enter_context(note)
+    return arrival.serve(listener)
 
 
-def _client(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(host, port, world.size, is_master=False, timeout=timeout)
-    except dist.DistNetworkError:
-        raise RendezvousError.absent([0], world.size, timeout.total_seconds()) from None
-
-
-def _tcp_store(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
-    if world.rank == 0:
-        return serve(reserve(host, port, one_host=world.one_host), world.size, timeout)
+def _tcp_store(host: str, port: int, arrival: _Arrival) -> dist.Store:
+    if arrival.world.rank == 0:
+        return arrival.serve(reserve(host, port, one_host=arrival.world.one_host))
     resolve(host, port)
-    return _client(host, port, world, timeout)
+    return arrival.find_rank_0(lambda: (host, port) if notice.answers(host, port) else None)
 
 
 def serve(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPStore:

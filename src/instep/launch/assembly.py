@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from instep import cards, interfaces, listening, meeting, notice
 from instep.cards import Card
 from instep.errors import LaunchError, MixedJobError, RendezvousError
+from instep.vigil import Vigil
 
-_PAUSE = 0.02
-"""Seconds between two attempts to connect."""
+_MOMENT = 0.2
+"""Seconds that the first member listens until it looks at the time."""
+_ANSWER = 2.0
+"""Seconds within which an address of another host answers."""
 _STRANGER = 2.0
 """Seconds within which whoever has connected says who it is."""
 _KINDS = {kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError)}
@@ -73,7 +76,8 @@ def meet(
         failed.callback(_close, lines)
         try:
             with _door(place) as door:
-                came = _receive(door, _job(place), mine, lines, seconds, members)
+                vigil = Vigil(mine.count, seconds, members=members)
+                came = _receive(door, _job(place), mine, lines, vigil, members)
             facts = decide([came[number] for number in range(mine.count)])
         except (MixedJobError, RendezvousError) as error:
             _tell(lines, {"error": [type(error).__name__, str(error)]})
@@ -119,20 +123,17 @@ def _receive(
     job: str,
     mine: Member,
     lines: dict[int, socket.socket],
-    seconds: float,
+    vigil: Vigil,
     members: str,
 ) -> dict[int, Member]:
     """Everybody, by number; `lines` are filled with the connections."""
     came = {mine.number: mine}
-    deadline = time.monotonic() + seconds
+
+    def arrived() -> Mapping[int, str]:
+        return {number: member.card.host for number, member in sorted(came.items())}
+
     while len(came) < mine.count:
-        door.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            line, _ = door.accept()
-        except TimeoutError:
-            absent = [number for number in range(mine.count) if number not in came]
-            where = {number: member.card.host for number, member in sorted(came.items())}
-            raise RendezvousError.absent(absent, mine.count, seconds, where, members) from None
+        line = vigil.until(lambda: _knock_at(door), arrived)
         told = _hear_stranger(line)
         if told is None or told.get("job") != job:
             line.close()
@@ -149,6 +150,15 @@ def _receive(
         came[member.number] = member
     cards.check({number: member.card for number, member in came.items()}, members)
     return came
+
+
+def _knock_at(door: socket.socket) -> socket.socket | None:
+    """Whoever comes within a moment."""
+    door.settimeout(_MOMENT)
+    try:
+        return door.accept()[0]
+    except TimeoutError:
+        return None
 
 
 def _hear_stranger(line: socket.socket) -> Facts | None:
@@ -184,11 +194,8 @@ def _tell(lines: Mapping[int, socket.socket], answer: Facts) -> None:
 
 
 def _join(place: meeting.Place, mine: Member, seconds: float, members: str) -> Assembly:
-    deadline = time.monotonic() + seconds
-    found = _find(place, deadline)
-    if found is None:
-        raise RendezvousError.absent([0], mine.count, seconds, members=members)
-    line, master = found
+    vigil = Vigil(mine.count, seconds, members=members, speaks=mine.number == 1)
+    line, master = vigil.until(partial(_find, place))
     said = {
         "job": _job(place),
         "number": mine.number,
@@ -212,19 +219,16 @@ def _join(place: meeting.Place, mine: Member, seconds: float, members: str) -> A
     return Assembly(answer["facts"], {0: line})
 
 
-def _find(place: meeting.Place, deadline: float) -> tuple[socket.socket, str] | None:
-    """A connection to the first member, and the name by which it was found."""
-    while (left := deadline - time.monotonic()) > 0:
-        if isinstance(place, meeting.Address):
-            found: tuple[str, int] | None = (place.host, place.port)
-            listening.resolve(place.host, place.port)
-        else:
-            found = notice.read(place.path, left)
-        if found is None:
-            return None
+def _find(place: meeting.Place) -> tuple[socket.socket, str] | None:
+    """A connection to the first member, and the name by which it was found, if it is there."""
+    if isinstance(place, meeting.Address):
+        found: tuple[str, int] | None = (place.host, place.port)
+        listening.resolve(place.host, place.port)
+    else:
+        found = notice.read(place.path)
+    if found is not None:
         with suppress(OSError):
-            return socket.create_connection(found, left), found[0]
-        time.sleep(_PAUSE)
+            return socket.create_connection(found, _ANSWER), found[0]
     return None
 
 

@@ -1,0 +1,133 @@
+"""The ranks of this host before they have met: children of the process that started them all.
+
+Slurm and MPICH leave the other ranks alone when one fails. One that fails on its first line has
+said nothing to anybody; but its process is not there any more, and that can be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+
+_PAUSE = 0.25
+"""Seconds between two looks."""
+_STARTS = 1.0
+"""Seconds within which a launcher has started all ranks of a host, once one of them waits."""
+_NO_RANK, _HIDDEN = -1, -2
+"""A child that is no rank; one that may be, but has overwritten its environment (setproctitle)."""
+_RANK_NAMES = (
+    *("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD"),
+    *("HOROVOD_RANK", "JSM_NAMESPACE_RANK"),
+)
+
+
+class Siblings:
+    """Looks at the processes of this host's ranks. What cannot be seen is taken to live."""
+
+    def __init__(
+        self,
+        ranks: Collection[int],
+        variable: str,
+        environ: Mapping[str, str],
+        *,
+        at_once: bool = True,
+    ) -> None:
+        """`ranks`: all of this host. Each was started with a `variable` that says which it is;
+        `environ` is what this one was started with. `at_once`: all were started together, so that
+        one which was never seen is not still to come."""
+        self._at_once = at_once
+        found = launching_process(environ, variable)
+        self._parent = None if found is None else found[0]
+        self._ranks, self._variable = frozenset(ranks), variable
+        self._rank_of: dict[int, int] = {}
+        """By process."""
+        self._seen: set[int] = set()
+        """The ranks whose processes were there at any time."""
+        self._begin, self._last = time.monotonic(), 0.0
+
+    def ended(self) -> set[int]:
+        """The ranks whose processes have ended. Between two looks some time passes."""
+        now = time.monotonic()
+        if self._parent is None or now - self._last < _PAUSE:
+            return set()
+        self._last = now
+        living = {self._rank(pid) for pid in _living(_children(self._parent))}
+        self._seen |= living & self._ranks
+        if _HIDDEN in living or not living & self._ranks:
+            return set()
+        missing = self._ranks - living
+        all_began = self._at_once and now - self._begin > _STARTS
+        return set(missing if all_began else missing & self._seen)
+
+    def _rank(self, pid: int) -> int:
+        if pid not in self._rank_of:
+            environ = environ_of(pid)
+            told = environ.get(self._variable, "")
+            if not told.isdecimal():
+                return _NO_RANK if "PATH" in environ else _HIDDEN
+            self._rank_of[pid] = int(told)
+        return self._rank_of[pid]
+
+
+def launching_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
+    """The nearest ancestor that is not of this rank: mpirun, or its helper on this host.
+
+    A rank may be started through shells, containers or profilers of its own; all of these have
+    its variables, `names` among them. Returns the process id, and a name that no other process
+    ever has: the number comes back one day, so the start time belongs to it, in ticks since boot,
+    and with it which boot. None: there is no such ancestor to be seen.
+    """
+    mine = {name: environ[name] for name in (*_RANK_NAMES, *names) if name in environ}
+    pid, start = os.getppid(), ""
+    while pid:
+        try:
+            parent, start = _parent_and_start(pid)
+            if not mine.items() <= environ_of(pid).items():
+                with open("/proc/sys/kernel/random/boot_id") as file:
+                    return pid, f"{pid}-{start}-{file.read().strip()}"
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        pid = parent
+    return None
+
+
+def environ_of(pid: int | str) -> dict[str, str]:
+    """What a process was started with; nothing where that is another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().decode(errors="replace").split("\0")
+    except PermissionError:
+        return {}
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _living(pids: Iterable[int]) -> list[int]:
+    """Without those that have ended and wait for their parent to hear of it."""
+    living = []
+    for pid in pids:
+        with suppress(OSError):
+            if _stat(pid)[0] not in "ZX":
+                living.append(pid)
+    return living
+
+
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    fields = _stat(pid)
+    return int(fields[1]), fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields from the state on."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split()
