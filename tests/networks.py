@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import uuid
+from pathlib import Path
 
 UNTIL_ALL_HAVE_ENDED = "while kill -0 -1 2>/dev/null; do sleep 0.05; done"
 
@@ -51,6 +53,18 @@ class TwoHosts:
         inside = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
         apart = ["--pid", "--fork", "--kill-child", "--mount-proc"]
         return [*inside, *apart, "sh", "-c", named, "sh", *map(str, command)]
+
+    def login(self, folder: Path) -> str:
+        """A program that runs a command line on one of them, in the manner of ssh."""
+        agent = folder / "login"
+        cases = [
+            f'{address}) exec {shlex.join(self.on(host, "sh", "-c"))} "$*" ;;'
+            for host, address in enumerate(self.addresses)
+        ]
+        lines = ["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 255"]
+        agent.write_text("\n".join([*lines, ""]))
+        agent.chmod(0o755)
+        return str(agent)
 
     def cut(self) -> None:
         """Pull the cable."""

@@ -94,21 +94,35 @@ def test_torchrun(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_torchrun(hosts, *c), "torchrun")
 
 
-def test_ranks_of_mpirun_meet_in_the_file_that_the_user_names(hosts, tmp_path, oracle):
-    """Open MPI's variables of a job on two hosts; mpirun itself would want to log in there."""
-    script = [*PYTHON, TESTS / "trained.py", tmp_path]
-    told = [
-        "OMPI_COMM_WORLD_SIZE=2",
-        "OMPI_COMM_WORLD_LOCAL_RANK=0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE=1",
-    ]
-    ends = start(
-        hosts, tmp_path, lambda host: ["env", *told, f"OMPI_COMM_WORLD_RANK={host}", *script],
-        INSTEP_DIST_FILE=str(tmp_path / "meet"),
+def mpirun(hosts, folder, oracle, source, *command, **more):
+    """Started on the first host; logs in on the second."""
+    words = [*command, *PYTHON, TESTS / "trained.py", folder]
+    ran = subprocess.run(
+        hosts.on(0, *words), env=environment(folder, **more), cwd=folder, text=True,
+        capture_output=True, timeout=50, check=False,
     )  # fmt: skip
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert_same(tmp_path, 2, oracle, "mpirun of Open MPI", beyond=hosts.addresses)
-    assert not (tmp_path / "meet").exists()
+    assert ran.returncode == 0, ran.stderr
+    found = assert_same(folder, 4, oracle, source, beyond=hosts.addresses)
+    assert [report["world"][2:] for report in found] == [[0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1]]
+
+
+@components.needs("Open MPI")
+def test_mpirun_of_open_mpi_says_where_it_was_started(hosts, tmp_path, oracle):
+    two = [f"{address}:2" for address in hosts.addresses]
+    network = ["--mca", "oob_tcp_if_include", "10.77.0.0/24", "--oversubscribe"]
+    login = ["--mca", "plm_rsh_agent", hosts.login(tmp_path)]
+    command = ["mpirun.openmpi", *login, *network, "--bind-to", "none", "-n", "4"]
+    mpirun(hosts, tmp_path, oracle, "mpirun of Open MPI", *command, "-H", ",".join(two))
+
+
+@components.needs("MPICH")
+def test_ranks_of_mpich_meet_in_the_file_that_the_user_names(hosts, tmp_path, oracle):
+    two = [f"{address}:2" for address in hosts.addresses]
+    login = ["-launcher", "rsh", "-launcher-exec", hosts.login(tmp_path)]
+    command = ["mpirun.mpich", *login, "-iface", hosts.interfaces[0], "-hosts", ",".join(two)]
+    source, meet = "mpirun of MPICH or Intel MPI", tmp_path / "meet"
+    mpirun(hosts, tmp_path, oracle, source, *command, "-n", "4", INSTEP_DIST_FILE=str(meet))
+    assert not meet.exists()
 
 
 TALKS = """

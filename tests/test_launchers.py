@@ -213,6 +213,21 @@ def test_mpirun_and_jsrun_put_rank_0_on_the_first_host_of_the_allocation(tmp_pat
     assert (other.port, other.job) != (found.port, found.job)
 
 
+def test_open_mpi_tells_its_ranks_where_mpirun_is():
+    told = {
+        "OMPI_MCA_orte_hnp_uri": "2349662208.0;tcp://10.77.0.1,192.168.7.1:38907",
+        "OMPI_MCA_orte_local_daemon_uri": "2349662208.1;tcp://10.77.0.2:48085",
+    }
+    assert place(OPEN_MPI | told).host == "10.77.0.1"
+    other = told | {"OMPI_MCA_orte_hnp_uri": "2349662208.0;tcp://10.77.0.1:38908"}
+    assert place(OPEN_MPI | told).port != place(OPEN_MPI | other).port
+    rank0 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    with pytest.raises(RendezvousError, match="several hosts"):  # mpirun started it elsewhere
+        place(OPEN_MPI | rank0 | told)
+    here = {"OMPI_MCA_orte_local_daemon_uri": told["OMPI_MCA_orte_hnp_uri"]}
+    assert place(OPEN_MPI | rank0 | told | here) == place(OPEN_MPI | told)
+
+
 def test_two_mpiruns_in_one_allocation_meet_at_different_ports(tmp_path):
     (tmp_path / "hosts").write_text("node08\nnode09\n")
     _, variables = allocations(tmp_path)[1]

@@ -104,12 +104,14 @@ def under_slurm(environ: Mapping[str, str], world: World) -> Place:
 def _in_allocation(environ: Mapping[str, str], world: World) -> Place:
     """The first host of a batch system's job, and a port that follows from the job's name.
 
-    jsrun's list begins with the host that the batch script runs on, which holds no ranks.
+    jsrun's list begins with the host that the batch script runs on, which holds no ranks. Where
+    there is no batch system, the host of Open MPI's mpirun, if rank 0 is there.
     """
     found = (
         _host_of_slurm(environ)
         or _host_of_file(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
         or _host_of_file(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
+        or _host_of_mpirun(environ)
     )
     if found is None:
         raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
@@ -138,6 +140,18 @@ def _host_of_file(
     except OSError:
         return None
     return (hosts[first], environ[job]) if len(hosts) > first else None
+
+
+def _host_of_mpirun(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Open MPI 4 tells its ranks `job.0;tcp://address,address:port` of mpirun, and as much of the
+    daemon that started them: job.0 is mpirun itself. Only rank 0 knows whether it is elsewhere;
+    then it fails, and mpirun ends the others."""
+    mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    job, _, addresses = mpirun.partition(";tcp://")
+    mine = environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0]
+    if not addresses or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and mine != job):
+        return None
+    return addresses.partition(":")[0].partition(",")[0], mpirun
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
