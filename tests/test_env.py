@@ -9,32 +9,50 @@ import sys
 
 import pytest
 
-from instep import cli
-from instep.env import devices, facts, selftest, table
+from instep import cli, visible
+from instep.env import facts, selftest, table
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
 
 @pytest.mark.parametrize(
-    ("count", "visible", "found"),
+    ("count", "said", "found"),
     [
         (2, None, ["0", "1"]),
         (2, "3,1", ["3", "1"]),
         (1, "2, -1, 0", ["2"]),  # CUDA stops at the first that is none
         (1, "GPU-8932f937", ["GPU-8932f937"]),
         (0, "", []),
+        (1, "1,no,0", ["1"]),
     ],
 )
 def test_the_physical_device_of_each_visible_one(
-    count: int, visible: str | None, found: list[str]
+    count: int, said: str | None, found: list[str]
 ) -> None:
-    assert devices.physical(count, visible) == found
+    assert visible.physical(count, said) == found
 
 
-def test_a_variable_that_was_set_too_late_is_said() -> None:
-    assert devices.set_too_late(None, "1", initialized=False) is None
-    assert devices.set_too_late("1", "1", initialized=True) is None
-    assert "'1' now, but was unset" in str(devices.set_too_late(None, "1", initialized=True))
+@pytest.mark.parametrize(
+    ("said", "shown", "late"),
+    [
+        (None, ["a1", "b2"], False),
+        ("1", ["b2"], False),
+        ("1", ["a1", "b2"], True),  # is_available() came first
+        ("", ["a1"], True),
+        ("0,7", ["a1"], False),  # there is no 7
+        ("GPU-b", ["b2"], False),
+        ("GPU-b", ["a1"], True),
+        ("1,0", ["a1", "b2"], False),  # the order of numbers cannot be seen
+    ],
+)
+def test_a_variable_that_cuda_does_not_know_was_set_too_late(
+    said: str | None, shown: list[str], late: bool
+) -> None:
+    warning = visible.set_too_late(said, None, shown)
+    assert (warning is not None) == late
+    if warning:
+        assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
+        assert "it was unset when this process started" in warning
 
 
 @ranks(1, 2, 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,14 +20,16 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import interfaces, knobs, launchers, rollcall, shm
+from instep import interfaces, knobs, launchers, rollcall, shm, visible
 from instep.errors import (
     BackendError,
     DeviceError,
+    InstepWarning,
     LaunchVariablesError,
     RendezvousError,
 )
 from instep.identity import World
+from instep.siblings import environ_of
 from instep.stores import open_store
 from instep.watch import attendant
 
@@ -192,12 +195,26 @@ def _take_device(world: World) -> torch.device:
     """This rank's own accelerator, made the current one before anything touches a device."""
     if str(knobs.DEVICE) == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    if 1 < visible < world.local_size:
-        raise DeviceError.too_few(world.local_size, visible)
-    device = torch.device("cuda", world.local_rank % visible)
+    count = torch.cuda.device_count()
+    if 1 < count < world.local_size:
+        raise DeviceError.too_few(world.local_size, count)
+    device = torch.device("cuda", world.local_rank % count)
     torch.cuda.set_device(device)
+    if (late := devices_set_too_late()) is not None:
+        warnings.warn(late, InstepWarning, stacklevel=4)
     return device
+
+
+def devices_set_too_late() -> str | None:
+    """What is to be said if CUDA, which is in use here, does not know CUDA_VISIBLE_DEVICES."""
+    said = os.environ.get(visible.VISIBLE)
+    at_start = environ_of("self").get(visible.VISIBLE)
+    # torch.cuda.device_count() may count the variable's entries, and lets ask for no other device.
+    known, shown = torch.cuda.device_count(), torch.accelerator.device_count()
+    uuids = [
+        str(torch.cuda.get_device_properties(k).uuid) if k < known else "…" for k in range(shown)
+    ]
+    return visible.set_too_late(said, at_start, uuids)
 
 
 def _no_device_twice(world: World, device: torch.device) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep import knobs, launchers, rendezvous
-from instep.env import devices
+from instep import knobs, launchers, rendezvous, visible
 
 Facts = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -53,7 +51,7 @@ def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
         "available": [name for name, there in _backends().items() if there],
         "set": {
             name: environ[name]
-            for name in (*_knobs(), *THREADS, *TALKING, devices.VISIBLE)
+            for name in (*_knobs(), *THREADS, *TALKING, visible.VISIBLE)
             if name in environ
         },
     }
@@ -81,7 +79,7 @@ def _gpus() -> list[Facts]:
     count = torch.cuda.device_count()
     return [
         {"visible": k, "physical": name, "name": torch.cuda.get_device_properties(k).name}
-        for k, name in enumerate(devices.physical(count, os.environ.get(devices.VISIBLE)))
+        for k, name in enumerate(visible.physical(count, os.environ.get(visible.VISIBLE)))
     ]
 
 
@@ -106,18 +104,8 @@ def _versions() -> dict[str, str]:
 
 
 def _warnings() -> list[str]:
-    now = os.environ.get(devices.VISIBLE)
-    late = devices.set_too_late(_at_start(devices.VISIBLE), now, torch.cuda.is_initialized())
+    late = rendezvous.devices_set_too_late() if torch.cuda.is_initialized() else None
     return [late] if late else []
-
-
-def _at_start(name: str) -> str | None:
-    """A variable as it was when this process started."""
-    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
-        key, _, value = entry.partition(b"=")
-        if key.decode(errors="replace") == name:
-            return value.decode(errors="replace")
-    return None
 
 
 def _knobs() -> list[str]:
