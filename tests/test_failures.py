@@ -18,6 +18,7 @@ from instep.fates import headline, how_it_ended, shell_code
 from instep.watch.deadlock import stuck
 from instep.watch.line import Line
 from instep.watch.process import exit_code
+from slurm import Slurm
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,32 @@ def test_the_job_is_down_and_its_culprit_named(
     assert found.seconds is not None, f"HUNG\n{found.output}"
     assert found.culprit, found.output
     assert found.code == code, found.output
+
+
+FAILS_FIRST = """
+import sys, instep
+if str(instep.rank) == sys.argv[1]:
+    raise ValueError("boo")
+instep.barrier()
+"""
+
+
+@pytest.mark.launch
+@components.needs("Slurm")
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.nightly)])
+def test_the_other_host_hears_of_a_rank_that_never_came(
+    cluster: Slurm, tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / "train.py").write_text(FAILS_FIRST)
+    ran = subprocess.run(
+        ["srun", "-N2", "-n4", sys.executable, "train.py", str(rank)],
+        cwd=tmp_path, env=os.environ | cluster.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stderr.count("ValueError: boo\n") == 1
+    said = f"RendezvousError: rank {rank} of 4 ended on {socket.gethostname()} before all ranks had"
+    assert ran.stderr.count(said) == 3
 
 
 @pytest.mark.launch

@@ -195,7 +195,7 @@ def _take_device(world: World) -> torch.device:
     """This rank's own accelerator, made the current one before anything touches a device."""
     if str(knobs.DEVICE) == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = max(torch.cuda.device_count(), 1)
     if 1 < count < world.local_size:
         raise DeviceError.too_few(world.local_size, count)
     device = torch.device("cuda", world.local_rank % count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +23,8 @@ BY_THE_SCRIPT = "the arguments of instep.init"
 """The source of a world that the script itself was told, most likely by its own arguments."""
 _GRACE = 10.0
 """Seconds that the others wait longer than rank 0, which is to say who is missing."""
+_LINGERS = 1.0
+"""Seconds for which a rank keeps the store that rank 0 should have kept."""
 _VERDICT, _ENDED = "instep/verdict", "instep/ended"
 _KINDS = {kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError)}
 
@@ -48,6 +51,12 @@ def call(
         raise
     store.set(_VERDICT, json.dumps(one_host))
     return one_host
+
+
+def stand_in(store: dist.Store, error: LaunchError) -> None:
+    """Rank 0 has ended, and who waits for it on other hosts cannot see that: tell them."""
+    store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
+    time.sleep(_LINGERS)
 
 
 def _judge(store: dist.Store, world: World, vigil: Vigil) -> bool:

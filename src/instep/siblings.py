@@ -43,23 +43,29 @@ class Siblings:
         self._ranks, self._variable = frozenset(ranks), variable
         self._rank_of: dict[int, int] = {}
         """By process."""
+        self.gone: frozenset[int] = frozenset()
+        """The ranks that were seen to have ended."""
         self._seen: set[int] = set()
         """The ranks whose processes were there at any time."""
         self._begin, self._last = time.monotonic(), 0.0
 
-    def ended(self) -> set[int]:
+    def ended(self) -> frozenset[int]:
         """The ranks whose processes have ended. Between two looks some time passes."""
         now = time.monotonic()
-        if self._parent is None or now - self._last < _PAUSE:
-            return set()
-        self._last = now
-        living = {self._rank(pid) for pid in _living(_children(self._parent))}
+        if self._parent is not None and now - self._last > _PAUSE:
+            self._last = now
+            self.gone |= self._look(
+                self._parent, all_began=self._at_once and now - self._begin > _STARTS
+            )
+        return self.gone
+
+    def _look(self, parent: int, *, all_began: bool) -> frozenset[int]:
+        living = {self._rank(pid) for pid in _living(_children(parent))}
         self._seen |= living & self._ranks
         if _HIDDEN in living or not living & self._ranks:
-            return set()
+            return frozenset()
         missing = self._ranks - living
-        all_began = self._at_once and now - self._begin > _STARTS
-        return set(missing if all_began else missing & self._seen)
+        return missing if all_began else missing & self._seen
 
     def _rank(self, pid: int) -> int:
         if pid not in self._rank_of:

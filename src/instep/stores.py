@@ -9,7 +9,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from instep import interfaces, launchers, meeting, notice, rollcall
 from instep.errors import (
+    LaunchError,
     LaunchVariablesError,
     LeftoverRendezvousError,
     RendezvousError,
@@ -146,8 +147,7 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist
 def _store_at(place: meeting.Place, arrival: _Arrival) -> dist.Store:
     match place:
         case meeting.Address(host, port, job):
-            # Should another job hold this port, its keys are none of ours.
-            return dist.PrefixStore(job, _tcp_store(host, port, arrival))
+            return _tcp_store(host, port, arrival, job)
         case meeting.PrivateFile(path):
             return _noted_store(path, (notice.HOST,), arrival)
         case meeting.SharedFile(path):
@@ -164,11 +164,27 @@ def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> dist.Sto
     return arrival.serve(listener)
 
 
-def _tcp_store(host: str, port: int, arrival: _Arrival) -> dist.Store:
+def _tcp_store(host: str, port: int, arrival: _Arrival, job: str = "") -> dist.Store:
+    """With the keys of `job`: should another one hold this port, its keys are none of ours."""
+
+    def ours(store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(job, store) if job else store
+
+    def of_rank_0() -> dist.Store:
+        return ours(arrival.serve(reserve(host, port, one_host=arrival.world.one_host)))
+
     if arrival.world.rank == 0:
-        return arrival.serve(reserve(host, port, one_host=arrival.world.one_host))
+        return of_rank_0()
     resolve(host, port)
-    return arrival.find_rank_0(lambda: (host, port) if notice.answers(host, port) else None)
+    try:
+        return ours(
+            arrival.find_rank_0(lambda: (host, port) if notice.answers(host, port) else None)
+        )
+    except RendezvousError as error:
+        if arrival.siblings is not None and 0 in arrival.siblings.gone:
+            with suppress(LaunchError):  # another one does
+                rollcall.stand_in(of_rank_0(), error)
+        raise
 
 
 def serve(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPStore:

@@ -57,7 +57,7 @@ class Vigil:
 
     def look(self, came: Callable[[], Mapping[int, str]] = _nobody) -> None:
         """Between two attempts. Raises as `until` does."""
-        if ended := self.ended():
+        if self._siblings is not None and (ended := self._siblings.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
         waited = self._waited()
         if waited >= self._seconds + self._grace:
@@ -68,10 +68,6 @@ class Vigil:
         if self._speaks and waited >= float(int(knobs.ARRIVAL_NOTICE)):
             self._speaks = False
             os.write(2, f"instep: {self._waits(waited, came())}\n".encode())
-
-    def ended(self) -> set[int]:
-        """The ranks of this host that will not come any more."""
-        return set() if self._siblings is None else self._siblings.ended()
 
     def _waited(self) -> float:
         return time.monotonic() - self._begin

@@ -34,9 +34,9 @@ def set_too_late(visible: str | None, at_start: str | None, uuids: Sequence[str]
     shown = "unset" if at_start is None else repr(at_start)
     devices = f"{len(uuids)} device{'s' * (len(uuids) != 1)}"
     return (
-        f"{VISIBLE} is {visible!r}, but CUDA shows {devices} ({', '.join(uuids)}): it was set after "
-        f"CUDA had read it (it was {shown} when this process started). Set it before the process "
-        "starts; in a script, before anything asks torch.cuda, is_available() included."
+        f"{VISIBLE} is {visible!r}, but CUDA shows {devices} ({', '.join(uuids)}): it was set "
+        f"after CUDA had read it (it was {shown} when this process started). Set it before the "
+        "process starts; in a script, before anything asks torch.cuda, is_available() included."
     )
 
 
