@@ -16,7 +16,7 @@ PATH = os.environ["PATH"] + ":/usr/sbin"
 PROGRAMS = {
     "Open MPI": ("mpirun.openmpi",),
     "MPICH": ("mpirun.mpich",),
-    "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo"),
+    "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo"),
     "network namespaces": ("ip", "unshare"),
 }
 ROOT_ONLY = ("Slurm", "network namespaces")

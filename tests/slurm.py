@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from components import PATH
@@ -55,11 +55,25 @@ class Slurm:
     """Running daemons, in the foreground of processes that this one holds."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._above = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
+        """Another program may take a port in between: then once more, with others."""
+        for attempt in ("first", "second", "last"):
+            self.folder = self._above / attempt
+            self.folder.mkdir()
+            self.environ = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+            try:
+                self._start()
+            except RuntimeError:
+                self.stop()
+                if attempt == "last":
+                    raise
+            else:
+                return
+
+    def _start(self) -> None:
         munge = self.folder / "munge"
         for name in ("munge", "state"):
             (self.folder / name).mkdir(mode=0o755)
@@ -93,6 +107,7 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._daemons.clear()
 
     def start_again(self, job: str) -> None:
         """Wait until a job that is queued again runs for the second time; of itself it would wait
@@ -146,6 +161,12 @@ class Slurm:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Below those that the system gives to outgoing connections."""
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.randrange(10_000, 20_000)
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("", port)))
+                ports.append(port)
+        return ports

@@ -47,7 +47,9 @@ def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.
         pytest.param("two bare processes", "held", "exit 3", 3, marks=pytest.mark.nightly),
         ("two bare processes", "collective", "raise", 1),
         pytest.param("Open MPI", "held", "exit 0", 1, marks=components.needs("Open MPI")),
-        pytest.param("MPICH", "loading", "raise", 1, marks=components.needs("MPICH")),
+        pytest.param(
+            "MPICH", "loading", "raise", 1, marks=[components.needs("MPICH"), pytest.mark.nightly]
+        ),
         ("two bare processes", "meeting", "kill", 137),
         pytest.param("MPICH", "meeting", "exit 0", 1, marks=components.needs("MPICH")),
         pytest.param("srun, one node", "meeting", "raise", 1, marks=components.needs("Slurm")),

@@ -13,6 +13,7 @@ import torch
 import components
 import instep
 import trained
+from instep import shm
 from pool import run
 
 pytestmark = pytest.mark.launch
@@ -26,6 +27,7 @@ OPEN_MPI = ["mpirun.openmpi", "--mca", "oob_tcp_if_include", "lo", "--oversubscr
             "none"]  # fmt: skip
 MPICH = ["mpirun.mpich"]
 PYTHON = [sys.executable]
+NIGHTLY = pytest.mark.nightly
 TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # fmt: skip
 LAUNCH = [*PYTHON, "-W", "ignore", "-m", "torch.distributed.launch"]
@@ -71,30 +73,32 @@ def assert_same(folder, size, oracle, source, beyond=()):
 
 
 COMMANDS = {
-    "instep run": ([*PYTHON, "-m", "instep", "run", "-n", "{n}"], "instep run", ()),
-    "Open MPI": ([*OPEN_MPI, "-n", "{n}", *PYTHON], "mpirun of Open MPI", ("Open MPI",)),
-    "MPICH": ([*MPICH, "-n", "{n}", *PYTHON], "mpirun of MPICH or Intel MPI", ("MPICH",)),
-    "torchrun": ([*TORCHRUN, "--nproc-per-node", "{n}"], "torchrun", ()),
-    "torch.distributed.launch": ([*LAUNCH, "--nproc_per_node", "{n}"], "torchrun", ()),
+    "instep run": ([*PYTHON, "-m", "instep", "run", "-n", "{n}"], "instep run", (), "shm"),
+    "Open MPI": ([*OPEN_MPI, "-n", "{n}", *PYTHON], "mpirun of Open MPI", ("Open MPI",), "gloo"),
+    "MPICH": ([*MPICH, "-n", "{n}", *PYTHON], "mpirun of MPICH or Intel MPI", ("MPICH",), "shm"),
+    "torchrun": ([*TORCHRUN, "--nproc-per-node", "{n}"], "torchrun", (), "gloo"),
 }
+NAMES = {"gloo": "gloo", "shm": shm.NAME}
+"""Each backend listens on loopback only. torch.distributed.launch is torchrun; see below."""
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    ("command", "source"),
+    ("command", "source", "backend"),
     [
-        pytest.param(words, source, id=name, marks=components.needs(*needed))
-        for name, (words, source, needed) in COMMANDS.items()
+        pytest.param(words, source, backend, id=name, marks=components.needs(*needed))
+        for name, (words, source, needed, backend) in COMMANDS.items()
     ],
 )
-def test_same_as_one_process(tmp_path, oracle, command, source, size):
+def test_same_as_one_process(tmp_path, oracle, command, source, backend, size):
     words = [word.format(n=size) for word in command]
-    start(tmp_path, *words, TESTS / "trained.py", tmp_path)
-    assert_same(tmp_path, size, oracle, source)
+    start(tmp_path, *words, TESTS / "trained.py", tmp_path, INSTEP_BACKEND=backend)
+    found = assert_same(tmp_path, size, oracle, source)
+    assert {report["backend"] for report in found} == {NAMES[backend]}
 
 
 @components.needs("Slurm")
-@pytest.mark.parametrize("spread", [("-N1", "-n2"), ("-N2", "-n3")])
+@pytest.mark.parametrize("spread", [pytest.param(("-N1", "-n2"), marks=NIGHTLY), ("-N2", "-n3")])
 def test_same_under_srun(tmp_path, oracle, cluster, spread):
     start(tmp_path, "srun", *spread, *PYTHON, TESTS / "trained.py", tmp_path, **cluster.environ)
     assert_same(tmp_path, int(spread[1][2:]), oracle, "srun")
@@ -114,7 +118,7 @@ def learn(local_rank, folder):
 
 
 @components.needs("Slurm")
-@pytest.mark.parametrize("how", ["instep run", "spawn"])
+@pytest.mark.parametrize("how", [pytest.param("instep run", marks=NIGHTLY), "spawn"])
 def test_one_task_per_node_starts_the_ranks_of_the_node(tmp_path, oracle, cluster, how):
     if how == "spawn":
         script = tmp_path / "spawning.py"
@@ -150,14 +154,14 @@ def _path():
     [
         pytest.param([*PYTHON, "-m", "instep", "run", "-n", "2"], "env://", id="instep run"),
         pytest.param([*PYTHON, "-m", "instep", "run", "-n", "2"], "tcp://127.0.0.1:{port}",
-                     id="instep run, tcp"),
+                     id="instep run, tcp", marks=NIGHTLY),
         pytest.param([*OPEN_MPI, "-n", "2", *PYTHON, "-m", "instep"], "env://",
                      id="Open MPI", marks=components.needs("Open MPI")),
         pytest.param([*MPICH, "-n", "2", *PYTHON, "-m", "instep"], "env://",
                      id="MPICH", marks=components.needs("MPICH")),
         pytest.param([*LAUNCH, "--nproc_per_node", "2", "-m", "instep"], "env://", id="launch"),
         pytest.param([*LAUNCH, "--use-env", "--nproc_per_node", "2", "-m", "instep"], "env://",
-                     id="launch --use-env"),
+                     id="launch --use-env", marks=NIGHTLY),
     ],
 )  # fmt: skip
 def test_a_script_that_makes_its_process_group_itself(tmp_path, command, method):
@@ -194,13 +198,6 @@ def assert_unaided(found, local_ranks=(0, 1)):
     assert [r["local_rank"] for r in found] == [*local_ranks]
     assert {r["variables"]["MASTER_ADDR"] for r in found} <= {"127.0.0.1", "localhost"}
     assert [r["variables"]["LOCAL_RANK"] for r in found] == [*map(str, local_ranks)]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_no_backend_listens_beyond_loopback(tmp_path, backend):
-    command = [*PYTHON, "-m", "instep", "run", "-n", "2", TESTS / "trained.py", tmp_path]
-    start(tmp_path, *command, INSTEP_BACKEND=backend)
-    reports(tmp_path, 2)
 
 
 def _free_port():

@@ -57,6 +57,8 @@ def train() -> list[float]:
 
 
 def main(folder: str) -> None:
+    import torch
+
     import instep
 
     learned = train()
@@ -65,6 +67,7 @@ def main(folder: str) -> None:
     report = {
         "world": [world.rank, world.size, world.local_rank, world.local_size, world.node_rank],
         "source": world.source,
+        "backend": torch.distributed.get_backend(),
         "listening": sorted(listening() - INHERITED),
         "learned": learned,
     }
