@@ -10,6 +10,7 @@ what it printed names the rank that was to blame.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -140,18 +141,18 @@ class Jobs:
 
     def __init__(self, folder: Path, cluster: slurm.Slurm | None) -> None:
         self._folder, self._cluster = folder, cluster
-        self._count = 0
+        self._numbers = itertools.count(1)
+        self._spawning = folder / "spawning.py"
+        self._spawning.write_text(SPAWNING)
 
     def launchers(self) -> Iterator[Launcher]:
         """Those that are there."""
-        spawning = self._folder / "spawning.py"
-        spawning.write_text(SPAWNING)
         python = sys.executable
         yield Launcher("instep run", RUN, {})
         elastic = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1")
         torchrun = [python, "-m", "torch.distributed.run", *elastic]
         yield Launcher("torchrun", [*torchrun, "--rdzv-endpoint", "127.0.0.1:0"], {})
-        yield Launcher("mp.spawn", [python, str(spawning)], _bare(), unseen=["exit 0"])
+        yield Launcher("mp.spawn", [python, str(self._spawning)], _bare(), unseen=["exit 0"])
         yield Launcher("two bare processes", ["sh", "-c", BARE, python], _bare())
         if components.missing("Open MPI") is None:
             root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
@@ -167,13 +168,13 @@ class Jobs:
 
     def fail(self, launcher: Launcher, fails: str, busy: str) -> Cell:
         """Start a job that fails so, and see what becomes of it."""
-        self._count += 1
-        folder = self._folder / f"job{self._count}"
+        number = next(self._numbers)
+        folder = self._folder / f"job{number}"
         folder.mkdir()
         script = folder / "train.py"
         script.write_text(SCRIPT)
         environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-        mark = f"{self._folder}/{self._count}"
+        mark = f"{self._folder}/{number}"
         environ |= {"OMP_NUM_THREADS": "1", "FAILURES_TEST": mark, "INSTEP_TIMEOUT": "120"}
         if busy == "held":
             environ["INSTEP_BACKEND"] = "gloo"  # shared memory sees for itself that a rank has left

@@ -85,6 +85,7 @@ def test_instep_run(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_hand(hosts, *c), "instep run")
 
 
+@pytest.mark.nightly
 def test_instep_run_by_a_shared_file(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_file(tmp_path, *c), "instep run")
     assert not (tmp_path / "meet").exists()

@@ -433,7 +433,10 @@ def notes(folder):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("mpirun", "source"), MPI)
+@pytest.mark.parametrize(
+    ("mpirun", "source"),
+    [MPI[0], pytest.param(*MPI[1].values, id="MPICH", marks=[*MPI[1].marks, pytest.mark.nightly])],
+)
 def test_ranks_of_mpirun_meet_again_and_again_through_shells_of_their_own(folder, mpirun, source):
     one, two = (" ".join(program(folder, name)) for name in ("one", "two"))
     command = [*mpirun, "2", "sh", "-c", f"{one} && {two}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from instep import knobs, meeting, nodelist
@@ -232,13 +233,18 @@ def siblings(world: World) -> Siblings | None:
     """The ranks of this host; None where their launcher does not say which these are.
 
     Who started this process is said by what it was started with: `python -m instep` writes more.
+    Where it is a rank of another world, as its own launcher counts, that one's ranks are not meant.
     """
     environ = environ_of("self")
     launcher = _launcher(environ)
     ranks = _ranks_here(world, environ)
     if launcher is None or len(ranks) != world.local_size:
         return None
-    return Siblings(ranks, launcher.rank, environ, at_once=launcher.starts_all)
+    with suppress(LaunchVariablesError):
+        told = launcher.world(environ)
+        if (told.rank, told.size) == (world.rank, world.size):
+            return Siblings(ranks, launcher.rank, environ, at_once=launcher.starts_all)
+    return None
 
 
 def _ranks_here(world: World, environ: Mapping[str, str]) -> Collection[int]:

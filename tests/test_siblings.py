@@ -1,0 +1,67 @@
+"""Which ranks of this host have ended, before they have met."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import instep
+
+WAITS = """
+import os, sys, time
+from instep import launchers
+world = launchers.detect(os.environ | dict(word.split("=") for word in sys.argv[1:]))
+siblings = launchers.siblings(world)
+if siblings is None:
+    sys.exit("None")
+siblings.ended()
+if os.path.exists("end"):
+    open("end", "w").close()
+deadline = time.monotonic() + 2
+while not siblings.ended() and time.monotonic() < deadline:
+    time.sleep(0.05)
+print(sorted(siblings.ended()))
+"""
+MPICH = "PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID={0} PMI_RANK={0}"
+BARE = "WORLD_SIZE=2 RANK={0}"
+LIVES = "{} sh -c 'read line <&3'"
+ENDS = "{} sh -c 'read line <end'"
+
+
+def see(folder, variables, other, *told):
+    """What rank 0 says of the other one, which the same shell has started."""
+    (folder / "waits.py").write_text(WAITS)
+    if other is ENDS:
+        os.mkfifo(folder / "end")
+    source = str(Path(instep.__file__).parent.parent)
+    second, first = other.format(variables.format(1)), f'{variables.format(0)} "$@"'
+    shell = f"exec 3<&0; {second} >/dev/null 2>&1 & {first}"
+    with subprocess.Popen(
+        ["sh", "-c", shell, "sh", sys.executable, "waits.py", *told], cwd=folder, text=True,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": source}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as shell_and_ranks:  # fmt: skip
+        assert shell_and_ranks.stdout is not None
+        return shell_and_ranks.stdout.read().strip()  # the other one ends with its stdin
+
+
+@pytest.mark.parametrize(
+    ("variables", "other", "seen"),
+    [
+        (MPICH, "true", "[1]"),  # before anybody looked
+        (MPICH, ENDS, "[1]"),
+        (MPICH, LIVES, "[]"),
+        (MPICH, "env -i /bin/cat <&3", "[]"),  # it may be the rank, and has hidden that
+        (BARE, "true", "[]"),  # it may be started later
+        (BARE, ENDS, "[1]"),
+    ],
+)
+def test_a_rank_whose_process_is_not_there_has_ended(tmp_path, variables, other, seen):
+    assert see(tmp_path, variables, other) == seen
+
+
+def test_ranks_of_another_world_are_not_meant(tmp_path):
+    """A task of mpirun has started ranks itself."""
+    assert see(tmp_path, MPICH, "true", "RANK=0", "WORLD_SIZE=4") == "None"
