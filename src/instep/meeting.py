@@ -3,7 +3,8 @@
 On one host that is a private file: rank 0 listens on a free port of the loopback interface and
 writes it there; the file is gone as soon as all have met. Its name follows from what the launcher
 gives to every rank of this job and to no other. On several hosts it is an address: the first host
-of the allocation, and a port that follows from the job's name; or a file that the user names.
+of the allocation, or mpirun's, and a port that follows from the job's name; or a file that the user
+names.
 """
 
 from __future__ import annotations
