@@ -246,7 +246,7 @@ def _end(job: subprocess.Popen[bytes], folder: Path, mark: str) -> None:
     job.wait()
 
 
-BY_THE_LAUNCHER = r"process rank 1 |Process 1 terminated|Root Cause.*?rank +: 1 "
+BY_THE_LAUNCHER = r"process rank 1 |[Pp]rocess 1 terminated|Root Cause.*?rank +: 1 "
 """How Open MPI, mp.spawn and torchrun say who it was."""
 
 
@@ -254,7 +254,7 @@ def _is_named(text: str, fails: str) -> bool:
     """Whether instep's last sentence has rank 1, or else the launcher's, and its traceback is there
     once."""
     once = fails != "raise" or text.count("ValueError: boo\n") == 1
-    sentences = re.findall(r"(?:instep|RendezvousError): (.*rank.*)", text)
+    sentences = re.findall(r"(?:instep|\w+Error): (.*rank \d.*|.*ranks.*)", text)
     if not sentences:  # before the ranks have met, launchers end them by themselves
         return bool(re.search(BY_THE_LAUNCHER, text, re.DOTALL)) and once
     return "rank 1" in sentences[-1] and once
