@@ -112,13 +112,14 @@ class Slurm:
     def start_again(self, job: str) -> None:
         """Wait until a job that is queued again runs for the second time; of itself it would wait
         for two minutes."""
-        self._until(lambda: self._runs_again(job))
+        self._until(lambda: self._shows(job, "Restarts=1", "Reason=BeginTime"))
+        # In the second in which it was ended, slurmd takes it for the one that it has ended.
+        self._ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
+        self._until(lambda: self._shows(job, "Restarts=1", "JobState=RUNNING"))
 
-    def _runs_again(self, job: str) -> bool:
+    def _shows(self, job: str, *words: str) -> bool:
         shown = self._shown(job)
-        if "Restarts=1" in shown and "Reason=BeginTime" in shown:
-            self._ask("scontrol", "update", f"jobid={job}", "StartTime=now")
-        return "Restarts=1" in shown and "JobState=RUNNING" in shown
+        return all(word in shown for word in words)
 
     def _shown(self, job: str) -> str:
         return self._ask("scontrol", "show", "job", job)
