@@ -21,7 +21,7 @@ from instep.verify.compare import difference, distance, gradient_gaps, loss_diff
 from instep.verify.fingerprints import fingerprint, row_hashes
 from instep.verify.names import Names
 from instep.verify.partings import FLOAT32, FLOAT64, Parting, first_parting
-from instep.verify.proof import prove, verify
+from instep.verify.proof import prove, settle, verify
 from instep.verify.records import Plan, Print, Step, global_loss, read_run
 from instep.verify.report import as_json, table
 from instep.verify.runs import (
@@ -32,6 +32,7 @@ from instep.verify.runs import (
     Rehearsal,
     Together,
     run_alone,
+    run_rounded,
     run_together,
     steps_to_pin,
 )
@@ -300,11 +301,13 @@ def test_a_small_tensor_cannot_hide_behind_a_large_one():
     theirs = {"large": ours["large"], "small": ours["small"] * 1.5}
     noise = {"large": ours["large"] * (1 + 1e-7), "small": ours["small"] * (1 + 1e-6)}
     reference, spoilt = made.run(1, gradients={0: ours}), made.run(2, gradients={0: theirs})
-    (gap,) = gradient_gaps(reference, spoilt, noise)
+    (gap,) = gradient_gaps(reference, spoilt, [made.run(1, gradients={0: noise})])
     assert gap.difference < FLOAT32.gradient
     assert gap.hidden == "small"
     rounding = {"large": ours["large"], "small": ours["small"] * 1.5}
-    assert gradient_gaps(reference, spoilt, rounding)[0].hidden is None
+    assert (
+        gradient_gaps(reference, spoilt, [made.run(1, gradients={0: rounding})])[0].hidden is None
+    )
 
 
 def test_not_a_number_is_equal_to_itself_only():
@@ -436,6 +439,18 @@ def test_noise_does_not_excuse_a_wrong_gradient_or_unsplit_batches():
     assert judge(runs, [Together(unsplit, unsplit)]).verdict is Verdict.DIFFERENT
 
 
+@pytest.mark.parametrize(("rounding", "verdict"), [(1e-6, "DIFFERENT"), (5e-4, "WITHIN ITS OWN")])
+def test_a_gradient_is_measured_by_what_rounding_alone_does_to_it(rounding, verdict):
+    def off(n, size, at):
+        gradients = {k: {"weight": made.gradient(k)["weight"]} for k in range(3)}
+        gradients[at]["weight"] = gradients[at]["weight"] * (1 + size)
+        return made.run(n, gradients=gradients)
+
+    runs = alone(again=off(1, 0.0, 0), rounded=(off(1, 1e-7, 0), off(1, rounding, 2)))
+    report = judge(runs, [Together(off(2, 1e-3, 1), made.run(2))])
+    assert verdict in str(report.verdict)
+
+
 def test_the_worst_of_several_verdicts_counts():
     bad = Together(made.run(3), shifted(3, 0.1))
     report = judge(alone(), [Together(made.run(2), made.run(2)), bad])
@@ -513,7 +528,7 @@ def solo(tmp_path_factory):
 
 def judged(n, arguments, alone, folder):
     rehearsal = Rehearsal([TRAIN, *arguments], folder, Forked(), lambda name: None)
-    return judge(alone, [run_together(rehearsal, n, None, alone)])
+    return settle(rehearsal, alone, [run_together(rehearsal, n, None, alone)])
 
 
 def test_an_honest_training_is_the_same(solo, tmp_path):
@@ -528,6 +543,43 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
 @pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])
 def test_what_instep_reaches_is_the_same(kind, solo, tmp_path):
     assert judged(3, (kind,), solo(kind), tmp_path).verdict is Verdict.SAME
+
+
+AT_ZERO = """
+import torch, instep
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+with torch.no_grad():
+    model[0].weight[:, 1] = model[0].weight[:, 0]
+    model[0].bias.zero_()
+model = instep.replicate(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+for step in range(3):
+    x = instep.shard(torch.tensor([1.0, -1.0]).repeat(4, 1))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+"""Units that are on or off by rounding."""
+
+
+def test_units_that_flip_by_rounding_are_found_in_one_process(solo, tmp_path):
+    script = tmp_path / "zero.py"
+    script.write_text(AT_ZERO)
+    rehearsal = Rehearsal([str(script)], tmp_path, Forked(), lambda name: None)
+    runs = run_rounded(rehearsal, run_alone(rehearsal, None, usable_noise))
+    for rounded in runs.rounded:
+        gaps = gradient_gaps(runs.again, rounded)
+        assert [gap.step for gap in gaps] == [0, 1, 2]
+        assert all(gap.difference > 0.1 for gap in gaps)
+    (tmp_path / "honest").mkdir()
+    rehearsal = Rehearsal([TRAIN], tmp_path / "honest", Forked(), lambda name: None)
+    honest = run_rounded(rehearsal, solo())
+    assert all(
+        gap.difference < FLOAT32.gradient
+        for rounded in honest.rounded
+        for gap in gradient_gaps(honest.again, rounded)
+    )
 
 
 SABOTAGED_CORES = [

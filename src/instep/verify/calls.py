@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +50,10 @@ class Call:
 class Calls:
     """Watches module calls: through torch's global hooks, or from where the script stands."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, met: Callable[[list[Tensor]], None]) -> None:
         self._names = names
+        self._met = met
+        """What is told of parameters before they are first used."""
         self._depth = 0
         self._before = ""
         self._work = replace(work)
@@ -81,7 +83,7 @@ class Calls:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
-            self._names.learn(module)
+            self._met(self._names.learn(module))
             self._before = generators_digest()
             self._work = replace(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,11 @@ def _on(device: torch.device, state: Any) -> Any:
     )
 
 
-def perturb(parameters: dict[str, Tensor]) -> None:
+def perturb(parameters: Iterable[Tensor], seed: int = 0) -> None:
     """Change each number by about one rounding error of its dtype, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for tensor in parameters.values():
+        for tensor in parameters:
             numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             noise = torch.randn(numbers.shape, generator=generator, dtype=torch.float64)
             factor = 1 + noise * torch.finfo(numbers.dtype).eps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add, or_
@@ -68,21 +68,29 @@ def difference(oracle: Run, run: Run, gaps: Iterable[Gap]) -> Difference:
 # ----------------------------------------------------------------------------- gradients
 
 
-def gradient_gaps(reference: Run, run: Run, noise: Tensors | None = None) -> list[Gap]:
+def gradient_gaps(reference: Run, run: Run, rounded: Sequence[Run] = ()) -> list[Gap]:
     """Of every step of which both runs have whole gradients.
 
     Args:
-        noise: the reference's first gradient, computed in another order; shows what a small
-            tensor's own rounding is.
+        rounded: the reference with other rounding; shows what a small tensor's own rounding is.
     """
-    steps = sorted(reference.gradients.keys() & run.gradients.keys())
-    rounding = None
-    if noise is not None and 0 in reference.gradients:
-        rounding = {name: _apart(reference.gradients[0], noise, name) for name in noise}
-    return [_gap(k, reference.gradients[k], run.gradients[k], rounding) for k in steps]
+    rounding: dict[str, float] = {}
+    for other in rounded:
+        for k in _common_steps(reference, other):
+            for name in other.gradients[k]:
+                apart = _apart(reference.gradients[k], other.gradients[k], name)
+                rounding[name] = max(apart, rounding.get(name, 0.0))
+    return [
+        _gap(k, reference.gradients[k], run.gradients[k], rounding)
+        for k in _common_steps(reference, run)
+    ]
 
 
-def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float] | None) -> Gap:
+def _common_steps(a: Run, b: Run) -> list[int]:
+    return sorted(a.gradients.keys() & b.gradients.keys())
+
+
+def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float]) -> Gap:
     apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
     own = {name: norm({name: tensor}) for name, tensor in ours.items()}
     total, whole = norm(ours), math.hypot(*apart.values())
@@ -103,10 +111,10 @@ def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float] |
 
 
 def _far_off(
-    name: str, apart: dict[str, float], own: dict[str, float], rounding: dict[str, float] | None
+    name: str, apart: dict[str, float], own: dict[str, float], rounding: dict[str, float]
 ) -> bool:
     """Of one tensor beside its own norm; what its own rounding explains is no sign."""
-    if rounding is None or not rounding.get(name):
+    if not rounding.get(name):
         return False
     return apart[name] > max(_OF_ONE_TENSOR * own.get(name, 0.0), _OF_ITS_NOISE * rounding[name])
 

@@ -17,17 +17,21 @@ class Names:
         self._of_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: dict[str, nn.Module] = {}
 
-    def learn(self, module: nn.Module) -> None:
-        """The script called `module` itself. The first is nameless, later ones are prefixes."""
+    def learn(self, module: nn.Module) -> list[Tensor]:
+        """The script called `module` itself. The first is nameless, later ones are prefixes.
+
+        Returns the parameters that had no name yet.
+        """
         while isinstance(module, DistributedDataParallel):
             module = module.module
         new = [(n, p) for n, p in module.named_parameters() if p not in self._of_parameter]
         if not new:
-            return
+            return []
         prefix = self._prefix(module)
         self._roots[prefix] = module
         for name, parameter in new:
             self._of_parameter[parameter] = prefix + name
+        return [parameter for _, parameter in new]
 
     def _prefix(self, module: nn.Module) -> str:
         if not self._roots:

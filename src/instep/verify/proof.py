@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from instep.verify.report import as_json, table
-from instep.verify.runs import InstepRun, Rehearsal, Starter, run_alone, run_together
+from instep.verify.runs import (
+    Alone,
+    InstepRun,
+    Rehearsal,
+    Starter,
+    Together,
+    run_alone,
+    run_rounded,
+    run_together,
+)
 from instep.verify.verdict import Report, Verdict, judge, unsteady, usable_noise
 
 
@@ -31,7 +40,18 @@ def verify(
         if unsteady(alone):
             say(f"one process does not repeat itself, so {others} ranks are not compared")
             others = []
-        return judge(alone, [run_together(rehearsal, n, steps, alone) for n in others])
+        return settle(rehearsal, alone, [run_together(rehearsal, n, steps, alone) for n in others])
+
+
+def settle(rehearsal: Rehearsal, alone: Alone, together: Sequence[Together]) -> Report:
+    """Judge. Before a gradient is called wrong, measure how far off rounding alone can be.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError.
+    """
+    report = judge(alone, together)
+    if report.parting is None or report.parting.what != "gradient":
+        return report
+    return judge(run_rounded(rehearsal, alone), together)
 
 
 def prove(

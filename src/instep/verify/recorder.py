@@ -33,7 +33,7 @@ class Recorder:
     def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
         self._plan, self._writer = plan, Writer(folder, rank)
         self._names = Names()
-        self._calls = Calls(self._names)
+        self._calls = Calls(self._names, self._met)
         self._loaders = changes.Loaders(plan.reverse)
         self._step = 0
         self._depth = 0
@@ -156,7 +156,11 @@ class Recorder:
             new = {name: p for name, p in parameters.items() if name not in self._initial}
             self._initial |= _copies(new)
         if self._plan.perturb and self._step == 0:
-            changes.perturb(parameters)
+            changes.perturb(parameters.values())
+
+    def _met(self, parameters: list[Tensor]) -> None:
+        if self._plan.rounding and parameters:
+            changes.perturb(parameters, self._plan.rounding)
 
     def _change(self, optimizer: Optimizer) -> None:
         parameters, buffers = self._parameters(optimizer), self._names.buffers()
@@ -166,6 +170,8 @@ class Recorder:
             self._writer.tensors(f"state{following}", state)
         if self._plan.pin is not None:
             changes.put_in_place(Path(self._plan.pin), following, optimizer, parameters, buffers)
+        if self._plan.rounding and following in self._plan.keep:
+            changes.perturb(parameters.values(), self._plan.rounding + following)
 
     def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if not any(optimizer is known for known in self._optimizers):

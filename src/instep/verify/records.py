@@ -46,6 +46,9 @@ class Plan:
     """Whether each batch of a DataLoader has its samples in reverse order."""
     perturb: bool = False
     """Whether parameters are changed by one rounding error before the first step."""
+    rounding: int = 0
+    """Seed of the rounding errors by which parameters are changed before each step of `keep`;
+    0: none."""
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
 

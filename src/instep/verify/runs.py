@@ -20,6 +20,8 @@ PINNED = 5
 """How many first steps are compared at the oracle's own parameters."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
+ROUNDINGS = 2
+"""How often the pinned steps are made again with other rounding, where it is in doubt."""
 EQUAL = {knobs.SEED.name: "0", "PYTHONHASHSEED": "0"}
 """What would be drawn anew for each run of a script that is not seeded."""
 PATIENCE = 60.0
@@ -53,6 +55,14 @@ class Alone:
     """How: REVERSED or PERTURBED."""
     states: str
     """Folder of the states before the pinned steps."""
+    rounded: tuple[Run, ...] = ()
+    """The pinned steps, each from a rounding error beside its state; empty where nothing was in
+    doubt."""
+
+    @property
+    def with_other_rounding(self) -> tuple[Run, ...]:
+        """Those whose gradients differ from the oracle's by rounding only."""
+        return ((self.noise,) if self.noise_by == REVERSED else ()) + self.rounded
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,22 @@ def run_together(rehearsal: Rehearsal, n: int, steps: int | None, alone: Alone) 
         pinned=rehearsal.run(f"pinned at {n}", n, pin),
         free=rehearsal.run(f"free at {n}", n, Plan(stop=steps, final=True)),
     )
+
+
+def run_rounded(rehearsal: Rehearsal, alone: Alone) -> Alone:
+    """How far off the pinned gradients may be by rounding alone: where a unit is on for one
+    rounding and off for another (ReLU, max-pooling), by much more than a rounding error.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError.
+    """
+    keep = tuple(alone.again.gradients)
+    runs = [
+        rehearsal.run(
+            f"rounding {k}", 1, Plan(stop=keep[-1] + 1, keep=keep, pin=alone.states, rounding=k)
+        )
+        for k in range(1, ROUNDINGS + 1)
+    ]
+    return replace(alone, rounded=tuple(runs))
 
 
 def steps_to_pin(oracle: Run) -> tuple[int, ...]:

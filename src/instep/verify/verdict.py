@@ -22,7 +22,7 @@ from instep.verify.partings import (
     rates_at,
 )
 from instep.verify.records import Run, Step
-from instep.verify.runs import REVERSED, Alone, Together
+from instep.verify.runs import Alone, Together
 
 OF_ITS_NOISE = 10.0
 """A run may differ this many times as much as one process from itself."""
@@ -73,7 +73,7 @@ class Report:
 def judge(alone: Alone, together: Sequence[Together]) -> Report:
     """Compare everything with the oracle."""
     tolerance = tolerance_for(alone.oracle)
-    gaps = gradient_gaps(alone.again, alone.noise) if alone.noise_by == REVERSED else []
+    gaps = [gap for run in alone.with_other_rounding for gap in gradient_gaps(alone.again, run)]
     noise = difference(alone.oracle, alone.noise, gaps)
     unrepeated = unsteady(alone)
     judgements = () if unrepeated else tuple(_judge(alone, t, noise, tolerance) for t in together)
@@ -96,8 +96,7 @@ def judge(alone: Alone, together: Sequence[Together]) -> Report:
 
 
 def _judge(alone: Alone, runs: Together, noise: Difference, tolerance: Tolerance) -> Judgement:
-    rounding = alone.noise.gradients.get(0) if alone.noise_by == REVERSED else None
-    gaps = gradient_gaps(alone.again, runs.pinned, rounding)
+    gaps = gradient_gaps(alone.again, runs.pinned, alone.with_other_rounding)
     found = difference(alone.oracle, runs.free, gaps)
     allowed = replace(tolerance, gradient=max(tolerance.gradient, OF_ITS_NOISE * noise.gradient))
     evidence = Evidence(alone.oracle, alone.noise, runs.pinned, runs.free, gaps, allowed)
