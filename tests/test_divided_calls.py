@@ -935,14 +935,8 @@ class CouplesLater(nn.Linear):
 def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
     CouplesLater.calls = 0
     model, x = CouplesLater(4, 3), torch.randn(6, 4)
-    log = io.StringIO()
-    patched = Patched(DIVISION)
-    modules.forget()
-    try:
-        with contextlib.redirect_stderr(log):
-            outputs = [model(x) for _ in range(11)]
-    finally:
-        patched.undo()
+    with dividing() as log:
+        outputs = [model(x) for _ in range(11)]
     for found in outputs[-2:]:
         assert found.shape == (6, 3)
         assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
@@ -950,3 +944,70 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
     if instep.rank == 0:
         assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
         assert "(calls 2 to 9 were divided)" in log.getvalue()
+
+
+@contextlib.contextmanager
+def dividing() -> Iterator[io.StringIO]:
+    """Inside, module calls are divided; gives what is said about it."""
+    log = io.StringIO()
+    patched = Patched(DIVISION)
+    modules.forget()
+    try:
+        with contextlib.redirect_stderr(log):
+            yield log
+    finally:
+        patched.undo()
+
+
+@ranks(3)
+def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
+    """Normalisation of features that are nearly alike enlarges rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12), nn.Linear(32, 4)
+    )
+    x = torch.rand(64) + 1e-3 * torch.randn(9, 64)
+    exact = copy.deepcopy(model).double()(x.double())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with dividing():
+        y = model(x)
+    assert (modules.work.divided, modules.work.whole) == (1, 0)
+    assert 1e-5 < (y - exact).norm() / exact.norm() < 1e-1
+    assert all(map(torch.equal, before, model.parameters()))
+    y.sum().backward()
+
+
+@ranks(2)
+def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            y = super().forward(input)
+            return y - 1e-4 * y.mean(0)
+
+    with dividing() as log:
+        Coupled(6, 3)(torch.randn(8, 6))
+    assert (modules.work.divided, modules.work.whole) == (0, 1)
+    if instep.rank == 0:
+        assert "every rank computes Coupled whole: its outputs are not those" in log.getvalue()
+
+
+@ranks(3)
+def test_evaluation_in_inference_mode_is_divided() -> None:
+    model, x = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
+    whole = model(x)
+    with dividing(), torch.inference_mode():
+        assert torch.allclose(model(x), whole)
+        assert torch.allclose(model(x), whole)
+    assert (modules.work.divided, modules.work.whole) == (2, 0)
+
+
+@ranks(3)
+def test_one_row_tells_nothing_of_batches_of_many() -> None:
+    model, many = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
+    with dividing() as log, torch.no_grad():
+        for x in (many[:1], many, many[:1], many):
+            model(x)
+    assert (modules.work.divided, modules.work.whole) == (2, 2)
+    if instep.rank == 0:
+        assert log.getvalue().count("\n") == 1
+        assert "some of its batches have fewer rows than there are ranks" in log.getvalue()

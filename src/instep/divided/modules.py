@@ -25,6 +25,8 @@ PROOFS = 4
 SAMPLES = frozenset(10**k for k in range(1, 20))
 """Which of a module's calls are compared with the whole forward."""
 
+FEW_ROWS = "some of its batches have fewer rows than there are ranks"
+
 
 @dataclass(eq=False)
 class Known:
@@ -101,7 +103,7 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 def _outermost(call: Call, way: Transport) -> Any:
-    known = _what_is_known(call)
+    known = _what_is_known(call, way.size)
     known.calls += 1
     if known.why_not:
         _count(call, None, way)
@@ -111,12 +113,14 @@ def _outermost(call: Call, way: Transport) -> Any:
         _count(call, None, way)
         return _by_its_parts(call)
     if _rows(call, known.plan) < way.size:
-        _say(call.module, "some of its batches have fewer rows than there are ranks")
+        _say(call.module, FEW_ROWS)
         _count(call, None, way)
         return call.whole()
     shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
     if known.plan is None:
         known.plan, output, known.why_not = prove(call, way)
+        if known.why_not and _rows_first(call) < way.size:
+            known.why_not = FEW_ROWS
     elif (new := known.is_new(shapes)) or known.is_sampled():
         output, known.why_not = recheck(call, known.plan, way, gradients=new)
         if known.why_not:
@@ -162,8 +166,14 @@ def _rows(call: Call, plan: Plan | None) -> int:
     return max(sizes, default=0)
 
 
-def _what_is_known(call: Call) -> Known:
+def _rows_first(call: Call) -> int:
+    """How many rows there are, if the batch is dimension 0."""
+    return max((x.shape[0] for x in call.leaves if isinstance(x, Tensor) and x.dim()), default=0)
+
+
+def _what_is_known(call: Call, size: int) -> Known:
     mode = (
+        _rows_first(call) < size,  # what cannot be done with one row may be with many
         call.module.training,
         torch.is_grad_enabled(),
         call.spec,

@@ -5,12 +5,12 @@ from the same state and compared: outputs, what they leave behind, gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from instep.blocks import Block
 from instep.divided import region as regions
@@ -19,13 +19,29 @@ from instep.divided.crossing import came_in
 from instep.divided.division import Division, divisions
 from instep.divided.plan import Call, Output, Plan, join
 from instep.divided.region import Region
-from instep.divided.rounding import Pull, gradient_tolerance, same_gradients, tolerance
+from instep.divided.rounding import (
+    Pull,
+    gradient_tolerance,
+    gradients_apart,
+    tolerance,
+    tolerance_of,
+)
 from instep.divided.rows import Rows
-from instep.divided.snapshot import Snapshot, close
+from instep.divided.shaken import AT_MOST, GRADIENT_AT_MOST, allowed, shaken
+from instep.divided.snapshot import Snapshot, apart
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
 from instep.errors import UndividedError
 from instep.transport import Transport
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far a call is from itself, where only rounding differs."""
+
+    outputs: list[float]
+    buffers: float
+    gradients: list[float]
 
 
 class Whole:
@@ -41,6 +57,9 @@ class Whole:
         """Whether it drew random numbers."""
         self.pull: Pull | None = None
         self.gradients: list[Tensor | None] = []
+        self.noise: Noise | None = None
+        self.in_doubt = False
+        """Whether a divided call was so near that rounding may be what separates them."""
 
     def differentiate(self, call: Call) -> None:
         """Find the gradients that it gives: now, while what autograd has saved is as it was."""
@@ -48,12 +67,51 @@ class Whole:
             self.pull = Pull.of(call, self.outputs)
             self.gradients = self.pull.through(self.outputs)
 
+    def measure(self, call: Call) -> None:
+        """Find how far it is from itself, where only rounding differs."""
+        self.before.restore()
+        with shaken(call.module):
+            outputs = tree_leaves(call.whole())
+            self.noise = Noise(
+                [
+                    apart(again, out) if isinstance(out, Tensor) else 0.0
+                    for again, out in zip(outputs, self.outputs, strict=True)
+                ],
+                self.after.buffers_apart(Snapshot(call.module, call.leaves)),
+                gradients_apart(self.gradients, self.pull.through(outputs)) if self.pull else [],
+            )
+
+    def same_output(self, k: int, joined: Tensor) -> bool:
+        """Whether these rows are those of its `k`-th output."""
+        out = self.outputs[k]
+        noise = self.noise.outputs[k] if self.noise else 0.0
+        return self._near(apart(joined, out), tolerance_of(out), noise, AT_MOST)
+
+    def differs(self, ours: Snapshot) -> str | None:
+        """What it has left otherwise than `ours`, in words; None where it is the same."""
+        noise = self.noise.buffers if self.noise else 0.0
+        limit = tolerance(torch.float32)
+        self._near(self.after.buffers_apart(ours), limit, noise, AT_MOST)
+        return self.after.differs(ours, allowed(limit, noise, AT_MOST))
+
     def same_gradients(self, outputs: list[Any]) -> bool:
         """Whether these outputs give the same, as far as it was differentiated."""
         if self.pull is None:
             return True
-        have = self.pull.through(outputs)
-        return same_gradients(self.gradients, have, gradient_tolerance(outputs))
+        sizes = gradients_apart(self.gradients, self.pull.through(outputs))
+        noises = self.noise.gradients if self.noise else [0.0] * len(sizes)
+        limit = gradient_tolerance(outputs)
+        near = [
+            self._near(size, limit, noise, GRADIENT_AT_MOST)
+            for size, noise in zip(sizes, noises, strict=True)
+        ]
+        return all(near)
+
+    def _near(self, size: float, limit: float, noise: float, at_most: float) -> bool:
+        if size <= allowed(limit, noise, at_most):
+            return True
+        self.in_doubt |= self.noise is None and size <= at_most
+        return False
 
 
 def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
@@ -98,11 +156,15 @@ def _tried(
     """The plan and what the call returns, or why not; then all is as the whole forward left it."""
     whole.before.restore()
     found, why = attempt(lambda cautious: _try(call, division, whole, cautious), way)
-    if found is None:
-        whole.after.restore()
-        return None, why
-    plan, joined = found
-    return (plan, tree_unflatten(joined, plan.structure)), ""
+    if found is not None:
+        plan, joined = found
+        return (plan, tree_unflatten(joined, plan.structure)), ""
+    if any(way.all_gather_object(whole.in_doubt)):
+        whole.measure(call)
+        whole.in_doubt = False
+        return _tried(call, division, whole, way)
+    whole.after.restore()
+    return None, why
 
 
 def _undividable(call: Call, whole: Whole) -> str:
@@ -119,13 +181,11 @@ def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[
     if structure != whole.structure:
         raise UndividedError("its outputs have another structure for a part of the batch")
     ours = Snapshot(call.module, call.leaves)
-    if why := whole.after.differs(ours, tolerance(torch.float32)):
+    if why := whole.differs(ours):
         raise UndividedError(why)
     if why := _foreign_leaf(own, start):
         raise UndividedError(why)
-    outputs = tuple(
-        _output(mine, theirs, region) for mine, theirs in zip(own, whole.outputs, strict=True)
-    )
+    outputs = tuple(_output(mine, k, whole, region) for k, mine in enumerate(own))
     regions.mark(own, region)
     trial = [join(out, how, region) for out, how in zip(own, outputs, strict=True)]
     if not whole.same_gradients(trial):
@@ -160,20 +220,23 @@ def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) 
     region, own, own_structure = other.own(plan.division, way, drawing=plan.drawing)
     return structure == own_structure and all(
         not isinstance(whole, Tensor)
-        or close(join(out.detach(), how, region), whole, tolerance(whole.dtype, whole.device.type))
+        or apart(join(out.detach(), how, region), whole) <= tolerance_of(whole)
         for out, how, whole in zip(own, plan.outputs, wholes, strict=True)
     )
 
 
-def _output(own: Any, whole: Any, region: Region) -> Output:
-    """How this rank's output becomes the whole one."""
-    if not isinstance(whole, Tensor) or not isinstance(own, Tensor):
-        if type(own) is not type(whole) or own != whole:
-            raise UndividedError(f"it returns a {type(whole).__name__} that depends on the rows")
+def _output(own: Any, k: int, whole: Whole, region: Region) -> Output:
+    """How this rank's `k`-th output becomes the whole one."""
+    out = whole.outputs[k]
+    if not isinstance(out, Tensor) or not isinstance(own, Tensor):
+        if type(own) is not type(out) or own != out:
+            raise UndividedError(f"it returns a {type(out).__name__} that depends on the rows")
         return Output("same")
-    allowed = tolerance(whole.dtype, whole.device.type)
-    for how in _ways(own, whole, region.block):
-        if close(join(own.detach(), how, region), whole, allowed):
+    for how in _ways(own, out, region.block):
+        joined = join(own.detach(), how, region)
+        # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
+        rows = how.kind == "rows"
+        if whole.same_output(k, joined) if rows else apart(joined, out) <= tolerance_of(out):
             return how
     raise UndividedError("its outputs are not those of the whole batch")
 
@@ -194,7 +257,7 @@ def _ways(own: Tensor, whole: Tensor, block: Block) -> Iterator[Output]:
 
 
 def _next_sequence_number() -> int:
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
     number: int = node._sequence_nr()
     return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return _ROUNDING[dtype]
+
+
+def tolerance_of(output: Tensor) -> float:
+    """How far two forwards may be apart in this output."""
+    return tolerance(output.dtype, output.device.type)
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,14 @@ def gradient_tolerance(outputs: Sequence[Any]) -> float:
     return HALF_GRADIENT if max(allowed, default=0.0) > GRADIENT else GRADIENT
 
 
-def same_gradients(
-    want: Sequence[Tensor | None], have: Sequence[Tensor | None], allowed: float
-) -> bool:
-    """Whether gradients are the same, up to rounding and the units that flip by it."""
+def gradients_apart(want: Sequence[Tensor | None], have: Sequence[Tensor | None]) -> list[float]:
+    """How far each gradient is off, relative to its norm or a part of all norms together."""
     total = sum(float(grad.norm()) ** 2 for grad in want if grad is not None) ** 0.5
-    for theirs, ours in zip(want, have, strict=True):
-        if theirs is None or ours is None:
-            if theirs is not ours:
-                return False
-            continue
-        size = max(float(theirs.norm()), GRADIENT * total)
-        if not float((ours - theirs).norm()) <= allowed * size:
-            return False
-    return True
+    return [_apart(theirs, ours, GRADIENT * total) for theirs, ours in zip(want, have, strict=True)]
+
+
+def _apart(theirs: Tensor | None, ours: Tensor | None, least: float) -> float:
+    if theirs is None or ours is None:
+        return 0.0 if theirs is ours else math.inf
+    difference, size = float((ours - theirs).norm()), max(float(theirs.norm()), least)
+    return (difference / size if size else math.inf) if difference else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ class Snapshot:
                     return f"its forward keeps tensors in {type(part).__name__}.{name}"
         return None
 
+    def buffers_apart(self, other: Snapshot) -> float:
+        """How far the buffers that two forwards have left are apart."""
+        both = self.buffers.keys() & other.buffers.keys()
+        return max((apart(self.buffers[k][1], other.buffers[k][1]) for k in both), default=0.0)
+
     def differs(self, other: Snapshot, tolerance: float) -> str | None:
         """What two forwards have left different, in words; None where it is the same."""
         if not self._torch.same(other._torch):
@@ -90,7 +96,7 @@ class Snapshot:
         if self.buffers.keys() != other.buffers.keys():
             return "it has other buffers"
         for key, (_, mine) in self.buffers.items():
-            if not close(mine, other.buffers[key][1], tolerance):
+            if not apart(mine, other.buffers[key][1]) <= tolerance:
                 return f"its buffer {key[1]} differs"
         for mine_, theirs in zip(self._attributes, other._attributes, strict=True):
             if _plain(mine_) != _plain(theirs):
@@ -136,17 +142,19 @@ def _plain(attributes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are the same up to rounding: their difference over their norm."""
+def apart(mine: Tensor, theirs: Tensor) -> float:
+    """How far two tensors are apart: their difference over their norm; infinite where rounding
+    cannot be the reason."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return False
+        return math.inf
     if not (mine.is_floating_point() or mine.is_complex()):
-        return torch.equal(mine, theirs)
+        return 0.0 if torch.equal(mine, theirs) else math.inf
     a, b = mine.detach(), theirs.detach()
     kind = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(kind), b.to(kind)
     finite = b.isfinite()
     if not torch.equal(a.isfinite(), finite):
-        return False
-    difference = torch.where(finite, a - b, 0).norm()
-    return bool(difference <= tolerance * torch.where(finite, b, 0).norm())
+        return math.inf
+    difference = float(torch.where(finite, a - b, 0).norm())
+    size = float(torch.where(finite, b, 0).norm())
+    return (difference / size if size else math.inf) if difference else 0.0

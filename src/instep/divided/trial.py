@@ -6,6 +6,7 @@ to do. Where they do not agree, because one has failed or took another branch, a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from zlib import crc32
@@ -36,7 +37,7 @@ def attempt(action: Callable[[Transport], T], way: Transport) -> tuple[T | None,
     except UndividedError as error:
         why = str(error)
     except Exception as error:  # whatever the script's forward raises on some of its rows
-        why = f"{type(error).__name__}: {error}"
+        why = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
     done = cautious.end("failed" if why else "done")
     return (result, "") if done and not why else (None, why or "another rank fails")
 

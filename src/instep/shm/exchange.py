@@ -271,7 +271,8 @@ class Exchange:
         if views is None:
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            views = [self._staged(rank, key[2], dtype, 0, numel) for rank in range(self.size)]
+            with torch.inference_mode(False):  # they are kept for callers that are in none
+                views = [self._staged(rank, key[2], dtype, 0, numel) for rank in range(self.size)]
             self._views[key] = views
         return views
 
@@ -288,7 +289,8 @@ class Exchange:
             return []
         if dtype not in self._scratch:
             longest = max(self._room(dtype), _AT_ONCE_BYTES // self.size // dtype.itemsize)
-            self._scratch[dtype] = [
-                torch.empty(longest, dtype=dtype) for _ in range(scratch_count(self.size))
-            ]
+            with torch.inference_mode(False):
+                self._scratch[dtype] = [
+                    torch.empty(longest, dtype=dtype) for _ in range(scratch_count(self.size))
+                ]
         return [tensor[:numel] for tensor in self._scratch[dtype]]
