@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from instep.auto import hiding, patches
+from instep.auto import devices, hiding, patches
 from instep.auto.patching import Patch, Patched
 from instep.errors import DeviceError
 from instep.identity import World
@@ -302,6 +303,43 @@ def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
     assert hiding.own_device(["0", "1"], World()) is None  # one process has them all
     with pytest.raises(DeviceError, match="4 ranks on this host, but only 3"):
         hiding.own_device(["0", "1", "2"], world)
+
+
+@pytest.mark.parametrize(
+    ("named", "own"),
+    [
+        ([0, 1, 2, 3], [0]),
+        ([2, 3], [0]),
+        ((torch.device("cuda", 1), "cuda:2"), [torch.device("cuda", 0)]),
+        (3, 0),
+        (-1, -1),
+        ("cuda:1", torch.device("cuda", 0)),
+        ("cpu", "cpu"),
+        (torch.device("cpu"), torch.device("cpu")),
+        (None, None),
+    ],
+)
+def test_a_script_that_names_several_devices_gets_the_ranks_own(named: Any, own: Any) -> None:
+    assert devices.own_instead_of(named) == own
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
+    model, x = torch.nn.Linear(3, 2).cuda(), torch.randn(5, 3).cuda()
+    many = [*range(torch.cuda.device_count() + 3)]
+    expected = model(x)
+    patched = Patched(patches.DEVICES)
+    try:
+        parallel = torch.nn.DataParallel(model, many, output_device=many[-1])
+        assert parallel.device_ids == [0]
+        assert torch.equal(parallel(x), expected)
+        parts = torch.nn.parallel.scatter(x, many)
+        outputs = torch.nn.parallel.parallel_apply(
+            torch.nn.parallel.replicate(model, many), [(part,) for part in parts], devices=many
+        )
+        assert torch.equal(torch.nn.parallel.gather(outputs, many[-1]), expected)
+    finally:
+        patched.undo()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from instep.auto import children, files, guards, loading, streams, writers
+from instep.auto import children, devices, files, guards, loading, streams, writers
 from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
 from instep.auto.shadow import Shadow
@@ -162,12 +162,25 @@ DIVISION: tuple[Patch, ...] = (
 )
 """What divides the calls of modules."""
 
+DEVICES = tuple(
+    Patch(owner, name, devices.on_own(*arguments), "a rank has one device, its own")
+    for owner, name, arguments in (
+        (nn.DataParallel, "__init__", ("device_ids", "output_device")),
+        (nn.parallel, "data_parallel", ("device_ids", "output_device")),
+        (nn.parallel, "replicate", ("devices",)),
+        (nn.parallel, "scatter", ("target_gpus",)),
+        (nn.parallel, "parallel_apply", ("devices",)),
+        (nn.parallel, "gather", ("target_device",)),
+    )
+)
+"""What lets scripts for several devices of one host run on one."""
+
 LOADING = (
     Patch(DataLoader, "__iter__", loading.iterate, "each rank loads its own rows of a batch"),
 )
 """What divides loading."""
 
-PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *LOADING)
+PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES, *LOADING)
 
 _put_in: list[Patched] = []
 
