@@ -112,6 +112,18 @@ def test_only_the_elements_of_a_strided_tensor_change():
     assert memory[:, 1::2].eq(0).all()
 
 
+@ranks(2, 3)
+def test_what_is_kept_from_inference_mode_serves_outside_of_it():
+    for inside in (True, True, False, False):
+        with torch.inference_mode(inside):
+            mine = torch.full((1237,), dist.get_rank() + 1.0, dtype=torch.float64)
+            parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, mine, group=group())
+            dist.all_reduce(mine, group=group())
+            assert [int(part[0]) for part in parts] == [*range(1, len(parts) + 1)]
+            assert torch.equal(mine, torch.stack(parts).sum(0))
+
+
 @ranks(2)
 def test_ranks_may_hold_the_same_values_in_different_ways():
     dense = torch.arange(12.0)
