@@ -65,7 +65,7 @@ def _on(device: torch.device, state: Any) -> Any:
     )
 
 
-def perturb(parameters: Iterable[Tensor], seed: int = 0) -> None:
+def perturb(parameters: Iterable[Tensor], seed: int) -> None:
     """Change each number by about one rounding error of its dtype, the same in every run."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

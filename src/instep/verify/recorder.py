@@ -155,8 +155,8 @@ class Recorder:
         if self._plan.final:
             new = {name: p for name, p in parameters.items() if name not in self._initial}
             self._initial |= _copies(new)
-        if self._plan.perturb and self._step == 0:
-            changes.perturb(parameters.values())
+        if self._plan.rounding and self._step == 0:  # those that no module brought too
+            changes.perturb(parameters.values(), self._plan.rounding)
 
     def _met(self, parameters: list[Tensor]) -> None:
         if self._plan.rounding and parameters:
@@ -170,8 +170,8 @@ class Recorder:
             self._writer.tensors(f"state{following}", state)
         if self._plan.pin is not None:
             changes.put_in_place(Path(self._plan.pin), following, optimizer, parameters, buffers)
-        if self._plan.rounding and following in self._plan.keep:
-            changes.perturb(parameters.values(), self._plan.rounding + following)
+            if self._plan.rounding and following in self._plan.keep:
+                changes.perturb(parameters.values(), self._plan.rounding + following)
 
     def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if not any(optimizer is known for known in self._optimizers):

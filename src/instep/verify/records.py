@@ -44,11 +44,9 @@ class Plan:
     """Folder of the run whose states are put in place before each step that has one."""
     reverse: bool = False
     """Whether each batch of a DataLoader has its samples in reverse order."""
-    perturb: bool = False
-    """Whether parameters are changed by one rounding error before the first step."""
     rounding: int = 0
-    """Seed of the rounding errors by which parameters are changed before each step of `keep`;
-    0: none."""
+    """Seed of the rounding errors by which parameters are changed before they are first used, and
+    after each state that is put in place; 0: none."""
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
 

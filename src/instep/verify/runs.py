@@ -185,7 +185,7 @@ def _noise(
         backwards = rehearsal.run(REVERSED, 1, replace(plan, reverse=True))
         if usable(again, backwards):
             return backwards, REVERSED
-    return rehearsal.run(PERTURBED, 1, replace(plan, perturb=True)), PERTURBED
+    return rehearsal.run(PERTURBED, 1, replace(plan, rounding=1)), PERTURBED
 
 
 class InstepRun:
