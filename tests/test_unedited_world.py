@@ -278,6 +278,29 @@ def test_importing_instep_auto_does_the_same_under_mpirun(place: Place) -> None:
     assert place.left("mpi") == {"once": b"x"}
 
 
+WANDB = """
+import subprocess
+
+def init(mode=None):
+    if mode != "disabled":
+        subprocess.run("echo git >> logged", shell=True)
+"""
+
+
+@pytest.mark.launch
+def test_what_a_logger_starts_on_rank_0_is_nothing_that_the_others_wait_for(place: Place) -> None:
+    place.script(WANDB, "wandb.py")
+    script = place.script("""
+        import subprocess
+        import torch, wandb
+        wandb.init()
+        subprocess.run("echo mine >> asked", shell=True)
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert place.left("n2") == {"logged": b"git\n", "asked": b"mine\n"}
+
+
 # ------------------------------------------------------------------------------------- pure
 
 

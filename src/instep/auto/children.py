@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import site
 import subprocess
 import sys
 import sysconfig
@@ -77,7 +78,11 @@ def _once(command: Any, do: Callable[[], T], *, here: bool = False) -> T:
 
 
 _LIBRARIES = tuple(
-    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")
+    os.path.join(folder, "")
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        site.getusersitepackages(),
+    )
 )
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 

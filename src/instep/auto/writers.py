@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from instep.apart import apart
 from instep.auto.files import role, to_read, to_write
 from instep.auto.shadow import Shadow
 
@@ -66,4 +67,5 @@ def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
 def silent_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For wandb.init: on ranks other than 0, a run that is nowhere."""
     silent = {"mode": "disabled"} if isinstance(role(), Shadow) else {}
-    return original(*args, **kwargs | silent)
+    with apart():  # rank 0 starts processes there that the others do not
+        return original(*args, **kwargs | silent)
