@@ -99,7 +99,12 @@ class Slurm:
         self._until(lambda: self._sinfo() == "2 idle")
 
     def stop(self) -> None:
-        """End every daemon, the last first; returns when all have ended."""
+        """End every job, then every daemon, the last first; returns when all have ended."""
+        if all(daemon.poll() is None for daemon in self._daemons):
+            self._ask(
+                "scancel", f"--user={os.getuid()}"
+            )  # without daemons its processes would wait for ever
+            self._until(lambda: not self._ask("squeue", "--noheader"))
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             try:

@@ -121,7 +121,7 @@ def train(log, script):
 
 
 @settings(
-    max_examples=int(os.environ.get("INSTEP_EXAMPLES", "12")),
+    max_examples=int(os.environ.get("INSTEP_EXAMPLES", "8")),
     deadline=None,
     derandomize="INSTEP_EXAMPLES" not in os.environ,
     suppress_health_check=list(HealthCheck),

@@ -179,6 +179,7 @@ else:
 """
 
 
+@pytest.mark.nightly
 def test_ranks_of_several_hosts_that_wait_for_each_other_are_named(hosts, tmp_path):
     (tmp_path / "apart.py").write_text(APART)
     first, second = start(
