@@ -558,7 +558,7 @@ def test_a_thread_of_the_scripts_may_fetch_batches_ahead():
 @ranks(2)
 def test_the_table_puts_it_into_torchs_own_loader():
     data = Counting(24, lambda index: torch.full((1 << 18,), float(index)))
-    put_in = Patched(LOADING)
+    put_in = Patched([LOADING])
     try:
         loaded = [batch[:, 0].tolist() for batch in DataLoader(Subset(data, range(4, 24)), 10)]
     finally:
@@ -585,7 +585,7 @@ def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
         fresh()
         data = Embedded(7)
         expected = list(DataLoader(data, 4))
-        put_in = Patched([*DIVISION, *LOADING])
+        put_in = Patched([*DIVISION, LOADING])
         try:
             assert same(list(DataLoader(data, 4, **more)), expected)
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 Function = Callable[..., Any]
 
@@ -37,8 +38,12 @@ def step_in(owner: object, name: str, replacement: Function) -> bool:
 
 
 def uncompiled(function: Function) -> Function:
-    """`function`, into which torch.compile does not look: it talks, or keeps state."""
-    disabled: Function = torch.compiler.disable(function)
+    """`function`, into which torch.compile does not look: it talks, or keeps state.
+
+    torch.compiler.disable would import torch.compile, which takes a second, whether it is used or
+    not; this does so at the first call.
+    """
+    disabled: Function = _disable_dynamo(function)
     return disabled
 
 

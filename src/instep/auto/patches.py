@@ -15,9 +15,9 @@ import tempfile
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from instep.auto import children, devices, files, guards, loading, streams, writers
+from instep.auto import children, devices, files, guards, streams, writers
+from instep.auto.alone import LOADING
 from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
 from instep.auto.shadow import Shadow
@@ -175,12 +175,7 @@ DEVICES = tuple(
 )
 """What lets scripts for several devices of one host run on one."""
 
-LOADING = (
-    Patch(DataLoader, "__iter__", loading.iterate, "each rank loads its own rows of a batch"),
-)
-"""What divides loading."""
-
-PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES, *LOADING)
+PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES, LOADING)
 
 _put_in: list[Patched] = []
 
@@ -189,12 +184,6 @@ def install() -> None:
     """Put the whole table in; does nothing where it is in already."""
     if not _put_in:
         _put_in.append(Patched(PATCHES))
-
-
-def install_alone() -> None:
-    """Put in what has a meaning in a world of one too."""
-    if not _put_in:
-        _put_in.append(Patched(LOADING))
 
 
 def undo() -> None:

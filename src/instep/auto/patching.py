@@ -70,7 +70,7 @@ class Patched:
                 self._put_in(patch)
             else:
                 self._awaited.setdefault(module, []).append(patch)
-        when_imported("torch._dynamo", self._keep_out)
+        self._wait_no_more = when_imported("torch._dynamo", self._keep_out)
         self._finder = _Finder(frozenset(self._awaited), self._imported)
         sys.meta_path.insert(0, self._finder)
 
@@ -78,6 +78,7 @@ class Patched:
         """Everything is as it was. Does nothing the second time."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
+        self._wait_no_more()
         self._awaited.clear()
         while self._undone:
             self._undone.pop()()
@@ -178,15 +179,23 @@ class _Telling(Loader):
         self._imported(spec.name)
 
 
-def when_imported(name: str, react: Callable[[], None]) -> None:
-    """Call `react` when module `name` has been imported; now, if it is already."""
-    if name in sys.modules:
-        react()
-        return
+def when_imported(name: str, react: Callable[[], None]) -> Callable[[], None]:
+    """Call `react` when module `name` has been imported; now, if it is already.
+
+    Returns what to call if it is not to be waited for any more.
+    """
+
+    def wait_no_more() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
     def once(_: str) -> None:
-        sys.meta_path.remove(finder)
+        wait_no_more()
         react()
 
     finder = _Finder(frozenset({name}), once)
-    sys.meta_path.insert(0, finder)
+    if name in sys.modules:
+        react()
+    else:
+        sys.meta_path.insert(0, finder)
+    return wait_no_more

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from instep import launchers
-from instep.auto import hiding, seeds
-from instep.auto.patching import when_imported
+from instep.auto import hiding
+from instep.auto.alone import Alone
 from instep.errors import UneditedError
 from instep.identity import World
 
@@ -25,11 +25,12 @@ class Session:
     """What torch, numpy and random were seeded with on every rank."""
     divided: bool = False
     """Whether any work was divided so far: then it is too late to leave the script alone."""
+    alone: Alone | None = field(default=None, repr=False)
+    """What is in place in a world of one."""
     together: Any = field(default=None, repr=False)
-    """What is in place, in a world of more than one."""
+    """What is in place in a world of more."""
 
 
-_PATCHES = "instep.auto.patches"
 _current: Session | None = None
 
 
@@ -52,8 +53,8 @@ def start() -> Session | None:
             hash_alike()
         hiding.narrow(world)
         if world.size == 1:
-            _current = _alone(world)
-            when_imported("torch", _load_as_ranks_do)
+            alone = Alone()
+            _current = Session(world, alone.seed, alone=alone)
         else:
             _current = _together()
     return _current
@@ -63,14 +64,8 @@ def stop() -> None:
     """Undo everything."""
     global _current
     session, _current = _current, None
-    if session is None:
-        return
-    if session.together is None:
-        hiding.show()
-        if _PATCHES in sys.modules:
-            import_module(_PATCHES).undo()
-    else:
-        session.together.end()
+    if session is not None:
+        (session.alone or session.together).end()
 
 
 def stand_down(reason: str) -> None:
@@ -104,21 +99,6 @@ def say_left_alone(world: World, reason: str) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _alone(world: World) -> Session:
-    """A world of one needs neither the other rooms nor torch; only what is random in a sample must
-    not depend on how many ranks load it.
-    """
-    seed = seeds.draw()
-    seeds.sow(seed)
-    hiding.hide()
-    return Session(world, seed)
-
-
-def _load_as_ranks_do() -> None:
-    if _current is not None:
-        import_module(_PATCHES).install_alone()
 
 
 def _together() -> Session:
