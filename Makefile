@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start a thousand processes; each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick nightly bench lint clean
 

@@ -71,8 +71,9 @@ def launched(command: list[str], script: Path) -> Way:
 
 
 def environ() -> dict[str, str]:
-    """The same for all: one thread each, loopback only."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    """The same for all: one thread each, loopback only, nothing compiled anew."""
+    told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONDONTWRITEBYTECODE": ""}
+    return os.environ | told
 
 
 def measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
