@@ -84,7 +84,7 @@ def compression(result: dict[str, Any]) -> str:
     """examples/digits.py with compressed gradients; medians over the seeds."""
     keys = ("bytes_per_step", "accuracy", "first_gradient_off", "parameters_off")
     rows = [
-        (kind, *(f"{statistics.median(run[key] for run in runs):.4g}" for key in keys))
+        (kind, *(f"{statistics.median(run[key] for run in runs):.6g}" for key in keys))
         for kind, runs in result["rows"].items()
     ]
     return table(("kind", "bytes a step", "accuracy", "first gradient", "parameters"), rows)
@@ -161,21 +161,34 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def run(name: str, more: list[str]) -> dict[str, Any] | None:
-    """One benchmark's figures; None where it cannot run on this machine."""
+def run(name: str, more: list[str]) -> None:
+    """Run one benchmark, if this machine can."""
     python = str(PEERS) if name == "peers" else sys.executable
     if name == "peers" and not PEERS.exists():
-        return None
+        return
     if name == "hosts" and os.getuid() != 0:
-        return None
+        return
     if name == "gpu" and machine()["gpu"] is None:
-        return None
-    target = RESULTS / f"{name}.json"
+        return
     print(f"\n=== {name}", flush=True)
-    command = [python, str(HERE / f"{name}.py"), "--json", str(target), *more]
+    command = [python, str(HERE / f"{name}.py"), "--json", str(RESULTS / f"{name}.json"), *more]
     subprocess.run(command, check=True, cwd=HERE.parent)
-    figures: dict[str, Any] = json.loads(target.read_text())
-    return figures
+
+
+def write(results: dict[str, dict[str, Any]]) -> None:
+    """The page of all figures that there are."""
+    parts = ["# Measured\n\nBy `make bench`: medians, and quartiles of the ratios within one run."]
+    for name, figures in results.items():
+        function = BENCHMARKS[name]
+        where = (
+            "{date}, {processor}, {cores} cores, GPU: {gpu}, torch {torch}; load {load_average:.1f}"
+        )
+        where = where.format(**figures["machine"])
+        parts.append(f"## {name}.py\n\n{function.__doc__}\n\n{function(figures)}\n\n({where})")
+    if "peers" in results:
+        draw(results)
+        parts.append("![steps over no communication](results.png)")
+    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")
 
 
 def draw(results: dict[str, dict[str, Any]]) -> None:
@@ -203,20 +216,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), choices=BENCHMARKS)
     args, more = parser.parse_known_args()
     RESULTS.mkdir(exist_ok=True)
-    here = machine()
-    parts = ["# Measured\n\nWritten by `make bench`; medians, and quartiles of the ratios within "]
-    parts[0] += "one run. On: " + ", ".join(f"{key} {value}" for key, value in here.items()) + "."
-    results = {}
     for name in args.only:
-        figures = run(name, more)
-        if figures is not None:
-            results[name] = figures
-            first = BENCHMARKS[name].__doc__
-            parts.append(f"## {name}.py\n\n{first}\n\n{BENCHMARKS[name](figures)}")
-    if "peers" in results:
-        draw(results)
-        parts.append("![steps over no communication](results.png)")
-    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")
+        run(name, more)
+    files = {name: RESULTS / f"{name}.json" for name in BENCHMARKS}
+    write({name: json.loads(file.read_text()) for name, file in files.items() if file.exists()})
 
 
 if __name__ == "__main__":
