@@ -64,7 +64,10 @@ class Launch:
         self.environ = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("INSTEP", "OMP", "MKL", "GLOO", "PYTHONHASH", "COV_"))
+            # Unbuffered, a line of rank 0's goes out piece by piece, others between them.
+            if not name.startswith(
+                ("INSTEP", "OMP", "MKL", "GLOO", "PYTHONHASH", "PYTHONUNBUFFERED", "COV_")
+            )
         } | {
             "LAUNCH_TEST": self.mark,
             "TMPDIR": str(self.temporary),
