@@ -273,15 +273,15 @@ def all_jobs(folder: Path) -> Iterator[Jobs]:
         yield Jobs(folder, cluster)
 
 
-def show(cells: Sequence[Cell]) -> None:
-    """The table: a row for each launcher, a column for each failure."""
-    columns = [(busy, fails) for busy in BUSY for fails in FAILS]
-    for busy in BUSY:
+def show(cells: Sequence[Cell], launchers: Sequence[Launcher], asked: argparse.Namespace) -> None:
+    """The table: for each way in which rank 0 is busy, a row by launcher and a column by failure."""
+    texts = {(cell.launcher, cell.busy, cell.fails): str(cell) for cell in cells}
+    for busy in asked.busy:
         print(f"\nrank 0 is {BUSY[busy]}:")
-        print(f"{'':20}" + "".join(f"{fails:>16}" for b, fails in columns if b == busy))
-        for name in dict.fromkeys(cell.launcher for cell in cells):
-            row = {cell.fails: cell for cell in cells if (cell.launcher, cell.busy) == (name, busy)}
-            print(f"{name:20}" + "".join(f"{row.get(fails, 'waits')!s:>16}" for fails in FAILS))
+        print(f"{'':20}" + "".join(f"{fails:>16}" for fails in asked.fails))
+        for launcher in launchers:
+            row = (texts.get((launcher.name, busy, fails), "waits") for fails in asked.fails)
+            print(f"{launcher.name:20}" + "".join(f"{text:>16}" for text in row))
 
 
 def main() -> int:
@@ -299,16 +299,17 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="instep-failures-") as folder,
         all_jobs(Path(folder)) as jobs,
     ):
-        for launcher in jobs.launchers():
-            if asked.launchers and launcher.name not in asked.launchers:
+        launchers = [
+            launcher
+            for launcher in jobs.launchers()
+            if not asked.launchers or launcher.name in asked.launchers
+        ]
+        for launcher, busy, fails in itertools.product(launchers, asked.busy, asked.fails):
+            if busy == "meeting" and fails in launcher.unseen:
                 continue
-            for busy in asked.busy:
-                for fails in asked.fails:
-                    if busy == "meeting" and fails in launcher.unseen:
-                        continue
-                    cells.append(jobs.fail(launcher, fails, busy))
-                    print(f"{launcher.name}, {busy}, {fails}: {cells[-1]}", flush=True)
-    show(cells)
+            cells.append(jobs.fail(launcher, fails, busy))
+            print(f"{launcher.name}, {busy}, {fails}: {cells[-1]}", flush=True)
+    show(cells, launchers, asked)
     if asked.json:
         Path(asked.json).write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
     return int(any(cell.seconds is None for cell in cells))
