@@ -274,7 +274,7 @@ def all_jobs(folder: Path) -> Iterator[Jobs]:
 
 
 def show(cells: Sequence[Cell], launchers: Sequence[Launcher], asked: argparse.Namespace) -> None:
-    """The table: for each way in which rank 0 is busy, a row by launcher and a column by failure."""
+    """A table for each way in which rank 0 is busy: a row by launcher, a column by failure."""
     texts = {(cell.launcher, cell.busy, cell.fails): str(cell) for cell in cells}
     for busy in asked.busy:
         print(f"\nrank 0 is {BUSY[busy]}:")

@@ -180,6 +180,33 @@ def test_exit_handlers_and_threads_still_find_the_script(launch: Launch) -> None
     assert launch.event() == [True]
 
 
+@pytest.mark.parametrize("switch", ["enable", "disable"])
+def test_what_torch_makes_as_it_is_imported_is_permanent(launch: Launch, switch: str) -> None:
+    script = launch.script(f"""
+        import gc
+        gc.{switch}()
+        began = []
+        gc.callbacks.append(lambda phase, info: began.append(phase))
+        import torch
+        tell(began, gc.isenabled(), gc.get_freeze_count() > len(gc.get_objects()))
+    """)
+    assert launch.run("-n", 1, script).returncode == 0
+    assert launch.event() == [[], switch == "enable", True]
+
+
+def test_a_file_that_only_the_last_collection_closes_is_whole(launch: Launch) -> None:
+    script = launch.script("""
+        class Log:
+            def __init__(self):
+                self.file, self.itself = open("log", "w"), self
+                self.file.write("all of it")
+        log = Log()
+        import torch
+    """)
+    assert launch.run("-n", 1, script).returncode == 0
+    assert (launch.folder / "log").read_text() == "all of it"
+
+
 def test_rank_0_reads_the_users_input_and_the_others_nothing(launch: Launch) -> None:
     script = launch.script("tell(rank, sys.stdin.read())")
     launch.run("-n", 3, script, stdin=subprocess.PIPE, input="yes\n")

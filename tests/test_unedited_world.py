@@ -179,7 +179,8 @@ DISTRIBUTED = """
 
     politely = os.environ.get("RANK"), "WORLD_SIZE" in os.environ, dist.is_initialized()
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
+    if dist.is_available():
+        dist.init_process_group("gloo")
     seen = torch.full((), rank + 1.0)
     dist.all_reduce(seen)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -200,6 +201,17 @@ def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) ->
     )
     seen = b"(None, False, False) 3.0 2"
     assert place.left("n2") == {"rank0": seen, "rank1": seen}
+
+
+@pytest.mark.launch
+def test_where_that_is_certain_it_is_left_alone_from_the_beginning(place: Place) -> None:
+    certain = DISTRIBUTED.replace("if dist.is_available():", "with torch.enable_grad():")
+    done = place.run("n2", *RUN, "2", place.script(certain))
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.endswith("it is, since it starts a process group of its own.\n")
+    assert place.left("n2") == {
+        "rank0": b"('0', True, False) 3.0 2", "rank1": b"('1', True, False) 3.0 2"
+    }  # fmt: skip
 
 
 @pytest.mark.launch
@@ -392,6 +404,37 @@ def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -
         place.script("import instep", name)
     place.script("from train import plain", "plain.py")
     assert (reading.speaks_for_itself([place.script(text)]) is not None) is explicit
+
+
+@pytest.mark.parametrize(
+    ("text", "certain"),
+    [
+        ("dist.init_process_group('gloo')", True),
+        ("group = init_process_group(backend='gloo')", True),
+        ("# dist.init_process_group('gloo')", False),
+        ("if distributed: dist.init_process_group()", False),
+        ("def main(): dist.init_process_group()\nif __name__ == '__main__':\n    main()", True),
+        ("def main(): dist.init_process_group()\nsys.exit(main())", True),
+        ("def main(): setup()\ndef setup(): dist.init_process_group()\nmain()", True),
+        ("def main(): main(); dist.init_process_group()\nmain()", True),
+        ("def main():\n  if one: return\n  dist.init_process_group()\nmain()", False),
+        ("def main():\n  with x:\n    return\n  dist.init_process_group()\nmain()", False),
+        ("def one():\n  if x: return\none()\ndist.init_process_group()", True),
+        ("if one: sys.exit()\ndist.init_process_group()", False),
+        ("def one():\n  if x: sys.exit()\none()\ndist.init_process_group()", False),
+        ("sys.exit()\ndist.init_process_group()", False),
+        ("try:\n  dist.init_process_group()\nexcept RuntimeError: pass", False),
+        ("try:\n  dist.init_process_group()\nfinally: pass", True),
+        ("with lock:\n  dist.init_process_group()", True),
+        ("for each in x:\n  dist.init_process_group()", False),
+        ("mp.spawn(main)\ndef main(): dist.init_process_group()", False),
+        ("x and dist.init_process_group()", False),
+    ],
+)
+def test_reading_finds_a_process_group_that_is_certain(
+    place: Place, text: str, certain: bool
+) -> None:
+    assert (reading.speaks_for_itself([place.script(text)]) is not None) is certain
 
 
 def test_patches_are_undone_exactly() -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
-from instep.launch import guest, local_rank, program
+from instep.launch import local_rank
 
 COMMANDS = {
     "run": "instep.launch.command",
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_here(words: Sequence[str], plain: bool) -> int:
+    from instep.launch import guest, program  # the supervisor of ranks does without
+
     try:
         guest.prepare(words)
     except LaunchError as error:

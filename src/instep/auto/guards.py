@@ -1,7 +1,7 @@
 """A script that turns out to speak for itself: what it asks for, and what it is told till then.
 
-Nobody can tell from a script's text alone whether it starts a process group of its own: many do
-only under a launcher. So the launcher is hidden, and whoever asks in earnest is left alone.
+A script's text alone seldom tells whether it starts a process group of its own: many do only under
+a launcher. So the launcher is hidden, and whoever asks in earnest is left alone.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from instep.imports import Awaited, after_import
 
 Function = Callable[..., Any]
 _ABSENT = object()
@@ -70,14 +70,13 @@ class Patched:
                 self._put_in(patch)
             else:
                 self._awaited.setdefault(module, []).append(patch)
-        self._wait_no_more = when_imported("torch._dynamo", self._keep_out)
-        self._finder = _Finder(frozenset(self._awaited), self._imported)
-        sys.meta_path.insert(0, self._finder)
+        self._wait_no_more = after_import("torch._dynamo", lambda _: self._keep_out())
+        self._arrivals = Awaited(frozenset(self._awaited), self._imported)
+        self._arrivals.expect()
 
     def undo(self) -> None:
         """Everything is as it was. Does nothing the second time."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        self._arrivals.forget()
         self._wait_no_more()
         self._awaited.clear()
         while self._undone:
@@ -90,8 +89,8 @@ class Patched:
         while self._kept_out:
             unlike_torch(self._kept_out.pop())
 
-    def _imported(self, module: str) -> None:
-        for patch in self._awaited.pop(module, ()):
+    def _imported(self, module: ModuleType) -> None:
+        for patch in self._awaited.pop(module.__name__, ()):
             self._put_in(patch)
 
     def _put_in(self, patch: Patch) -> None:
@@ -131,71 +130,3 @@ def _resolved(owner: object) -> object:
         return owner
     module, _, path = owner.partition(":")
     return functools.reduce(getattr, path.split(".") if path else (), sys.modules[module])
-
-
-class _Finder(MetaPathFinder):
-    """Lets the other finders find, and says when one of some modules has been imported."""
-
-    def __init__(self, awaited: frozenset[str], imported: Callable[[str], None]) -> None:
-        self._awaited = awaited
-        self._imported = imported
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """As MetaPathFinder has it."""
-        if name not in self._awaited:
-            return None
-        for finder in sys.meta_path[
-            sys.meta_path.index(self) + 1 :
-        ]:  # before it may be others such
-            if not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Telling(spec.loader, self._imported)
-                return spec
-        return None
-
-
-class _Telling(Loader):
-    """The module's own loader, for as long as it takes to import it."""
-
-    def __init__(self, loader: Any, imported: Callable[[str], None]) -> None:
-        self._loader = loader
-        self._imported = imported
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As Loader has it."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """As Loader has it; afterwards nothing of ours is left on the module."""
-        spec = module.__spec__
-        assert spec is not None
-        spec.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._imported(spec.name)
-
-
-def when_imported(name: str, react: Callable[[], None]) -> Callable[[], None]:
-    """Call `react` when module `name` has been imported; now, if it is already.
-
-    Returns what to call if it is not to be waited for any more.
-    """
-
-    def wait_no_more() -> None:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-    def once(_: str) -> None:
-        wait_no_more()
-        react()
-
-    finder = _Finder(frozenset({name}), once)
-    if name in sys.modules:
-        react()
-    else:
-        sys.meta_path.insert(0, finder)
-    return wait_no_more

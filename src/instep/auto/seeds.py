@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-from types import ModuleType
-from typing import Any
 
 from instep import knobs
-from instep.auto.patching import when_imported
+from instep.imports import after_import
 from instep.errors import LaunchVariablesError
 
 
@@ -25,10 +22,5 @@ def sow(seed: int) -> None:
     if not 0 <= seed < 2**32:
         raise LaunchVariablesError(f"{knobs.SEED.name}={seed} is not a seed from 0 to 2**32 - 1.")
     random.seed(seed)
-    when_imported("numpy", lambda: _module("numpy").random.seed(seed))
-    when_imported("torch", lambda: _module("torch").manual_seed(seed))
-
-
-def _module(name: str) -> Any:
-    module: ModuleType = sys.modules[name]
-    return module
+    after_import("numpy.random", lambda module: module.seed(seed))
+    after_import("torch", lambda module: module.manual_seed(seed))

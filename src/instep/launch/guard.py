@@ -2,22 +2,19 @@
 when the supervisor itself was killed.
 
 This file is also the guard's program. It runs isolated from the user's Python path, so that it
-imports only the standard library, and under a name of its own, so that `pkill -f "instep run"`
-does not end it together with the supervisor.
+imports only the standard library, and little of that, since it starts beside the ranks; and under
+a name of its own, so that `pkill -f "instep run"` does not end it together with the supervisor.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 PATIENCE = 0.5
 """Seconds that what a rank left behind has to end after SIGTERM."""
@@ -101,10 +98,12 @@ def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
 class Guard:
     """A small process that outlives the supervisor's sudden death, and nothing else."""
 
-    def __init__(self, job: str, folder: Path) -> None:
+    def __init__(self, job: str, folder: os.PathLike[str]) -> None:
         """Start it. Should the supervisor die, it ends the job and removes `folder`."""
+        import subprocess
+
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, job, str(folder)],
+            [sys.executable, "-I", "-S", __file__, job, os.fspath(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -130,9 +129,12 @@ class Guard:
 
 def main(job: str, folder: str) -> None:
     """The guard's program: wait for the supervisor's end, and do what it could not do."""
-    Path("/proc/self/comm").write_text("instep-guard")
+    with open("/proc/self/comm", "w") as name:
+        name.write("instep-guard")
     told = sys.stdin.buffer.read().split()
     if DONE not in told:
+        import shutil
+
         end_ranks(map(int, told), job)
         shutil.rmtree(folder, ignore_errors=True)
 

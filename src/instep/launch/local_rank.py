@@ -13,9 +13,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from instep.auto import session
+from instep.imports import after_import
 from instep.identity import World
-from instep.launch.arrival import after_import
 
 SPELLINGS = ("--local-rank", "--local_rank")
 _GIVEN = re.compile("--local[-_]rank(=.*)?")
@@ -39,6 +38,8 @@ def without(words: Sequence[str]) -> Sequence[str]:
 
 
 def _offering(parse_known_args: Callable[..., Any], local_rank: int) -> Callable[..., Any]:
+    from instep.auto import session  # the supervisor of ranks does without
+
     @wraps(parse_known_args)
     def parse(self: Any, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:
         words = sys.argv[1:] if args is None else list(args)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from instep import cards, launchers
 from instep.auto import real, session
-from instep.launch import local_rank, reading, script, torch_init
+from instep.launch import heap, local_rank, reading, script, torch_init
 
 real_files = real.real
 failing = session.failing
@@ -20,6 +20,7 @@ def run(command: Sequence[str], *, plain: bool = False) -> None:
     """
     if not _is_ours(command):
         cards.announce(command)
+    heap.spare_torch()
     torch_init.expect()
     local_rank.offer(launchers.detect())
     if not plain:

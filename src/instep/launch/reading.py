@@ -1,4 +1,4 @@
-"""Reads a script, and what it imports from beside it, for explicit calls of instep."""
+"""Reads a script, and what it imports from beside it, for what makes it one to be left alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from instep.launch import certain
 
 MOST = 300
 """Files that are read at most."""
@@ -22,6 +24,8 @@ def speaks_for_itself(command: Sequence[str]) -> str | None:
         tree = _parsed(path)
         if tree is None:
             continue
+        if path == entry and certain.calls(tree, "init_process_group"):
+            return "it starts a process group of its own"
         names = [*_imported(tree)]
         if speaker := next(filter(None, map(_speaker, names)), None):
             return f"{os.path.relpath(path)} uses {speaker} itself"

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 from contextlib import suppress
-from pathlib import Path
 
 from instep.fates import headline, named, shell_code
 from instep.watch.hub import Hub, failure
@@ -263,7 +262,8 @@ def main(fd: str) -> None:
     """The program: the rank's first words say whom to watch."""
     for number in MEANT_FOR_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
-    Path("/proc/self/comm").write_text("instep-watch")
+    with open("/proc/self/comm", "w") as name:
+        name.write("instep-watch")
     line = Line(socket.socket(fileno=int(fd)))
     heard = line.hear()
     if not heard:
