@@ -137,6 +137,27 @@ def startup(result: dict[str, Any]) -> str:
     return table(("", "seconds", "over bare processes"), rows)
 
 
+def imagenet(result: dict[str, Any]) -> str:
+    """An epoch of examples/imagenet by each way, as its slowest rank sees it."""
+    rows = [
+        (way, f"{row['seconds']:.2f}", shown(row["over_ddp"]), f"{row['waited']:.1%}")
+        for way, row in result["ways"].items()
+    ]
+    head = (f"{result['ranks']} ranks, {' '.join(result['flags'])}", "seconds", "over DDP")
+    return table((*head, "waited for data"), rows)
+
+
+def failures(result: dict[str, Any]) -> str:
+    """What becomes of two ranks when rank 1 fails: seconds until nothing is left, exit code."""
+    texts = {(c["busy"], c["launcher"], c["fails"]): c["says"] for c in result["cells"]}
+    fails = list(dict.fromkeys(key[2] for key in texts))
+    rows = [
+        (busy, launcher, *(texts.get((busy, launcher, way), "waits") for way in fails))
+        for busy, launcher in dict.fromkeys(key[:2] for key in texts)
+    ]
+    return table(("rank 0 is", "launcher", *fails), rows)
+
+
 def gpu(result: dict[str, Any]) -> str:
     """ResNet-50 on a GPU."""
     ratio = shown(result["rows"]["instep"]["over_plain"])
@@ -155,7 +176,9 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         unedited,
         loading,
         startup,
+        failures,
         scaling,
+        imagenet,
         gpu,
     )
 }
@@ -171,7 +194,10 @@ def run(name: str, more: list[str]) -> None:
     if name == "gpu" and machine()["gpu"] is None:
         return
     print(f"\n=== {name}", flush=True)
-    command = [python, str(HERE / f"{name}.py"), "--json", str(RESULTS / f"{name}.json"), *more]
+    program = ["-m", "tests.failures"] if name == "failures" else [str(HERE / f"{name}.py")]
+    if name == "imagenet":
+        program += ["--plot", str(HERE.parent / "docs" / "images"), "--rounds", "3"]
+    command = [python, *program, "--json", str(RESULTS / f"{name}.json"), *more]
     subprocess.run(command, check=True, cwd=HERE.parent)
 
 

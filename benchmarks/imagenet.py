@@ -4,8 +4,9 @@ python benchmarks/imagenet.py --json imagenet.json --csv imagenet.csv --plot doc
 python benchmarks/imagenet.py --ranks 8 --data IMAGENET -a resnet50 --size 224 -b 2048 -j 8
 
 Each round runs all ways in another order, each in fresh processes; an epoch's time is that of the
-last one, without validation, on its slowest rank. Without --data it makes images of its own. What
-cannot be started here is left out, and said.
+last one, without validation, on its slowest rank, and with it goes the part of it for which that
+rank waited for data. Without --data it makes images of its own. What cannot be started here is
+left out, and said.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import csv
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -22,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from machine import machine, ratios
 
 HERE = Path(__file__).parent
 WAYS = HERE.parent / "examples" / "imagenet"
@@ -56,6 +58,14 @@ ORIGINAL = {
 does not say for how much work."""
 
 
+class Epoch(NamedTuple):
+    """One epoch of one way, as its slowest rank saw it."""
+
+    seconds: float
+    waited: float
+    """The part of them, from 0 to 1, in which no batch was there."""
+
+
 def left_out(name: str, ranks: int) -> str | None:
     """Why a way cannot be timed here, if so."""
     launcher = COMMANDS[name][0]
@@ -68,8 +78,8 @@ def left_out(name: str, ranks: int) -> str | None:
     return None if ranks > 1 or name == "one process" else "one rank"
 
 
-def seconds(name: str, ranks: int, flags: list[str], folder: Path) -> float:
-    """The last epoch's time on its slowest rank."""
+def last_epoch(name: str, ranks: int, flags: list[str], folder: Path) -> Epoch:
+    """Run a way to its end."""
     words = [word.format(n=ranks) for word in COMMANDS[name]]
     command = [str(WAYS / word) if word in SCRIPTS else word for word in words]
     out = folder / "out"
@@ -87,23 +97,24 @@ def seconds(name: str, ranks: int, flags: list[str], folder: Path) -> float:
     with (out / "ranks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     shutil.rmtree(out)
-    return max(float(row["seconds"]) for row in rows if row["epoch"] == rows[-1]["epoch"])
+    last = [row for row in rows if row["epoch"] == rows[-1]["epoch"]]
+    seconds, waited = max((float(row["seconds"]), float(row["data_wait"])) for row in last)
+    return Epoch(seconds, waited / seconds)
 
 
 SCRIPTS = {path.name for path in WAYS.glob("*.py")}
 
 
-def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+def summary(times: dict[str, list[Epoch]]) -> dict[str, Any]:
     """Medians, and ratios within a round to DistributedDataParallel."""
     base = times.get("DistributedDataParallel")
     found: dict[str, Any] = {}
     for name, taken in times.items():
-        found[name] = {"seconds": statistics.median(taken), "all": taken}
+        seconds = [epoch.seconds for epoch in taken]
+        waited = statistics.median(epoch.waited for epoch in taken)
+        found[name] = {"seconds": statistics.median(seconds), "all": seconds, "waited": waited}
         if base:
-            ratios = [a / b for a, b in zip(taken, base, strict=True)]
-            found[name]["over_ddp"] = {
-                "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)
-            }  # fmt: skip
+            found[name]["over_ddp"] = ratios(seconds, [epoch.seconds for epoch in base])
     return found
 
 
@@ -141,14 +152,14 @@ def main() -> None:
     add("--rounds", type=int, default=5)
     add("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="WAY")
     add("--data", type=Path, help="ImageNet's layout; else made")
-    add("--train", type=int, default=40, help="images of each class to make (default: 40)")
+    add("--train", type=int, default=100, help="images of each class to make (default: 100)")
     add("--size", default="64")
     add("--json", type=Path)
     add("--csv", type=Path)
     add("--plot", type=Path, metavar="FOLDER", help="imagenet.png and imagenet-2019.png go there")
     args, flags = parser.parse_known_args()  # the others are the ways'
     whys = {name: left_out(name, args.ranks) for name in args.only}
-    times: dict[str, list[float]] = {name: [] for name, why in whys.items() if why is None}
+    times: dict[str, list[Epoch]] = {name: [] for name, why in whys.items() if why is None}
     flags = [*(flags or ["-b", "32", "-j", "1", "--epochs", "2"]), "--size", args.size]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -159,11 +170,12 @@ def main() -> None:
         flags += ["--data", str(args.data.resolve())]
         for turn in range(args.rounds):
             for way in random.Random(turn).sample(list(times), len(times)):
-                times[way].append(seconds(way, args.ranks, flags, folder))
-                print(f"round {turn + 1}: {way}: {times[way][-1]:.2f} s", flush=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+                epoch = last_epoch(way, args.ranks, flags, folder)
+                times[way].append(epoch)
+                seen = f"{epoch.seconds:.2f} s, waited for {epoch.waited:.0%} of it"
+                print(f"round {turn + 1}: {way}: {seen}", flush=True)
     result = {
-        "ranks": args.ranks, "flags": flags[:-2], "torch": torch.__version__, "device": device,
+        "machine": machine(), "ranks": args.ranks, "flags": flags[:-2],
         "left_out": {name: why for name, why in whys.items() if why}, "ways": summary(times),
     }  # fmt: skip
     print(json.dumps(result, indent=2))
@@ -171,11 +183,15 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     if args.csv:
         with args.csv.open("w", newline="") as file:
-            rows = [(way, i + 1, s) for way, all_ in times.items() for i, s in enumerate(all_)]
-            csv.writer(file).writerows([("way", "round", "seconds_per_epoch"), *rows])
+            rows = [
+                (way, i + 1, *epoch) for way, all_ in times.items() for i, epoch in enumerate(all_)
+            ]
+            head = ("way", "round", "seconds_per_epoch", "part_waited_for_data")
+            csv.writer(file).writerows([head, *rows])
     if args.plot:
+        drawn = {way: [epoch.seconds for epoch in all_] for way, all_ in times.items()}
         title = f"One epoch on {args.ranks} ranks, rounds: {args.rounds}"
-        bars(args.plot / "imagenet.png", title, "seconds per epoch (median, range)", times)
+        bars(args.plot / "imagenet.png", title, "seconds per epoch (median, range)", drawn)
         then = {name: [value] for name, value in ORIGINAL.items()}
         title = "As charted in 2019: ImageNet on four V100, other data and hardware"
         bars(args.plot / "imagenet-2019.png", title, "seconds", then)

@@ -27,11 +27,13 @@ from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import components
 import slurm
 from launching import LAUNCHER_VARIABLES
+from machine import machine
 
 LIMIT = 25.0
 """Seconds after the failure, after which a job that is still up is HUNG."""
@@ -116,6 +118,11 @@ class Cell:
     def finishes(self) -> bool:
         """Whether rank 0 has nothing to complain of: it did not need rank 1 any more."""
         return self.fails == "exit 0" and self.busy in ("loading", "gil")
+
+    def to_json(self) -> dict[str, object]:
+        """All of it, and its text; the output only where something is wrong."""
+        wrong = self.seconds is None or not (self.culprit or self.finishes)
+        return asdict(self) | {"output": self.output if wrong else "", "says": str(self)}
 
     def __str__(self) -> str:
         if self.seconds is None:
@@ -311,7 +318,8 @@ def main() -> int:
             print(f"{launcher.name}, {busy}, {fails}: {cells[-1]}", flush=True)
     show(cells, launchers, asked)
     if asked.json:
-        Path(asked.json).write_text(json.dumps([asdict(cell) for cell in cells], indent=2) + "\n")
+        told = {"machine": machine(), "cells": [cell.to_json() for cell in cells]}
+        Path(asked.json).write_text(json.dumps(told, indent=2) + "\n")
     return int(any(cell.seconds is None for cell in cells))
 
 
