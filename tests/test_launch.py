@@ -187,6 +187,8 @@ def test_what_torch_makes_as_it_is_imported_is_permanent(launch: Launch, switch:
         gc.{switch}()
         began = []
         gc.callbacks.append(lambda phase, info: began.append(phase))
+        import importlib.util
+        assert importlib.util.find_spec("torch").loader.get_filename().endswith("__init__.py")
         import torch
         tell(began, gc.isenabled(), gc.get_freeze_count() > len(gc.get_objects()))
     """)

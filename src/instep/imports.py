@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 React = Callable[[ModuleType], None]
+Meanwhile = Callable[[], AbstractContextManager[object]]
 
 
 def after_import(name: str, react: React) -> Callable[[], None]:
@@ -33,8 +34,8 @@ def after_import(name: str, react: React) -> Callable[[], None]:
     return awaited.forget
 
 
-def while_importing(name: str, meanwhile: AbstractContextManager[object]) -> None:
-    """Enter `meanwhile` while the code of this module runs; never, if it has run already."""
+def while_importing(name: str, meanwhile: Meanwhile) -> None:
+    """Be in `meanwhile()` while the code of this module runs; never, if it has run already."""
     if name not in sys.modules:
         awaited = Awaited({name}, lambda _: awaited.forget(), meanwhile)
         awaited.expect()
@@ -44,13 +45,9 @@ class Awaited:
     """A finder that lets the others find, and says when one of some modules has been imported."""
 
     def __init__(
-        self,
-        names: Collection[str],
-        arrived: React,
-        meanwhile: AbstractContextManager[object] | None = None,
+        self, names: Collection[str], arrived: React, meanwhile: Meanwhile = nullcontext
     ) -> None:
-        self._names, self._arrived = names, arrived
-        self._meanwhile = nullcontext() if meanwhile is None else meanwhile
+        self._names, self._arrived, self._meanwhile = names, arrived, meanwhile
 
     def expect(self) -> None:
         """From now on."""
@@ -82,10 +79,12 @@ class Awaited:
 class _Telling:
     """The module's own loader, for as long as it takes to import it."""
 
-    def __init__(
-        self, loader: Any, arrived: React, meanwhile: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, loader: Any, arrived: React, meanwhile: Meanwhile) -> None:
         self._loader, self._arrived, self._meanwhile = loader, arrived, meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the loader's: whoever only looks for a module may ask it."""
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As importlib.abc.Loader has it."""
@@ -97,6 +96,6 @@ class _Telling:
         spec = module.__spec__
         assert spec is not None
         spec.loader = module.__loader__ = self._loader
-        with self._meanwhile:
+        with self._meanwhile():
             self._loader.exec_module(module)
         self._arrived(module)

@@ -6,8 +6,8 @@ import os
 import random
 
 from instep import knobs
-from instep.imports import after_import
 from instep.errors import LaunchVariablesError
+from instep.imports import after_import
 
 
 def draw() -> int:

@@ -20,7 +20,7 @@ def spare_torch() -> None:
     Not where a file is open for writing by then: if it is in a cycle, only a collection as the
     interpreter ends writes the rest of it.
     """
-    while_importing("torch", _settling())
+    while_importing("torch", _settling)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from instep.imports import after_import
 from instep.identity import World
+from instep.imports import after_import
 
 SPELLINGS = ("--local-rank", "--local_rank")
 _GIVEN = re.compile("--local[-_]rank(=.*)?")

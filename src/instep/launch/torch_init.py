@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from instep import launchers, listening
-from instep.imports import after_import
 from instep.errors import BackendError, PortInUseError, RendezvousError
+from instep.imports import after_import
 
 
 def expect() -> None:
