@@ -91,6 +91,39 @@ def test_the_jobs_are_down_and_their_culprits_named(
         assert (seen.seconds is not None, seen.culprit, seen.code) == (True, True, code), where
 
 
+SPAWNS = """
+import atexit, os, sys, time
+import torch, torch.multiprocessing as mp
+
+def main(rank, folder):
+    atexit.register(time.sleep, 0.5)  # it has left its peers long before its parent sees that
+    import instep
+    instep.init(f"file://{folder}/meet", rank=rank, world_size=2)
+    if rank == 1:
+        raise ValueError("boo")
+    instep.all_reduce(torch.ones(2))
+
+if __name__ == "__main__":
+    mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method=sys.argv[2])
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.nightly)])
+def test_the_parent_of_spawned_ranks_sees_the_one_that_failed_first(
+    tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "train.py").write_text(SPAWNS)
+    ran = subprocess.run(
+        [sys.executable, "train.py", str(tmp_path), method],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\n" in ran.stderr
+    assert ran.stderr.rstrip().endswith("\nValueError: boo")
+    assert "PeerLeftError" not in ran.stderr
+
+
 FAILS_FIRST = """
 import sys, instep
 if str(instep.rank) == sys.argv[1]:

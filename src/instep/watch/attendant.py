@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
@@ -33,6 +35,8 @@ PROGRAM = (
 )
 PATIENCE = 3.0
 """Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
+FIRST = 1000
+"""Before what else multiprocessing does at the end of a child of its, such as waiting for others."""
 _attendants: list[Attendant] = []
 """Of this process: one for each time that it has met the others; the last one is in office."""
 
@@ -113,6 +117,8 @@ class Attendant:
         if JOB not in os.environ:  # `instep run` sees for itself
             self._hook = sys.excepthook
             sys.excepthook = self._fail
+            if parent_process() is not None:
+                Finalize(None, self._child_ends, exitpriority=FIRST)
 
     def retire(self) -> None:
         """This rank is about to meet the others anew."""
@@ -129,12 +135,24 @@ class Attendant:
     ) -> None:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
-            self._line.say("failed", code=130 if issubclass(kind, KeyboardInterrupt) else 1)
-            self._named.wait(PATIENCE)
-            if self._follows:
-                time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
-            os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
+            self._say_failed(130 if issubclass(kind, KeyboardInterrupt) else 1)
         self._hook(kind, error, trace)
+
+    def _child_ends(self) -> None:
+        """What multiprocessing's children raise, and so mp.spawn's, never comes to sys.excepthook;
+        but it is still under way when they are finalized."""
+        error = sys.exc_info()[1]
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        if code:
+            self._say_failed(code if isinstance(code, int) else 1)
+
+    def _say_failed(self, code: int) -> None:
+        """Return when this rank may fail: when it is the first, or nobody can say who was."""
+        self._line.say("failed", code=code)
+        self._named.wait(PATIENCE)
+        if self._follows:
+            time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
+        os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
 
     # --------------------------------------------------------------------- what the watcher says
 

@@ -14,8 +14,10 @@ from instep.watch.loop import Loop
 NEWS = 0.1
 """Seconds after the first news of a failure until the first failure is named. A death is seen later
 than it happens, and a peer may have complained in between."""
-LAST_WORDS = 1.0
+LAST_WORDS = 2.0
 """Seconds that the rank which failed has to print, clean up and go, before the others are ended."""
+SEEN = 0.2
+"""Seconds after its end until the others are ended: their launcher shall see that one first."""
 OTHERS = 0.9
 """Seconds that the others have to go."""
 ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
@@ -149,7 +151,7 @@ class Hub:
         self._ended[rank] = code
         self._tell_all("ended", rank=rank)
         if self._first is not None and rank == self._first["rank"]:
-            self._let_the_others_go()
+            self._loop.after(SEEN, self._let_the_others_go)
         if len(self._ended) == self._size and (self._first is not None or not self._news):
             self._over()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 
 from instep.fates import headline, named, shell_code
@@ -71,7 +72,11 @@ class Watcher:
         said = self._line.hear()
         if said is None:
             self._loop.off(self._line)
-        for words in said or ():
+        self.take(said or ())
+
+    def take(self, said: Iterable[Said]) -> None:
+        """What the rank says."""
+        for words in said:
             if words["word"] == "finished":
                 self._finished = True
                 self._hub.say("finished")
@@ -279,5 +284,5 @@ def main(fd: str) -> None:
         if reached is None:
             return
         end = reached
-    Watcher(loop, line, Line(end), said)
+    Watcher(loop, line, Line(end), said).take(heard[1:])
     loop.run()
