@@ -85,6 +85,47 @@ def test_accumulation_and_zeroing_happen_in_place():
     same_on_one_rank(added_up)
 
 
+class Detour(nn.Module):
+    """Between two batch normalisations, a layer for marked rows only."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        self.detour = nn.Linear(6, 6)
+        self.leave = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x):
+        marked = x[:, :1] > 100
+        x = self.enter(x).relu()
+        return self.leave(x + marked * self.detour(x) if marked.any() else x)
+
+
+def detour(compression=None):
+    torch.manual_seed(3)
+    model = instep.replicate(Detour().double(), compression=compression)
+    batch = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    batch[0][1, 0] = 1000  # a row of rank 0's
+    x, y = instep.shard(batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_BUCKET_MIB", "0")  # a bucket for each parameter
+        cross_entropy(model(x), y).backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+def test_buckets_and_batch_statistics_keep_apart_where_ranks_use_different_parameters():
+    same_on_one_rank(detour)
+
+
+def compressed_detour():
+    return detour("bf16")
+
+
+def test_so_do_compressed_buckets():
+    (alone,) = run(1, compressed_detour)
+    for ours, theirs in zip(run(2, compressed_detour)[1], alone, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0.1, atol=1e-2), (ours, theirs)
+
+
 class Halves(nn.Module):
     """Backward leaves both parameters' gradients in one memory."""
 

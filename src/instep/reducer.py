@@ -17,7 +17,7 @@ from instep.compressed import Compression, wire
 from instep.errors import TrainingError
 from instep.objects import all_gather_object
 from instep.seams import Function
-from instep.transport import Transport
+from instep.transport import Transport, aside
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""
@@ -87,6 +87,9 @@ class Reducer:
         compression: Compression = None,
     ) -> None:
         self.transport = way
+        self._aside = aside(way)
+        """Where the buckets travel: batch normalisation talks in between, and where in between a
+        bucket is full depends on what this rank has used."""
         self._compression = compression
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
@@ -111,7 +114,7 @@ class Reducer:
         ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
         if kinds not in self._plans:
-            self._plans[kinds] = _load(live, self.transport, self._compression)
+            self._plans[kinds] = _load(live, self._aside, self._compression)
         self._cargoes = self._plans[kinds]
         self._where = {index: cargo for cargo in self._cargoes for index in cargo.parameters}
 
@@ -172,8 +175,10 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Start the buckets that are full, in their order: the same on all ranks."""
+        if self._aside is self.transport:  # nothing travels while the caller goes on
+            return
         while self._launched < len(self._cargoes) and self._cargoes[self._launched].full:
-            self._cargoes[self._launched].launch(self.transport)
+            self._cargoes[self._launched].launch(self._aside)
             self._launched += 1
 
     def finish(self) -> None:
@@ -182,10 +187,10 @@ class Reducer:
             return
         self._add_kept()
         for cargo in self._cargoes[self._launched :]:
-            cargo.launch(self.transport)
+            cargo.launch(self._aside)
         self._launched = len(self._cargoes)
         for cargo in self._cargoes:
-            cargo.follow(self.transport)
+            cargo.follow(self._aside)
         for cargo in self._cargoes:
             cargo.deliver(self._summed)
         self._partial.clear()

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep import rendezvous, shm
+from instep import knobs, rendezvous, shm
 from instep.errors import RendezvousError, UnsuitableTensorError, WrongDeviceError
 from instep.groups import Group
 from instep.watch.whereabouts import Waiting
@@ -138,7 +139,17 @@ class _Together:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = group
+        # A model keeps its transport until Python ends; a group must not live so long.
+        self._held = None if group is None else weakref.ref(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        if self._held is None:
+            return None
+        group = self._held()
+        if group is None:
+            raise RendezvousError.parted()
+        return group
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
@@ -203,7 +214,6 @@ class _SharingMemory(_Together):
 
     def __init__(self, group: dist.ProcessGroup | None, shared: shm.InstepProcessGroup) -> None:
         super().__init__(group)
-        # A model keeps its transport until Python ends; the world's group must not live so long.
         self._shared = weakref.ref(shared)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
@@ -291,6 +301,23 @@ def _over(group: dist.ProcessGroup | None) -> Transport:
     if isinstance(members, shm.InstepProcessGroup):
         return _SharingMemory(group, members)
     return _Together(group)
+
+
+_asides: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def aside(way: Transport) -> Transport:
+    """A second way between all ranks, beside `way`: what travels there while the caller goes on
+    needs no order with what goes by `way`. Where nothing does, `way` itself. Collective."""
+    if way.in_place:
+        return way
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _asides:
+        _asides[world] = dist.new_group(timeout=timedelta(seconds=int(knobs.TIMEOUT)))
+    return _Together(_asides[world])
 
 
 _instead: Transport | None = None

@@ -61,7 +61,7 @@ def line(frame: FrameType) -> str:
 
 
 def wait_of_main_thread() -> dict[str, object] | None:
-    """The collective that it is in: its op and members, and the call and the line of the script.
+    """The collective that it is in: its op in which group, the members, and the call and the line of the script.
 
     None outside of one. The thread should be asleep in it: its frames are read while they stand.
     """
@@ -69,12 +69,13 @@ def wait_of_main_thread() -> dict[str, object] | None:
     for frame in frames:
         found = _wait(frame)
         if found is not None:
-            op, members = found
+            op, group, members = found
             script = of_script(frame)
             inside = [f.f_code for f in frames[: frames.index(script)]]
             called = (code.co_name for code in reversed(inside) if code.co_filename != _WRAPPER)
             call = next(called, op)
-            return {"op": op, "members": members, "call": call, "line": line(script)}
+            where = {"call": call, "line": line(script)}
+            return {"op": f"{op} in {group}", "members": members, **where}
     return None
 
 
@@ -93,23 +94,26 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _wait(frame: FrameType) -> tuple[str, list[int]] | None:
-    """Op and members of the collective that this frame is the call of."""
+def _wait(frame: FrameType) -> tuple[str, str, list[int]] | None:
+    """Op, group and members of the collective that this frame is the call of."""
     if frame.f_code is Waiting.wait.__code__:
         waiting: Waiting = frame.f_locals["self"]
-        return waiting.op, _members(waiting.group)
+        return waiting.op, *_members(waiting.group)
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_OF_ALL, *_OF_PAIRS):
         return None
     arguments = frame.f_locals
-    group = arguments["group"]
+    group, members = _members(arguments["group"])
     if name in _OF_ALL:
-        return name, _members(group)
+        return name, group, members
     rank, place = (arguments[key] for key in _OF_PAIRS[name])
     if rank is None and place is not None:
-        rank = _members(group)[place]
-    return None if rank is None else (name, [dist.get_rank(), rank])
+        rank = members[place]
+    return None if rank is None else (name, group, [dist.get_rank(), rank])
 
 
-def _members(group: dist.ProcessGroup | None) -> list[int]:
-    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+def _members(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
+    """The name of a group, the same on all ranks, and its members."""
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    return group.group_name, dist.get_process_group_ranks(group)
