@@ -55,9 +55,15 @@ class Signals:
         self._mine = rank * _WORDS
         self._others = [other * _WORDS for other in range(len(peers)) if other != rank]
         self._default_timeout = default_timeout
-        self._turn = 0
+        self.turn = 0
+        """How often the ranks have met, or are about to."""
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
+
+    @property
+    def ranks(self) -> list[int]:
+        """Who meets here: ranks of the whole job."""
+        return [peer.rank for peer in self._peers]
 
     def meet(self, call: Call, timeout: timedelta | None = None) -> None:
         """Return when every rank has come to this turn with the same call.
@@ -65,8 +71,8 @@ class Signals:
         What a rank wrote to shared memory before, every rank sees after. Raises PeerDiedError,
         PeerLeftError, PeerGaveUpError, CollectiveTimeoutError or DisagreementError.
         """
-        self._turn += 1
-        word = self._turn << TAG_BITS | call.tag
+        self.turn += 1
+        word = self.turn << TAG_BITS | call.tag
         words = self._words
         words[self._mine] = word
         for place in self._others:

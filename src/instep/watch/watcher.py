@@ -58,6 +58,10 @@ class Watcher:
         self._children: dict[int, int] = {}
         """What the rank has started, such as loader workers: the process descriptor of each."""
         self._seen = (0, 0)
+        self._asleep = self._idle = False
+        """Since the look before: whether its main thread did not run; whether none did, nearly."""
+        self._turn: int | None = None
+        """In which turn it met the others in shared memory, when it was last asked."""
         self._still, self._waits_in_vain, self._told_wait = 0, 0, False
         """For how many looks; for how many looks for one that has ended; whether the hub knows."""
         hub.say("hello", rank=self._rank, host=self._host, token=said["token"])
@@ -204,11 +208,12 @@ class Watcher:
             self._loop.after(LOOK_CLOSELY, self._look_closely)
 
     def _look(self) -> None:
-        """Only a rank whose main thread has slept since the last look is asked where it stands."""
+        """Only a rank that did nearly nothing since the last look is asked where it stands."""
         with suppress(OSError):
             switches, ticks = activity(self._pid)
-            if switches == self._seen[0]:
-                self._still = self._still + 1 if ticks - self._seen[1] <= IDLE else 0
+            self._asleep = switches == self._seen[0]
+            self._idle = ticks - self._seen[1] <= IDLE
+            if self._asleep or self._idle:
                 self._line.say("where")
             else:
                 self._gets_on()
@@ -222,10 +227,12 @@ class Watcher:
             self._hub.say("moves")
 
     def _judge(self, wait: Said | None) -> None:
-        """It sleeps, in this collective or in none."""
-        if wait is None:
+        """It stands in this collective or in none."""
+        before, self._turn = self._turn, None if wait is None else wait.get("turn")
+        if wait is None or not (self._asleep or before == self._turn is not None):
             self._gets_on()
             return
+        self._still = self._still + 1 if self._idle else 0
         gone = sorted(self._ended & set(wait["members"]))
         self._waits_in_vain = self._waits_in_vain + 1 if gone else 0
         if self._waits_in_vain == 2 and self._verdict is None:

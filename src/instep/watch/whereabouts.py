@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from instep.shm.signals import Signals
+
 _OURS = f"{Path(__file__).parent.parent}/"
 _NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
 _TORCH = dist.distributed_c10d.__file__
@@ -61,21 +63,20 @@ def line(frame: FrameType) -> str:
 
 
 def wait_of_main_thread() -> dict[str, object] | None:
-    """The collective that it is in: its op in which group, the members, and the call and the line of the script.
+    """The collective that it is in: its op and members, and the call and the line of the script.
 
     None outside of one. The thread should be asleep in it: its frames are read while they stand.
+    In shared memory, where it wakes now and then to look, the turn tells one wait from the next.
     """
     frames = list(_frames())
     for frame in frames:
         found = _wait(frame)
         if found is not None:
-            op, group, members = found
             script = of_script(frame)
             inside = [f.f_code for f in frames[: frames.index(script)]]
             called = (code.co_name for code in reversed(inside) if code.co_filename != _WRAPPER)
-            call = next(called, op)
-            where = {"call": call, "line": line(script)}
-            return {"op": f"{op} in {group}", "members": members, **where}
+            call = next(called, found["op"])
+            return found | {"call": call, "line": line(script)}
     return None
 
 
@@ -94,26 +95,32 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _wait(frame: FrameType) -> tuple[str, str, list[int]] | None:
-    """Op, group and members of the collective that this frame is the call of."""
+def _wait(frame: FrameType) -> dict[str, object] | None:
+    """Op and members of the collective that this frame is the call of."""
     if frame.f_code is Waiting.wait.__code__:
         waiting: Waiting = frame.f_locals["self"]
-        return waiting.op, *_members(waiting.group)
+        return _of_all(waiting.op, waiting.group)
+    if frame.f_code is Signals.meet.__code__:
+        signals: Signals = frame.f_locals["self"]
+        return {"op": frame.f_locals["call"].text, "members": signals.ranks, "turn": signals.turn}
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_OF_ALL, *_OF_PAIRS):
         return None
     arguments = frame.f_locals
-    group, members = _members(arguments["group"])
+    group = arguments["group"]
     if name in _OF_ALL:
-        return name, group, members
+        return _of_all(name, group)
     rank, place = (arguments[key] for key in _OF_PAIRS[name])
     if rank is None and place is not None:
-        rank = members[place]
-    return None if rank is None else (name, group, [dist.get_rank(), rank])
+        rank = _members(group)[place]
+    return None if rank is None else {"op": name, "members": [dist.get_rank(), rank]}
 
 
-def _members(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
-    """The name of a group, the same on all ranks, and its members."""
+def _of_all(op: str, group: dist.ProcessGroup | None) -> dict[str, object]:
     group = group if group is not None else dist.group.WORLD
     assert group is not None
-    return group.group_name, dist.get_process_group_ranks(group)
+    return {"op": f"{op} in group {group.group_name}", "members": _members(group)}
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
