@@ -168,14 +168,41 @@ else:
 """
 
 
+PAST = """
+import sys, torch, instep
+instep.init(f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+x = torch.ones(4, requires_grad=True)
+if sys.argv[3] == "scatter":
+    part = instep.scatter(x.split(2) if instep.rank == 0 else None)
+else:
+    part = instep.recv(0) if instep.rank == 1 else instep.send(x, 1)
+weight = torch.ones(part.shape, requires_grad=True)
+torch.autograd.grad((part * weight).sum(), x if instep.rank == 0 else weight)
+instep.barrier()
+"""
+
+
 @pytest.mark.launch
-def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "asked", "backend", "stand"),
+    [
+        (DIVERGING, (), "gloo", ("backward at {}:7", "broadcast at {}:9")),
+        (PAST, ("scatter",), "auto", ("grad at {}:10", "barrier at {}:11")),
+        pytest.param(
+            *(PAST, ("send",), "auto", ("grad at {}:10", "barrier at {}:11")),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(
+    tmp_path: Path, text: str, asked: tuple[str, ...], backend: str, stand: tuple[str, str]
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text(DIVERGING)
+    script.write_text(text)
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, tmp_path / "meet", str(rank)],
-            env=os.environ | {"INSTEP_BACKEND": "gloo"}, stderr=subprocess.PIPE, text=True,
+            [sys.executable, script, tmp_path / "meet", str(rank), *asked],
+            env=os.environ | {"INSTEP_BACKEND": backend}, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -185,10 +212,10 @@ def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(tmp_path: 
     lines = said[0].splitlines()
     assert lines[:3] == [
         "instep: the ranks wait for each other in different collectives:",
-        f"  rank 0 waits in backward at {script}:7",
-        f"  rank 1 waits in broadcast at {script}:9",
+        f"  rank 0 waits in {stand[0].format(script)}",
+        f"  rank 1 waits in {stand[1].format(script)}",
     ]
-    assert lines[-1].strip() == "loss.backward()"
+    assert lines[-1].strip() == text.splitlines()[int(stand[0].rpartition(":")[2]) - 1].strip()
 
 
 # ---------------------------------------------------------------------------------- pure parts

@@ -48,7 +48,7 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     table, wanted = _met(tensor, [_rows(tensor)], way, group)
     shapes = [_with_rows(tensor, rows) for (rows,) in table]
     if all(shape == shapes[0] for shape in shapes):
-        return list(applied(_AllGather, anchor(wanted), way, tensor))
+        return list(applied(_AllGather, anchor(wanted), way, tensor)[1:])
     return exchanged(way, [tensor] * way.size, shapes, wanted)
 
 
@@ -62,8 +62,7 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
 
     Returns:
         As many new tensors as there are ranks; on other ranks than root they have no elements, and
-        only connect this rank's loss to the graph. The derivative scatters root's gradients. (For
-        a second one add up their sums: torch.cat drops the graph of tensors without elements.)
+        only connect this rank's loss to the graph. The derivative scatters root's gradients.
 
     Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
@@ -86,7 +85,9 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
 
     Returns:
         A new tensor, which requires a gradient on every rank if one of root's parts does. The
-        derivative gathers the gradients at root.
+        derivative gathers the gradients at root, so backward must pass by it on every rank:
+        torch.autograd.grad of some `inputs` does not, on a rank where these do not lead to it, and
+        neither does backward(inputs=...). Then the job ends with an error that names the lines.
 
     Raises, on every rank alike, ValueError for a root that does not exist or another number of
     parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
@@ -154,10 +155,12 @@ def exchanged(
 
     `wanted`: whether a gradient of the result is wanted on any rank, and so must pass by this one.
     """
-    return list(applied(_Exchange, anchor(wanted), way, tuple(shapes), *gives))
+    return list(applied(_Exchange, anchor(wanted), way, tuple(shapes), *gives)[1:])
 
 
 class _Exchange(torch.autograd.Function):
+    """Returns a token before what it takes: no elements, only a place in the graph."""
+
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, way: Transport, shapes: tuple[Shape, ...], *gives: Tensor
@@ -166,29 +169,62 @@ class _Exchange(torch.autograd.Function):
         dtype = gives[0].dtype
         takes = [prod(shape) * dtype.itemsize for shape in shapes]
         taken = way.exchange([as_bytes(give) for give in gives], takes)
-        return tuple(_from_bytes(part, dtype, s) for part, s in zip(taken, shapes, strict=True))
+        parts = (_from_bytes(part, dtype, s) for part, s in zip(taken, shapes, strict=True))
+        return _token(ctx, gives[0]), *parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # With create_graph the graph has to pass by every rank, even where this rank's gradients
-        # come without one.
-        back = exchanged(ctx.way, grads, ctx.shapes, torch.is_grad_enabled())
-        return None, None, None, *back
+        return None, None, None, *_exchanged_back(ctx, grads[1:], ctx.shapes)
 
 
 class _AllGather(torch.autograd.Function):
-    """The exchange of one tensor with all, where all have the same shape."""
+    """The exchange of one tensor with all, where all have the same shape; a token before them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, way: Transport, tensor: Tensor) -> tuple[Tensor, ...]:
         ctx.way, ctx.shape = way, tuple(tensor.shape)
         parts = way.all_gather(as_bytes(tensor))
-        return tuple(_from_bytes(part, tensor.dtype, tensor.shape) for part in parts)
+        wholes = (_from_bytes(part, tensor.dtype, tensor.shape) for part in parts)
+        return _token(ctx, tensor), *wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        mine = exchanged(ctx.way, grads, [ctx.shape] * ctx.way.size, torch.is_grad_enabled())
+        mine = _exchanged_back(ctx, grads[1:], [ctx.shape] * ctx.way.size)
         return None, None, torch.stack(mine).sum(0)
+
+
+def _token(ctx: Any, like: Tensor) -> Tensor:
+    token = like.new_empty(0)
+    ctx.save_for_backward(token)
+    return token
+
+
+def _exchanged_back(ctx: Any, grads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    """The derivative of an exchange, whose gradients these are.
+
+    With create_graph the graph has to pass by every rank or by none: by this exchange (`wanted`),
+    and if any rank's gradients have a graph, which may lead to the first exchange, by that one.
+    """
+    if not torch.is_grad_enabled():
+        return exchanged(ctx.way, grads, shapes)
+    graphs = torch.tensor([any(grad.requires_grad for grad in grads)], device=grads[0].device)
+    if any(map(bool, ctx.way.all_gather(graphs))):
+        grads = applied(_Tied, *ctx.saved_tensors, *grads)
+    return exchanged(ctx.way, grads, shapes, wanted=True)
+
+
+class _Tied(torch.autograd.Function):
+    """Gradients whose graph leads to a token, too: torch.cat, for one, drops the graph of what has
+    no elements, and so do the ranks that get nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(token)
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return torch.zeros_like(ctx.saved_tensors[0]), *grads
 
 
 def _from_bytes(flat: Tensor, dtype: torch.dtype, shape: Shape) -> Tensor:

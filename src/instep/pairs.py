@@ -51,7 +51,9 @@ def recv(source: int, *, group: Group | None = None) -> Tensor:
     """The tensor that rank `source` sends here, with its shape and dtype.
 
     It requires a gradient if the sent one does; backward then sends the gradient to `source`, and
-    must be run. On this rank's own GPU if it was on a GPU. create_graph=True raises.
+    must be run: torch.autograd.grad of other `inputs` does not send it, so that `source` waits in
+    vain, and the job ends with an error that names the lines. On this rank's own GPU if it was on
+    a GPU. create_graph=True raises.
 
     Raises ValueError for a rank that does not exist or is this one, NotAMemberError.
     """

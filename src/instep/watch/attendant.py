@@ -36,7 +36,7 @@ PROGRAM = (
 PATIENCE = 3.0
 """Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
 FIRST = 1000
-"""Before what else multiprocessing does at the end of a child of its, such as waiting for others."""
+"""Before what else multiprocessing does at its child's end, such as waiting for other children."""
 _attendants: list[Attendant] = []
 """Of this process: one for each time that it has met the others; the last one is in office."""
 
