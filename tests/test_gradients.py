@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import instep
+from instep.errors import TrainingError
 from instep.transport import transport
 from oracle import compare
 from pool import run, talking_over
@@ -124,6 +125,26 @@ def test_so_do_compressed_buckets():
     (alone,) = run(1, compressed_detour)
     for ours, theirs in zip(run(2, compressed_detour)[1], alone, strict=True):
         assert torch.allclose(ours, theirs, rtol=0.1, atol=1e-2), (ours, theirs)
+
+
+def each_rank_another(hooked):
+    """Two layers of one shape, of which each rank uses another one."""
+    layers = [nn.Linear(4, 3) for _ in range(2)]
+    if hooked:
+        instep.replicate(nn.ModuleList(layers))
+    for layer in layers:
+        if hooked:
+            layer.weight.register_hook(torch.clone)
+        else:
+            instep.replicate(layer)
+    with pytest.raises(TrainingError, match="another rank"):
+        layers[instep.rank](torch.ones(2, 4)).sum().backward()
+
+
+def test_sums_of_different_parameters_are_an_error(backend):
+    run(2, each_rank_another, True)
+    if backend == "shm":
+        run(2, each_rank_another, False)
 
 
 class Halves(nn.Module):

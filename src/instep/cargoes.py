@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.buckets import Bucket
+from instep.errors import TrainingError
 from instep.transport import Pending, Transport
 
 
@@ -74,16 +75,27 @@ class Wire(Protocol):
         """Forget this backward, which may have been interrupted."""
 
 
+def mark(number: int, dtype: torch.dtype, size: int) -> int:
+    """What travels with a sum so that each of `size` ranks sees whether all mean the same: of their
+    marks too, small enough that in this dtype it is exact."""
+    exact = int(2 / torch.finfo(dtype).eps) // size
+    return number % exact if exact else 0
+
+
 def load(
-    plan: Bucket, parameters: Mapping[int, nn.Parameter], way: Transport, wire: Wire | None
+    plan: Bucket,
+    parameters: Mapping[int, nn.Parameter],
+    way: Transport,
+    wire: Wire | None,
+    number: int,
 ) -> Cargo:
     """An empty cargo for the slots of `plan`, whose indices are those of `parameters`.
 
-    With a `wire` it is packed in any case.
+    With a `wire` it is packed in any case. `number` tells models apart.
     """
     in_bucket = {slot.index: parameters[slot.index] for slot in plan.slots}
     if way.in_place and wire is None:
-        return _InPlace(in_bucket)
+        return _InPlace(in_bucket, mark(number, next(iter(in_bucket.values())).dtype, way.size))
     return _Packed(plan, in_bucket, wire or Whole())
 
 
@@ -92,8 +104,9 @@ class _InPlace:
 
     full = False  # the last gradient comes into `.grad` only after its hook
 
-    def __init__(self, parameters: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[int, nn.Parameter], mark: int) -> None:
         self.parameters = parameters
+        self._mark, self._size = mark, 1
         self._before: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._has = torch.empty(0)
@@ -121,7 +134,8 @@ class _InPlace:
             self._sums[index] = grad.clone() if memory in taken else grad
             taken.add(memory)
         kind = next(iter(self._sums.values()))
-        self._has = kind.new_tensor([index in self.filled for index in self._sums])
+        flags = [index in self.filled for index in self._sums]
+        self._has, self._size = kind.new_tensor([*flags, self._mark]), way.size
         travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
         way.all_reduce_each(travelling, "sum")
 
@@ -129,7 +143,12 @@ class _InPlace:
         return None
 
     def deliver(self, elsewhere: Set[int]) -> None:
-        held = self._has.real.tolist()
+        *held, marks = self._has.real.tolist()
+        if marks != self._mark * self._size:
+            raise TrainingError(
+                "this rank summed the gradients of one model while another rank summed those of "
+                "another. Let every rank's backward pass by the same models, in the same order."
+            )
         for (index, total), ranks in zip(self._sums.items(), held, strict=True):
             if index in elsewhere or not ranks:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import knobs
 from instep.buckets import plan_buckets
-from instep.cargoes import Cargo, load, real
+from instep.cargoes import Cargo, load, mark, real
 from instep.compressed import Compression, wire
 from instep.errors import TrainingError
 from instep.objects import all_gather_object
@@ -36,6 +37,8 @@ class Backward:
 
 
 _under_way: Backward | None = None
+_numbers = count()
+"""Of the reducers, in the order in which all ranks make them."""
 
 
 @contextmanager
@@ -64,7 +67,10 @@ def sparse_sum(grad: Tensor) -> Tensor:
 
 
 def _load(
-    parameters: Sequence[tuple[int, nn.Parameter]], way: Transport, compression: Compression
+    parameters: Sequence[tuple[int, nn.Parameter]],
+    way: Transport,
+    compression: Compression,
+    number: int,
 ) -> list[Cargo]:
     """Buckets for parameters given with their indices."""
     widest = max((p.element_size() for _, p in parameters), default=1)
@@ -74,7 +80,7 @@ def _load(
         capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
     )
     of = dict(parameters)
-    return [load(plan, of, way, wire(plan, of, compression)) for plan in plans]
+    return [load(plan, of, way, wire(plan, of, compression), number) for plan in plans]
 
 
 class Reducer:
@@ -91,6 +97,7 @@ class Reducer:
         """Where the buckets travel: batch normalisation talks in between, and where in between a
         bucket is full depends on what this rank has used."""
         self._compression = compression
+        self._number = next(_numbers)
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
         self._plans: dict[tuple[object, ...], list[Cargo]] = {}
@@ -100,6 +107,8 @@ class Reducer:
         self._partial: set[int] = set()
         self._sparse: set[int] = set()
         self._summed: set[int] = set()
+        self._marks: dict[int, Tensor] = {}
+        """Of what was summed on the spot: the sum of the ranks' marks."""
         self._hooks: list[_Hook] = []
         for index, parameter in enumerate(self._parameters):
             reducer_of[parameter] = self
@@ -114,7 +123,7 @@ class Reducer:
         ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
         if kinds not in self._plans:
-            self._plans[kinds] = _load(live, self._aside, self._compression)
+            self._plans[kinds] = _load(live, self._aside, self._compression, self._number)
         self._cargoes = self._plans[kinds]
         self._where = {index: cargo for cargo in self._cargoes for index in cargo.parameters}
 
@@ -154,9 +163,24 @@ class Reducer:
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return sparse_sum(grad)
-        total = grad.clone(memory_format=torch.contiguous_format)
-        self.transport.all_reduce(real(total), "sum").wait()
+        marked = grad.new_empty(grad.numel() + 1)
+        total = marked[:-1].view(grad.shape).copy_(grad)
+        marked[-1] = mark(index, grad.dtype, self.transport.size)
+        self.transport.all_reduce(real(marked), "sum").wait()
+        self._marks[index] = marked[-1]
         return total
+
+    def _check_marks(self) -> None:
+        """Raise TrainingError where ranks have summed different parameters on the spot."""
+        for index, marks in self._marks.items():
+            size = self.transport.size
+            if marks.real.item() != mark(index, marks.dtype, size) * size:
+                shape = tuple(self._parameters[index].shape)
+                raise TrainingError(
+                    f"a parameter of shape {shape} with a gradient hook was used on this rank, "
+                    "while another rank used another one. What has hooks must be used on every "
+                    "rank in each step, or on none."
+                )
 
     def _keep(self, index: int) -> None:
         """Without communication: `.grad` becomes this rank's part of the sum.
@@ -186,6 +210,7 @@ class Reducer:
         if _under_way is None or not _under_way.communicating:
             return
         self._add_kept()
+        self._check_marks()
         for cargo in self._cargoes[self._launched :]:
             cargo.launch(self._aside)
         self._launched = len(self._cargoes)
@@ -212,6 +237,7 @@ class Reducer:
         """Forget this backward."""
         self._launched = 0
         self._summed.clear()
+        self._marks.clear()
         for cargo in self._cargoes:
             cargo.reset()
 
