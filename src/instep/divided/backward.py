@@ -10,7 +10,7 @@ from torch import Tensor
 from instep.divided.region import regions_below
 from instep.divided.sums import collecting
 from instep.seams import Function
-from instep.transport import transport
+from instep.transport import aside, transport
 
 
 def backward(
@@ -30,5 +30,6 @@ def backward(
         return
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     calls = [region.cargoes for region in regions_below(roots)]
-    with collecting(calls, transport()):
+    way = transport()
+    with collecting(calls, aside(way) if calls else way):
         original(tensors, *rest)
