@@ -302,6 +302,42 @@ def init(mode=None):
 """
 
 
+DETOUR = """
+import torch
+from torch import nn
+
+class Detour(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        self.detour = nn.Linear(6, 6)
+        self.leave = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x):
+        marked = x[:, :1] > 100
+        x = self.enter(x).relu()
+        return self.leave(x + marked * self.detour(x) if marked.any() else x)
+
+torch.manual_seed(3)
+model = Detour().double()
+for step in range(5):
+    x = torch.randn(12, 4).double()
+    if step > 2:  # the first calls have proven that it can be divided
+        x[1, 0] = 1000  # a row of rank 0's
+    model(x).square().mean().backward()
+print(*(f"{parameter.grad.norm():.9f}" for parameter in model.parameters()))
+"""
+
+
+@pytest.mark.launch
+def test_a_layer_that_only_some_ranks_use_between_batch_normalisations(place: Place) -> None:
+    script = place.script(DETOUR)
+    wire = {"INSTEP_BACKEND": "gloo", "INSTEP_BUCKET_MIB": "0"}  # a bucket for each parameter
+    two = place.run("two", *RUN, "2", script, **wire)
+    assert two.returncode == 0, two.stderr
+    assert two.stdout == place.run("one", *RUN, "1", script).stdout
+
+
 @pytest.mark.launch
 def test_what_a_logger_starts_on_rank_0_is_nothing_that_the_others_wait_for(place: Place) -> None:
     place.script(WANDB, "wandb.py")
