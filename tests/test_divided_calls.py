@@ -447,6 +447,36 @@ def own_autograd_function(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
+class _Adjoint(torch.autograd.Function):
+    """Saves no graph: backward calls the model again, as adjoint methods do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, model: nn.Module, create_graph: bool, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.again = model, create_graph, x, parameters
+        return model(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        model, create_graph, x, parameters = ctx.again
+        with torch.enable_grad():
+            y = model(x)
+        found = torch.autograd.grad(y, parameters, grads, create_graph=create_graph)
+        return None, None, None, *(gradient.detach() for gradient in found)
+
+
+@divided
+def gradients_that_a_backward_asks_for(log: Log) -> None:
+    model = mlp(out=6)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        again = _Adjoint.apply(model, len(x) % 2 == 0, x, *model.parameters())
+        return F.mse_loss(again, x) + model(x).square().mean()
+
+    train(log, model, step)
+
+
 @divided
 def hooks_on_gradients(log: Log) -> None:
     model = mlp()

@@ -31,5 +31,5 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     calls = [region.cargoes for region in regions_below(roots)]
     way = transport()
-    with collecting(calls, aside(way) if calls else way):
+    with collecting(roots, calls, aside(way) if calls else way):
         original(tensors, *rest)

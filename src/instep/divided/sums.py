@@ -133,10 +133,18 @@ class _Backward:
         self.cargoes = cargoes
         self._way = way
         self._launched = 0
+        self._task: int | None = None
+
+    def begin(self, _: Any) -> None:
+        """Autograd has come to a root: first of all in this backward, in no other inside of it."""
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
 
     def takes(self, cargo: Cargo | None) -> bool:
-        """Whether gradients can still travel in this; not where they are differentiated again."""
-        return cargo in self.cargoes[self._launched :] and not torch.is_grad_enabled()
+        """Whether gradients can still travel in this; not those that a function or a hook of the
+        script's asks for while it runs."""
+        is_this = torch._C._current_graph_task_id() == self._task
+        return is_this and cargo in self.cargoes[self._launched :]
 
     def came_by(self, cargo: Cargo) -> None:
         """A divided call has brought its part. Messages leave in one order on all ranks."""
@@ -159,10 +167,12 @@ _under_way: _Backward | None = None
 
 
 @contextmanager
-def collecting(used: Iterable[Sequence[Cargo]], way: Transport) -> Iterator[None]:
+def collecting(
+    roots: Iterable[Tensor], used: Iterable[Sequence[Cargo]], way: Transport
+) -> Iterator[None]:
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 
-    `used`: the cargoes of each divided call that this backward reaches.
+    `used`: the cargoes of each divided call that this backward reaches from its `roots`.
     """
     global _under_way
     cargoes: dict[Cargo, None] = {}
@@ -171,10 +181,14 @@ def collecting(used: Iterable[Sequence[Cargo]], way: Transport) -> Iterator[None
             cargo.expected += 1
             cargoes[cargo] = None
     _under_way = _Backward(list(cargoes), way)
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    handles = [node.register_prehook(_under_way.begin) for node in nodes]
     try:
         yield
         _under_way.finish()
     finally:
+        for handle in handles:
+            handle.remove()
         for cargo in cargoes:
             cargo.reset()
         _under_way = None
