@@ -773,20 +773,21 @@ def keeps_a_mean_of_its_rows(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / grads[0].norm()
+
+
 @whole
 def couples_the_batch_in_its_backward(log: Log) -> None:
-    class Normed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            return grads[0] / grads[0].norm()
-
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Normed.apply(x)
+            return _Normed.apply(x)
 
     model = mlp(Layer())
     train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)
@@ -1007,18 +1008,66 @@ def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
     y.sum().backward()
 
 
+def refused(module: nn.Module, x: Tensor, what: str) -> None:
+    """Its outputs or gradients are seen not to be the same when it is divided."""
+    with dividing() as log:
+        module(x)
+    assert (modules.work.divided, modules.work.whole) == (0, 1)
+    if instep.rank == 0:
+        name = type(module).__name__
+        assert f"computes {name} whole: its {what} are not those of the whole" in log.getvalue()
+
+
+@pytest.mark.parametrize(("dtype", "little"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
 @ranks(2)
-def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding() -> None:
+def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding(
+    dtype: torch.dtype, little: float
+) -> None:
     class Coupled(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
             y = super().forward(input)
-            return y - 1e-4 * y.mean(0)
+            return y - little * y.mean(0)
 
-    with dividing() as log:
-        Coupled(6, 3)(torch.randn(8, 6))
-    assert (modules.work.divided, modules.work.whole) == (0, 1)
-    if instep.rank == 0:
-        assert "every rank computes Coupled whole: its outputs are not those" in log.getvalue()
+    refused(Coupled(6, 3, dtype=dtype), torch.randn(8, 6, dtype=dtype), "outputs")
+
+
+@ranks(3)
+def test_where_little_but_rounding_is_left_every_rank_computes_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12))
+    with dividing(), torch.no_grad():
+        model(torch.rand(64) + 1e-6 * torch.randn(9, 64))
+    assert modules.work.whole > 0
+
+
+@pytest.mark.parametrize("learning", [range(5), range(5, 9)])
+@ranks(2)
+def test_a_gradient_that_only_the_whole_or_only_its_parts_have_is_noticed(learning: range) -> None:
+    class Fickle(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            bias = self.bias if len(input) in learning else self.bias.detach()
+            return F.linear(input, self.weight, bias)
+
+    refused(Fickle(6, 3), torch.randn(8, 6), "gradients")
+
+
+@ranks(2)
+def test_a_wrong_gradient_of_what_came_in_is_noticed() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            return super().forward(_Normed.apply(input))
+
+    refused(Coupled(6, 3), torch.randn(8, 6, requires_grad=True), "gradients")
+
+
+@ranks(2)
+def test_a_wrong_gradient_is_not_taken_for_that_of_half_precision() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            return _Normed.apply(super().forward(input))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(Coupled(6, 3), torch.randn(8, 6), "gradients")
 
 
 @ranks(3)
