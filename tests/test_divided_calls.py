@@ -111,6 +111,14 @@ def mlp(*middle: nn.Module, out: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, out))
 
 
+class Around(nn.Module):
+    """An mlp, for a forward of its own."""
+
+    def __init__(self, *middle: nn.Module, out: int = 3) -> None:
+        super().__init__()
+        self.body = mlp(*middle, out=out)
+
+
 # -------------------------------------------------------------------- divided
 
 
@@ -261,25 +269,20 @@ def transformer_with_dropout(log: Log) -> None:
 
 @divided
 def loss_over_kept_tokens_inside_of_forward(log: Log) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(nn.Dropout(0.1))
-
+    class Own(Around):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             scores = self.body(x)
             return scores, F.cross_entropy(scores, y, ignore_index=1)
 
-    model = Own()
+    model = Own(nn.Dropout(0.1))
     train(log, model, lambda x, y: model(x, y)[1])
 
 
 @divided
 def weighted_loss_and_a_penalty_inside_of_forward(log: Log) -> None:
-    class Own(nn.Module):
+    class Own(Around):
         def __init__(self) -> None:
             super().__init__()
-            self.body = mlp()
             self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2]))
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -292,15 +295,11 @@ def weighted_loss_and_a_penalty_inside_of_forward(log: Log) -> None:
 
 @divided
 def mean_by_hand_inside_of_forward(log: Log) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(out=6)
-
+    class Own(Around):
         def forward(self, x: Tensor) -> Tensor:
             return (self.body(x) - x).square().mean()
 
-    model = Own()
+    model = Own(out=6)
     train(log, model, lambda x, y: model(x))
 
 
@@ -499,10 +498,10 @@ def sparse_embedding(log: Log) -> None:
 
 @divided
 def checkpointed_layers(log: Log) -> None:
-    class Saving(nn.Module):
+    class Saving(Around):
         def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = mlp(nn.BatchNorm1d(8), nn.Dropout(0.2), out=8), nn.Linear(8, 3)
+            super().__init__(nn.BatchNorm1d(8), nn.Dropout(0.2), out=8)
+            self.head = nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             body = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
@@ -539,12 +538,11 @@ def data_parallel(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-class Speaking(nn.Module):
+class Speaking(Around):
     """Tokens in, (rows, 3, 7) logits out."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp(out=21)
+        super().__init__(out=21)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x).view(-1, 3, 7)
@@ -663,11 +661,7 @@ def units_that_are_drawn(log: Log) -> None:
 
 @divided
 def a_parameter_that_comes_in_as_an_argument(log: Log) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Scaled(Around):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return self.body(x) * scale
 
@@ -695,11 +689,7 @@ def a_batch_now_and_then_that_is_smaller_than_the_ranks(log: Log) -> None:
 
 @whole
 def tensors_kept_in_attributes(log: Log) -> None:
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Keeping(Around):
         def forward(self, x: Tensor) -> Tensor:
             scores = self.body(x)
             self.penalty = scores.square().mean()
@@ -711,11 +701,7 @@ def tensors_kept_in_attributes(log: Log) -> None:
 
 @whole
 def draws_from_numpy(log: Log) -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Noisy(Around):
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x + torch.from_numpy(np.random.randn(*x.shape)))
 
@@ -726,11 +712,7 @@ def draws_from_numpy(log: Log) -> None:
 
 @whole
 def couples_the_batch_in_its_forward(log: Log) -> None:
-    class Coupled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Coupled(Around):
         def forward(self, x: Tensor) -> Tensor:
             scores = self.body(x)
             return scores - scores.mean(0)
@@ -741,11 +723,7 @@ def couples_the_batch_in_its_forward(log: Log) -> None:
 
 @whole
 def couples_larger_batches(log: Log) -> None:
-    class Coupled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Coupled(Around):
         def forward(self, x: Tensor) -> Tensor:
             scores = self.body(x)
             return scores - scores.mean(0) if len(x) == 13 else scores
@@ -756,12 +734,11 @@ def couples_larger_batches(log: Log) -> None:
 
 @whole
 def keeps_a_mean_of_its_rows(log: Log) -> None:
-    class Centring(nn.Module):
+    class Centring(Around):
         centre: Tensor
 
         def __init__(self) -> None:
             super().__init__()
-            self.body = mlp()
             self.register_buffer("centre", torch.zeros(6))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -821,15 +798,11 @@ def hooks_on_all_modules(log: Log) -> None:
 
 @whole
 def divides_by_something_else_than_its_rows(log: Log) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp(out=6)
-
+    class Masked(Around):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return ((self.body(x) - x).square().mean(1) * mask).sum() / mask.sum()
 
-    model, calls = Masked(), [0]
+    model, calls = Masked(out=6), [0]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         calls[0] += 1
@@ -842,11 +815,7 @@ def divides_by_something_else_than_its_rows(log: Log) -> None:
 def reaches_for_a_parameter_outside(log: Log) -> None:
     scale = nn.Parameter(torch.ones(3).double())
 
-    class Reaching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Reaching(Around):
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x) * scale
 
@@ -856,11 +825,7 @@ def reaches_for_a_parameter_outside(log: Log) -> None:
 
 @whole
 def changes_its_input(log: Log) -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
+    class Changing(Around):
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x.mul_(0.5))
 
@@ -870,10 +835,10 @@ def changes_its_input(log: Log) -> None:
 
 @whole
 def fails_for_some_numbers_of_rows(log: Log) -> None:
-    class Pairing(nn.Module):
+    class Pairing(Around):
         def __init__(self) -> None:
-            super().__init__()
-            self.body, self.norm = mlp(out=8), nn.BatchNorm1d(8)
+            super().__init__(out=8)
+            self.norm = nn.BatchNorm1d(8)
 
         def forward(self, x: Tensor) -> Tensor:
             paired = self.body(x)
