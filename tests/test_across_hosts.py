@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
+INTEGERS = [torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64]
 SIZES = [0, 1, 3, 40_000, 5_000_001]  # none, fewer than ranks, a part, several segments
 
 
@@ -97,7 +97,8 @@ def test_three_hosts_have_the_same_bits_everywhere():
 @ranks(4)
 def test_works_end_in_order_and_only_the_elements_of_a_strided_tensor_change():
     memory = torch.zeros(4, 6)
-    works = [over(kept(2, "kept"), memory[:, ::2].t().fill_(1.0)) for _ in range(3)]
+    strided = memory[:, ::2].t().fill_(1.0)
+    works = [over(kept(2, "kept"), strided) for _ in range(3)]
     works[-1].wait()
     assert all(work.is_completed() for work in works)
     assert memory[:, ::2].eq(4**3).all()
@@ -114,6 +115,18 @@ def test_who_does_not_come_is_named_and_the_others_hear_of_it():
             late = r"rank 3 .* did not come to all_reduce\(SUM, float32, 10 elements\) within 1 s"
             assert re.match(late, str(first.value))
         with pytest.raises(BrokenGroupError):
+            over(members, torch.ones(10)).wait()
+    dist.barrier()
+    members.shutdown()
+
+
+@ranks(4)
+def test_who_leaves_is_not_waited_for():
+    members = group(2, "left")
+    if dist.get_rank() == 1:
+        members.shutdown()
+    if dist.get_rank() == 0:
+        with pytest.raises(BrokenGroupError, match=r"rank 1 .* destroyed its process group"):
             over(members, torch.ones(10)).wait()
     dist.barrier()
     members.shutdown()
