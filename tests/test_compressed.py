@@ -83,6 +83,48 @@ def test_a_backward_where_autocast_is_on_rounds_no_factors():
     torch.testing.assert_close(model.weight.grad, wanted, rtol=1e-5, atol=1e-6)
 
 
+@ranks(2)
+def test_what_is_not_sent_waits_for_a_backward_that_has_the_gradient():
+    torch.manual_seed(0)
+    layers = [nn.Linear(30, 20), nn.Linear(30, 20)]
+    one, other = instep.replicate(nn.ModuleList(layers), compression=PowerSGD(1))
+    wanted = torch.randn(20, 2) @ torch.randn(2, 30)
+    sent = torch.zeros(20, 30)
+    for weights in (None, wanted, None, torch.zeros(20, 30)):
+        weight = other.weight if weights is None else one.weight * weights
+        one.weight.grad = None
+        weight.sum().backward()
+        assert (one.weight.grad is None) == (weights is None)
+        sent += 0 if weights is None else one.weight.grad
+    torch.testing.assert_close(sent, wanted, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_a_backward_that_was_interrupted_leaves_nothing_behind():
+    torch.manual_seed(0)
+    model = instep.replicate(nn.Linear(30, 20), compression=PowerSGD(1))
+    wanted = torch.outer(torch.randn(20), torch.randn(30))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    x = torch.ones(1, 30, requires_grad=True)
+    first = x * 1
+    first.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(first).sum().backward()
+    model.zero_grad()
+    (model.weight * wanted).sum().backward()
+    torch.testing.assert_close(model.weight.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_sixteen_bits_stay_the_sixteen_bits_that_they_are():
+    model = instep.replicate(nn.Linear(3, 2).bfloat16(), compression="fp16")
+    (model.weight * 1e6).sum().backward()
+    assert model.weight.grad.eq(torch.tensor(1e6, dtype=torch.bfloat16)).all()
+
+
 class Odd(nn.Module):
     """A part that no rank uses, one that rank 0 alone uses, a convolution, sparse gradients."""
 
@@ -171,7 +213,7 @@ def test_fewer_bytes_travel():
     factors = (100 + 50) * 3 + 100 + 2
     in_place = numbers + 1  # whose gradients they are
     for compression, size in [(None, 4 * in_place), ("fp16", 2 * numbers), ("bf16", 2 * numbers),
-                              (PowerSGD(3), 4 * factors)]:  # fmt: skip
+                              (PowerSGD(3), 4 * factors), (PowerSGD(40), 4 * numbers)]:  # fmt: skip
         counting = Counting(transport())
         with through(counting):
             model = instep.replicate(nn.Linear(50, 100), compression=compression)

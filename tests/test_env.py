@@ -21,7 +21,10 @@ from pool import ranks
         (2, None, ["0", "1"]),
         (2, "3,1", ["3", "1"]),
         (1, "2, -1, 0", ["2"]),  # CUDA stops at the first that is none
+        (2, "3, 1", ["3", "1"]),
+        (1, "0,7", ["0"]),  # there is no 7
         (1, "GPU-8932f937", ["GPU-8932f937"]),
+        (1, "MIG-41b36325", ["MIG-41b36325"]),
         (0, "", []),
         (1, "1,no,0", ["1"]),
     ],
@@ -40,8 +43,10 @@ def test_the_physical_device_of_each_visible_one(
         ("1", ["a1", "b2"], True),  # is_available() came first
         ("", ["a1"], True),
         ("0,7", ["a1"], False),  # there is no 7
+        ("1,-1,0", ["a1", "b2"], True),  # -1 ends the list
         ("GPU-b", ["b2"], False),
         ("GPU-b", ["a1"], True),
+        ("MIG-c", ["a1"], False),  # an instance has a name of its own
         ("1,0", ["a1", "b2"], False),  # the order of numbers cannot be seen
     ],
 )
@@ -53,6 +58,8 @@ def test_a_variable_that_cuda_does_not_know_was_set_too_late(
     if warning:
         assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
         assert "it was unset when this process started" in warning
+        again = visible.set_too_late(said, "2,3", shown)
+        assert again == warning.replace("it was unset when", "it was '2,3' when")
 
 
 @ranks(1, 2, 3)

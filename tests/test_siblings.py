@@ -25,15 +25,17 @@ while not siblings.ended() and time.monotonic() < deadline:
 print(sorted(siblings.ended()))
 """
 MPICH = "PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID={0} PMI_RANK={0}"
+UNREAPED = f"exec timeout 20 env {MPICH}"
 BARE = "WORLD_SIZE=2 RANK={0}"
 LIVES = "{} sh -c 'read line <&3'"
 ENDS = "{} sh -c 'read line <end'"
+COMES = "{{ read line <end; exec env {} sh -c 'read line <&3'; }}"
 
 
 def see(folder, variables, other, *told):
     """What rank 0 says of the other one, which the same shell has started."""
     (folder / "waits.py").write_text(WAITS)
-    if other is ENDS:
+    if other in (ENDS, COMES):
         os.mkfifo(folder / "end")
     source = str(Path(instep.__file__).parent.parent)
     second, first = other.format(variables.format(1)), f'{variables.format(0)} "$@"'
@@ -51,7 +53,9 @@ def see(folder, variables, other, *told):
     ("variables", "other", "seen"),
     [
         (MPICH, "true", "[1]"),  # before anybody looked
+        (UNREAPED, "true", "[1]"),
         (MPICH, ENDS, "[1]"),
+        (MPICH, COMES, "[]"),
         (MPICH, LIVES, "[]"),
         (MPICH, "env -i /bin/cat <&3", "[]"),  # it may be the rank, and has hidden that
         (BARE, "true", "[]"),  # it may be started later

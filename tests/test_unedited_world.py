@@ -397,6 +397,18 @@ def test_a_script_that_names_several_devices_gets_the_ranks_own(named: Any, own:
     assert devices.own_instead_of(named) == own
 
 
+def test_only_what_is_a_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parallel(module: int, device_ids: Any = None, output_device: Any = None) -> Any:
+        return module, device_ids, output_device
+
+    answer = devices.on_own("device_ids", "output_device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert answer(parallel, 3, [1, 2], output_device=2) == (3, [1, 2], 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert answer(parallel, 3, [1, 2], output_device=2) == (3, [0], 0)
+    assert answer(parallel, 3) == (3, None, None)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
     model, x = torch.nn.Linear(3, 2).cuda(), torch.randn(5, 3).cuda()
