@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -210,6 +211,35 @@ def meta_learning(log: Log) -> None:
         return loss + sum(g.square().sum() for g in gradients)
 
     train(log, model, step, lr=1e-2)
+
+
+@divided
+def backward_with_a_graph(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        with warnings.catch_warnings(action="ignore"):  # `.grad` keeps its graph alive
+            loss.backward(create_graph=True)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return loss + sum(g.square().sum() for g in gradients)
+
+    train(log, model, step, lr=1e-2)
+
+
+@divided
+def backward_to_some_of_the_parameters(log: Log) -> None:
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(inputs=[model[0].weight], retain_graph=True)
+        assert model[0].weight.grad is not None
+        assert model[0].bias.grad is None
+        return loss
+
+    train(log, model, step)
 
 
 @divided
