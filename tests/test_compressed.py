@@ -213,7 +213,7 @@ def test_fewer_bytes_travel():
     factors = (100 + 50) * 3 + 100 + 2
     in_place = numbers + 1  # whose gradients they are
     for compression, size in [(None, 4 * in_place), ("fp16", 2 * numbers), ("bf16", 2 * numbers),
-                              (PowerSGD(3), 4 * factors), (PowerSGD(40), 4 * numbers)]:  # fmt: skip
+                              (PowerSGD(3), 4 * factors), (PowerSGD(40), 4 * in_place)]:  # fmt: skip
         counting = Counting(transport())
         with through(counting):
             model = instep.replicate(nn.Linear(50, 100), compression=compression)
