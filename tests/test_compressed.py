@@ -212,8 +212,13 @@ def test_fewer_bytes_travel():
     numbers = 100 * 50 + 100 + 2  # the layer's, and "this rank has it"
     factors = (100 + 50) * 3 + 100 + 2
     in_place = numbers + 1  # whose gradients they are
-    for compression, size in [(None, 4 * in_place), ("fp16", 2 * numbers), ("bf16", 2 * numbers),
-                              (PowerSGD(3), 4 * factors), (PowerSGD(40), 4 * in_place)]:  # fmt: skip
+    for compression, size in [
+        (None, 4 * in_place),
+        ("fp16", 2 * numbers),
+        ("bf16", 2 * numbers),
+        (PowerSGD(3), 4 * factors),
+        (PowerSGD(40), 4 * in_place),
+    ]:
         counting = Counting(transport())
         with through(counting):
             model = instep.replicate(nn.Linear(50, 100), compression=compression)

@@ -209,6 +209,23 @@ def test_a_file_that_only_the_last_collection_closes_is_whole(launch: Launch) ->
     assert (launch.folder / "log").read_text() == "all of it"
 
 
+@pytest.mark.parametrize("tuned", [{}, {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}])
+def test_ranks_keep_memory_that_they_have_freed(launch: Launch, tuned: dict[str, str]) -> None:
+    script = launch.script("""
+        import resource
+        import torch, instep
+        instep.init()
+        def new_pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            held = [torch.ones(4 << 20) for _ in range(3)]
+            del held
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        tell([new_pages() for _ in range(20)][-1] < 100)
+    """)
+    assert launch.run("-n", 2, script, environ=tuned).returncode == 0
+    assert launch.events(2) == [[not tuned]] * 2
+
+
 def test_rank_0_reads_the_users_input_and_the_others_nothing(launch: Launch) -> None:
     script = launch.script("tell(rank, sys.stdin.read())")
     launch.run("-n", 3, script, stdin=subprocess.PIPE, input="yes\n")

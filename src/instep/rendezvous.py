@@ -20,7 +20,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep import interfaces, knobs, launchers, rollcall, shm, visible
+from instep import interfaces, knobs, launchers, malloc, rollcall, shm, visible
 from instep.errors import (
     BackendError,
     DeviceError,
@@ -77,7 +77,8 @@ def init(
     `rank` and `world_size` are the launcher's unless given. On one host nothing listens beyond
     the loopback interface (except where torchrun hosts the store); on several, Gloo and NCCL take
     the interface that leads to the master (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set
-    where the user has not). With GPUs, the rank's own device becomes the current one.
+    where the user has not). With GPUs, the rank's own device becomes the current one; without, this
+    process keeps memory that it has freed (up to 512 MiB, unless MALLOC_TRIM_THRESHOLD_ is set).
 
     Raises MixedJobError where the ranks are not of one job, PortInUseError,
     LeftoverRendezvousError, RendezvousError, BackendError, DeviceError or LaunchVariablesError.
@@ -89,6 +90,8 @@ def init(
         return world
     timeout = timeout or timedelta(seconds=int(knobs.TIMEOUT))
     device = _take_device(world)
+    if device.type == "cpu":
+        malloc.keep_what_is_freed()
     backend = _backend(world, device)
     store, interface = open_store(method, world, timeout)
     _tell_interface(interface)
