@@ -1,6 +1,9 @@
 """The time of one epoch of a compute-bound model on N ranks of one thread, over one rank's.
 
 python benchmarks/epoch.py --json epoch.json
+
+One rank is a process that has met nobody, with plain PyTorch's memory; several keep what they free.
+Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to have all alike.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Each contender has a set of processes of its own, which sleep while another's tu
 round all have a block of steps, in shuffled order; what counts is the ratio to `none` of the same
 round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and
 leave batch statistics to each rank's rows; instep is measured with those of the global batch and
-without.
+without. Each is what its users get: instep's ranks keep freed memory, the others do not.
 """
 
 from __future__ import annotations

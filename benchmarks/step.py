@@ -3,7 +3,8 @@
     python benchmarks/step.py --json step.json
 
 Every strategy is timed inside the same processes, in shuffled blocks of steps, so that only ratios
-within a round are compared. `none` is the lower bound: the same step, each rank for itself.
+within a round are compared. `none` is the lower bound: the same step, each rank for itself, and
+with the memory that ranks of instep keep (malloc.py); peers.py has it in plain PyTorch.
 """
 
 from __future__ import annotations
