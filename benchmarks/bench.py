@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,15 @@ def imagenet(result: dict[str, Any]) -> str:
 
 
 def failures(result: dict[str, Any]) -> str:
-    """What becomes of two ranks when rank 1 fails: seconds until nothing is left, exit code."""
+    """What becomes of two ranks when rank 1 fails: seconds until nothing is left, and the exit code
+    (goes on: rank 0 needs rank 1 no more; waits: until INSTEP_TIMEOUT, as nobody can see it)."""
     texts = {(c["busy"], c["launcher"], c["fails"]): c["says"] for c in result["cells"]}
-    fails = list(dict.fromkeys(key[2] for key in texts))
+    each = [list(dict.fromkeys(key[part] for key in texts)) for part in range(3)]
     rows = [
-        (busy, launcher, *(texts.get((busy, launcher, way), "waits") for way in fails))
-        for busy, launcher in dict.fromkeys(key[:2] for key in texts)
+        (busy, launcher, *(texts.get((busy, launcher, way), "waits") for way in each[2]))
+        for busy, launcher in product(each[0], each[1])
     ]
-    return table(("rank 0 is", "launcher", *fails), rows)
+    return table(("rank 0 is in or at", "launcher", *each[2]), rows)
 
 
 def gpu(result: dict[str, Any]) -> str:
@@ -210,7 +212,8 @@ def write(results: dict[str, dict[str, Any]]) -> None:
             "{date}, {processor}, {cores} cores, GPU: {gpu}, torch {torch}; load {load_average:.1f}"
         )
         where = where.format(**figures["machine"])
-        parts.append(f"## {name}.py\n\n{function.__doc__}\n\n{function(figures)}\n\n({where})")
+        about = " ".join((function.__doc__ or "").split())
+        parts.append(f"## {name}.py\n\n{about}\n\n{function(figures)}\n\n({where})")
     if "peers" in results:
         draw(results)
         parts.append("![steps over no communication](results.png)")
