@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import instep
+from detour import Detour
 from instep.errors import TrainingError
 from instep.transport import transport
 from oracle import compare
@@ -84,21 +85,6 @@ def added_up():
 
 def test_accumulation_and_zeroing_happen_in_place():
     same_on_one_rank(added_up)
-
-
-class Detour(nn.Module):
-    """Between two batch normalisations, a layer for marked rows only."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-        self.detour = nn.Linear(6, 6)
-        self.leave = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def forward(self, x):
-        marked = x[:, :1] > 100
-        x = self.enter(x).relu()
-        return self.leave(x + marked * self.detour(x) if marked.any() else x)
 
 
 def detour(compression=None):

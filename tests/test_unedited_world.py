@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import detour
 from instep.auto import devices, hiding, patches
 from instep.auto.patching import Patch, Patched
 from instep.errors import DeviceError
@@ -304,19 +305,7 @@ def init(mode=None):
 
 DETOUR = """
 import torch
-from torch import nn
-
-class Detour(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
-        self.detour = nn.Linear(6, 6)
-        self.leave = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def forward(self, x):
-        marked = x[:, :1] > 100
-        x = self.enter(x).relu()
-        return self.leave(x + marked * self.detour(x) if marked.any() else x)
+from detour import Detour
 
 torch.manual_seed(3)
 model = Detour().double()
@@ -331,6 +320,7 @@ print(*(f"{parameter.grad.norm():.9f}" for parameter in model.parameters()))
 
 @pytest.mark.launch
 def test_a_layer_that_only_some_ranks_use_between_batch_normalisations(place: Place) -> None:
+    shutil.copy(detour.__file__, place.folder)
     script = place.script(DETOUR)
     wire = {"INSTEP_BACKEND": "gloo", "INSTEP_BUCKET_MIB": "0"}  # a bucket for each parameter
     two = place.run("two", *RUN, "2", script, **wire)
