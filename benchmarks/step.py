@@ -30,11 +30,11 @@ import instep
 import instep.compat.horovod as hvd
 from instep.auto.patches import DIVISION
 from instep.auto.patching import Patched
+from instep.communication.transport import transport
 from instep.divided import modules
 from instep.divided.backward import backward as divided_backward
-from instep.reducer import Backward as Collected
-from instep.reducer import Reducer, collecting
-from instep.transport import transport
+from instep.training.reducer import Backward as Collected
+from instep.training.reducer import Reducer, collecting
 from machine import machine, ratios, shown
 from models import workload
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import instep
-from instep.blocks import Block
+from instep.communication.transport import transport
 from instep.divided.crossing import all_rows
 from instep.divided.losses import loss
 from instep.divided.rows import Rows
-from instep.transport import transport
+from instep.training.blocks import Block
 from machine import machine, ratios
 
 SCRIPT = Path(__file__).parent / "scripts" / "classifier.py"

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 
 from instep.errors import ScriptFailedError, ScriptLateError
-from instep.launchers import STORE_FD
+from instep.identity.launchers import STORE_FD
 from instep.verify.records import read_run
 from instep.verify.runs import EQUAL
 
@@ -88,8 +88,9 @@ def _rank(
 ) -> None:
     import torch
 
-    from instep import apart, rendezvous
+    from instep.communication import apart
     from instep.launch.reading import speaks_for_itself
+    from instep.meeting import rendezvous
     from instep.verify import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import instep.compat.horovod as hvd
-from instep import blocks
+from instep.training import blocks
 
 
 @contextmanager

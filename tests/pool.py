@@ -24,7 +24,7 @@ from typing import Any
 
 SECONDS = 50.0
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "instep.replicas"])
+_processes.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "instep.training.replicas"])
 _pools: dict[tuple[int, str], Pool] = {}
 _backend = "auto"
 
@@ -144,7 +144,7 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
     os.environ["INSTEP_BACKEND"] = backend
     import torch
 
-    from instep import rendezvous
+    from instep.meeting import rendezvous
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)

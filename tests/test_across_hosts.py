@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp
 
-from instep import rendezvous
 from instep.errors import BrokenGroupError
+from instep.meeting import rendezvous
 from instep.shm.across import ProcessGroupAcrossHosts
 from instep.shm.joining import join, obstacle
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count

@@ -8,13 +8,14 @@ from contextlib import suppress
 
 import pytest
 
-from instep import cards, interfaces, listening, meeting
-from instep.cards import Card
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
-from instep.identity import World
+from instep.identity import places
+from instep.identity.world import World
 from instep.launch import local_rank
 from instep.launch.assembly import Member, meet
 from instep.launch.hosts import address
+from instep.meeting import cards, interfaces, listening
+from instep.meeting.cards import Card
 
 CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
@@ -136,8 +137,8 @@ def come(place, *members, seconds=5.0):
 @pytest.fixture(params=["address", "file"])
 def place(request, tmp_path):
     if request.param == "file":
-        return meeting.PrivateFile(str(tmp_path / "note"))
-    return meeting.Address("127.0.0.1", _free_port(), "job")
+        return places.PrivateFile(str(tmp_path / "note"))
+    return places.Address("127.0.0.1", _free_port(), "job")
 
 
 def test_all_hear_what_the_first_decides(place):
@@ -202,7 +203,7 @@ def test_who_comes_twice_is_named(place):
 
 
 def test_a_stranger_is_sent_away():
-    place = meeting.Address("127.0.0.1", _free_port(), "job")
+    place = places.Address("127.0.0.1", _free_port(), "job")
     heard = []
     first = threading.Thread(target=lambda: heard.extend(come(place, Member(0, 2, CARD, 1))))
     first.start()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import instep
-from instep.blocks import Block
 from instep.errors import TrainingError
+from instep.training.blocks import Block
 from pool import ranks, run
 
 SHAPES = {

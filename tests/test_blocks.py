@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.blocks import Block, Deliveries, block_of, deliver
+from instep.training.blocks import Block, Deliveries, block_of, deliver
 
 sizes = st.integers(1, 9)
 

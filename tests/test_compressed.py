@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import instep
 from instep import PowerSGD
+from instep.communication.transport import through, transport
 from instep.errors import DisagreementError
-from instep.transport import through, transport
 from pool import ranks, run, talking_over
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,10 @@ from torch.nn.utils import parametrizations
 import instep
 from instep.auto.patches import DIVISION
 from instep.auto.patching import Patched
-from instep.blocks import Block
+from instep.communication.transport import transport
 from instep.divided import modules, rows
 from instep.divided.rows import Rows
-from instep.transport import transport
+from instep.training.blocks import Block
 from oracle import Log, same_as_one_process
 from pool import ranks
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from instep import cli, visible
+from instep import cli
 from instep.env import facts, selftest, table
+from instep.identity import visible
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 

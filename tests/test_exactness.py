@@ -120,7 +120,7 @@ def test_class_weights_taken_for_a_plain_mean_are_far_off():
 
 @ranks(1)
 def test_a_weight_before_any_forward_is_an_error():
-    from instep import calls
+    from instep.training import calls
 
     calls._latest = None
     with pytest.raises(TrainingError, match="call the model first"):
@@ -202,7 +202,7 @@ def exploding(log):
 
 
 def log_ghost(x):
-    from instep.blocks import known_block
+    from instep.training.blocks import known_block
 
     block = known_block(x)
     return block is not None and block.empty

@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy
 
 import instep
 from detour import Detour
+from instep.communication.transport import transport
 from instep.errors import TrainingError
-from instep.transport import transport
 from oracle import compare
 from pool import run, talking_over
 from test_training import accumulating, branching, classify

@@ -3,8 +3,8 @@
 import pytest
 
 from instep.errors import LaunchVariablesError
-from instep.identity import World
-from instep.launchers import detect
+from instep.identity.launchers import detect
+from instep.identity.world import World
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -11,10 +11,12 @@ from socket import gethostname
 import pytest
 
 import components
-from instep import cli, meeting, notice, stores
+from instep import cli
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
-from instep.identity import World
-from instep.launchers import detect, meeting_place
+from instep.identity import places
+from instep.identity.launchers import detect, meeting_place
+from instep.identity.world import World
+from instep.meeting import notice, stores
 
 # Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8.
 
@@ -153,7 +155,7 @@ def test_ranks_of_srun_meet_at_the_first_host_of_the_step():
 def test_another_job_step_or_restart_meets_elsewhere(variables, changed):
     one, other = place(variables), place(variables | {changed: "7"})
     assert one == place(variables)
-    if isinstance(one, meeting.PrivateFile):
+    if isinstance(one, places.PrivateFile):
         assert one.path != other.path
     else:
         assert one.port != other.port
@@ -167,7 +169,7 @@ def test_the_port_of_a_step_is_never_an_ephemeral_one():
 
 def test_tasks_of_one_host_meet_in_a_file_of_the_step():
     found = place(alone_on_host(SRUN))
-    assert isinstance(found, meeting.PrivateFile)
+    assert isinstance(found, places.PrivateFile)
     assert found == place(alone_on_host(SRUN) | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
 
 
@@ -237,9 +239,9 @@ def test_two_mpiruns_in_one_allocation_meet_at_different_ports(tmp_path):
 @pytest.mark.parametrize("variables", [OTHER_PMI, alone_on_host(SRUN)])
 def test_the_file_that_the_user_names_comes_first(tmp_path, variables):
     named = {"INSTEP_DIST_FILE": str(tmp_path / "meet")}
-    assert place(variables | named) == meeting.PrivateFile(str(tmp_path / "meet"))
-    assert place(OPEN_MPI | named) == meeting.SharedFile(str(tmp_path / "meet"))
-    assert place(SRUN | named) == meeting.SharedFile(str(tmp_path / "meet"))
+    assert place(variables | named) == places.PrivateFile(str(tmp_path / "meet"))
+    assert place(OPEN_MPI | named) == places.SharedFile(str(tmp_path / "meet"))
+    assert place(SRUN | named) == places.SharedFile(str(tmp_path / "meet"))
 
 
 def test_a_node_list_that_is_none_or_missing_is_named():
@@ -449,7 +451,7 @@ def test_ranks_of_mpirun_meet_again_and_again_through_shells_of_their_own(folder
 
 PLACE = """
 import sys
-from instep.launchers import detect, meeting_place
+from instep.identity.launchers import detect, meeting_place
 world = detect()
 with open(f"{sys.argv[1]}{world.rank}", "w") as file:
     file.write(f"{world.source}: {meeting_place(world).path}")

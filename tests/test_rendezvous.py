@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 import instep
-from instep import rendezvous, rollcall
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -21,7 +20,8 @@ from instep.errors import (
     PortInUseError,
     RendezvousError,
 )
-from instep.identity import World
+from instep.identity.world import World
+from instep.meeting import rendezvous, rollcall
 from pool import run
 
 pytestmark = pytest.mark.launch

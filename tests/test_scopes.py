@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
-from instep import rendezvous
 from instep.errors import InsideScopeError, RunOnceError, UnknownOpError
+from instep.meeting import rendezvous
 from pool import RankError, ranks, run
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import instep
 
 WAITS = """
 import os, sys, time
-from instep import launchers
+from instep.identity import launchers
 world = launchers.detect(os.environ | dict(word.split("=") for word in sys.argv[1:]))
 siblings = launchers.siblings(world)
 if siblings is None:

@@ -19,7 +19,7 @@ import detour
 from instep.auto import devices, hiding, patches
 from instep.auto.patching import Patch, Patched
 from instep.errors import DeviceError
-from instep.identity import World
+from instep.identity.world import World
 from instep.launch import reading
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
@@ -426,7 +426,7 @@ def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
         ("from instep import auto", False),
         ("import torch, instep as i", True),
         ("from instep import replicate", True),
-        ("def f():\n    from instep.shards import shard", True),
+        ("def f():\n    from instep.training.shards import shard", True),
         ("# import instep", False),
         ("import beside", True),
         ("from folder import inner", True),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from instep.blocks import Block
+from instep.training.blocks import Block
 from instep.verify.compare import gradient_gaps
 from instep.verify.partings import FLOAT32, Evidence
 from instep.verify.records import End, Print, Rank, Run, Step

@@ -17,21 +17,27 @@ from typing import TYPE_CHECKING, Any
 from instep.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from instep.collectives import all_reduce, barrier, broadcast, reduce, reduce_scatter
-    from instep.compressed import PowerSGD
+    from instep.communication.collectives import (
+        all_reduce,
+        barrier,
+        broadcast,
+        reduce,
+        reduce_scatter,
+    )
+    from instep.communication.exchanges import all_gather, all_to_all, gather, scatter
+    from instep.communication.groups import Group, group
+    from instep.communication.objects import all_gather_object, broadcast_object, gather_object
+    from instep.communication.pairs import recv, send
+    from instep.communication.scopes import single_process_scope
     from instep.errors import InstepError
-    from instep.exchanges import all_gather, all_to_all, gather, scatter
-    from instep.gradients import no_sync, weight
-    from instep.groups import Group, group
-    from instep.identity import World
+    from instep.identity.world import World
     from instep.launch.calling import spawn
-    from instep.metrics import Accuracy, Mean
-    from instep.objects import all_gather_object, broadcast_object, gather_object
-    from instep.pairs import recv, send
-    from instep.rendezvous import init
-    from instep.replicas import replicate
-    from instep.scopes import single_process_scope
-    from instep.shards import shard
+    from instep.meeting.rendezvous import init
+    from instep.training.compressed import PowerSGD
+    from instep.training.gradients import no_sync, weight
+    from instep.training.metrics import Accuracy, Mean
+    from instep.training.replicas import replicate
+    from instep.training.shards import shard
 
     world: World
     """Who this process is."""
@@ -45,34 +51,34 @@ if TYPE_CHECKING:
     """Which of the processes on this host, from 0."""
 
 _HOMES = {
-    "Accuracy": "metrics",
-    "Group": "groups",
+    "Accuracy": "training.metrics",
+    "Group": "communication.groups",
     "InstepError": "errors",
-    "Mean": "metrics",
-    "PowerSGD": "compressed",
-    "World": "identity",
-    "all_gather": "exchanges",
-    "all_gather_object": "objects",
-    "all_reduce": "collectives",
-    "all_to_all": "exchanges",
-    "barrier": "collectives",
-    "broadcast": "collectives",
-    "broadcast_object": "objects",
-    "gather": "exchanges",
-    "gather_object": "objects",
-    "group": "groups",
-    "init": "rendezvous",
-    "no_sync": "gradients",
-    "recv": "pairs",
-    "reduce": "collectives",
-    "reduce_scatter": "collectives",
-    "replicate": "replicas",
-    "scatter": "exchanges",
-    "send": "pairs",
-    "shard": "shards",
-    "single_process_scope": "scopes",
+    "Mean": "training.metrics",
+    "PowerSGD": "training.compressed",
+    "World": "identity.world",
+    "all_gather": "communication.exchanges",
+    "all_gather_object": "communication.objects",
+    "all_reduce": "communication.collectives",
+    "all_to_all": "communication.exchanges",
+    "barrier": "communication.collectives",
+    "broadcast": "communication.collectives",
+    "broadcast_object": "communication.objects",
+    "gather": "communication.exchanges",
+    "gather_object": "communication.objects",
+    "group": "communication.groups",
+    "init": "meeting.rendezvous",
+    "no_sync": "training.gradients",
+    "recv": "communication.pairs",
+    "reduce": "communication.collectives",
+    "reduce_scatter": "communication.collectives",
+    "replicate": "training.replicas",
+    "scatter": "communication.exchanges",
+    "send": "communication.pairs",
+    "shard": "training.shards",
+    "single_process_scope": "communication.scopes",
     "spawn": "launch.calling",
-    "weight": "gradients",
+    "weight": "training.gradients",
 }
 _OF_THE_WORLD = {
     "in_mpi": "parallel",
@@ -124,7 +130,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name == "world" or name in _OF_THE_WORLD:
-        current = import_module("instep.rendezvous").current()
+        current = import_module("instep.meeting.rendezvous").current()
         return current if name == "world" else getattr(current, _OF_THE_WORLD[name])
     raise AttributeError(f"module 'instep' has no attribute {name!r}")
 

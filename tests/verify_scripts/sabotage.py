@@ -1,7 +1,8 @@
 """Ways to break instep's core, inside the process of a rank."""
 
 import instep
-from instep import blocks, randomness, replicas, shards, transport
+from instep.communication import transport
+from instep.training import blocks, randomness, replicas, shards
 
 
 def mean_of_means():

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from instep import knobs, launchers
+from instep import knobs
 from instep.errors import DeviceError
-from instep.identity import World
+from instep.identity import launchers
+from instep.identity.world import World
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 

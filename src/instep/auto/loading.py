@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from instep import knobs
-from instep.apart import is_apart
 from instep.auto.generators import own_generator
 from instep.auto.rows import (
     Part,
@@ -31,10 +30,11 @@ from instep.auto.rows import (
 )
 from instep.auto.sharing import Shared, Way, end, share
 from instep.auto.worth import Worth
-from instep.blocks import Block
-from instep.randomness import draws_nothing
-from instep.shards import ShardedLoader
-from instep.transport import Lane, transport
+from instep.communication.apart import is_apart
+from instep.communication.transport import Lane, transport
+from instep.training.blocks import Block
+from instep.training.randomness import draws_nothing
+from instep.training.shards import ShardedLoader
 
 _worths: WeakKeyDictionary[DataLoader[Any], Worth] = WeakKeyDictionary()
 _lanes = count(1)

@@ -84,7 +84,7 @@ class Patched:
 
     def _keep_out(self) -> None:
         """Of the graphs that torch.compile makes."""
-        from instep.seams import unlike_torch  # heavy; torch.compile is there by now
+        from instep.training.seams import unlike_torch  # heavy; torch.compile is there by now
 
         while self._kept_out:
             unlike_torch(self._kept_out.pop())

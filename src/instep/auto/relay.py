@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from instep import knobs
-from instep.apart import apart, is_apart
+from instep.communication.apart import apart, is_apart
 from instep.errors import CollectiveTimeoutError, DisagreementError
 
 T = TypeVar("T")

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from instep.apart import apart
 from instep.auto.kinds import Kind, common_kind, leaves_of
 from instep.auto.parcels import CannotTravelError, Parcel, pack
 from instep.auto.worth import Worth
-from instep.blocks import Block
-from instep.randomness import GeneratorStates, mixed, seed_generators
+from instep.communication.apart import apart
+from instep.training.blocks import Block
+from instep.training.randomness import GeneratorStates, mixed, seed_generators
 
 # --------------------------------------------------------------------------- what is asked for
 

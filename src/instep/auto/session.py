@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from instep import launchers
 from instep.auto import hiding
 from instep.auto.alone import Alone
 from instep.errors import UneditedError
-from instep.identity import World
+from instep.identity import launchers
+from instep.identity.world import World
 
 
 @dataclass(eq=False)

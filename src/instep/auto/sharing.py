@@ -14,11 +14,11 @@ from torch import Tensor
 from instep.auto.kinds import Kind, collated_of, sample_of
 from instep.auto.parcels import Parcel, pack, unpack
 from instep.auto.rows import Part, Plan
-from instep.blocks import Block
+from instep.communication.scopes import arrives, traceback_of
+from instep.communication.transport import Pending
 from instep.errors import DisagreementError, LoadingError
-from instep.rendezvous import ranks_by
-from instep.scopes import arrives, traceback_of
-from instep.transport import Pending
+from instep.meeting.rendezvous import ranks_by
+from instep.training.blocks import Block
 
 T = TypeVar("T")
 

@@ -17,16 +17,19 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import apart, knobs, launchers, rendezvous
+from instep import knobs
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
 from instep.auto.keeper import Keeper
 from instep.auto.layers import Layer
 from instep.auto.real import real
 from instep.auto.relay import Relay
 from instep.auto.shadow import Shadow
-from instep.collectives import barrier
-from instep.identity import World
-from instep.stores import open_store
+from instep.communication import apart
+from instep.communication.collectives import barrier
+from instep.identity import launchers
+from instep.identity.world import World
+from instep.meeting import rendezvous
+from instep.meeting.stores import open_store
 
 PATIENCE = 1.5
 """Seconds. Where all ranks fail alike, rank 0 has said so by then."""

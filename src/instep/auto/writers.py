@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from instep.apart import apart
 from instep.auto.files import role, to_read, to_write
 from instep.auto.shadow import Shadow
+from instep.communication.apart import apart
 
 Function = Callable[..., Any]
 

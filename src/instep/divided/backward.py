@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.communication.transport import aside, transport
 from instep.divided.region import regions_below
 from instep.divided.sums import collecting
-from instep.seams import Function
-from instep.transport import aside, transport
+from instep.training.seams import Function
 
 
 def backward(

@@ -1,7 +1,7 @@
 """What this rank's rows add to the gradients of one bucket's parameters, on the way to `.grad`.
 
-Like `instep.cargoes`, but what arrives is a part of a gradient: the rest, which the script computes
-outside of divided calls, comes into `.grad` by itself.
+Like `instep.training.cargoes`, but what arrives is a part of a gradient: the rest, which the script
+computes outside of divided calls, comes into `.grad` by itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from instep.buckets import Bucket
-from instep.cargoes import real
-from instep.transport import Pending, Transport
+from instep.communication.transport import Pending, Transport
+from instep.training.buckets import Bucket
+from instep.training.cargoes import real
 
 _count = count()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from instep.divided import region
 from instep.divided.region import Region
-from instep.seams import Function
+from instep.training.seams import Function
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.blocks import Block
-from instep.transport import Transport, applied, as_bytes
+from instep.communication.transport import Transport, applied, as_bytes
+from instep.training.blocks import Block
 
 
 def own_rows(whole: Tensor, block: Block, dim: int, way: Transport) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.blocks import Block
+from instep.training.blocks import Block
 
 
 @dataclass(frozen=True)

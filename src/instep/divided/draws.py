@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instep.blocks import Block
+from instep.communication.transport import Transport
 from instep.divided.crossing import gathered, own_rows
-from instep.transport import Transport
+from instep.training.blocks import Block
 
 
 class WholeDraws(TorchDispatchMode):

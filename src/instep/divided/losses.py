@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.collectives import all_reduce
+from instep.communication.collectives import all_reduce
 from instep.divided import region
 from instep.divided.crossing import own_rows, summed
 from instep.divided.rows import Rows
-from instep.seams import Function, uncompiled
+from instep.training.seams import Function, uncompiled
 
 NAMES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from instep.apart import is_apart
+from instep.communication.apart import is_apart
+from instep.communication.transport import Transport, transport
 from instep.divided.compiled import compiling
 from instep.divided.hooks import hooked
 from instep.divided.plan import Call, Plan, divided
 from instep.divided.proof import prove, recheck
-from instep.seams import Function
-from instep.transport import Transport, transport
+from instep.training.seams import Function
 
 PROOFS = 4
 """Other shapes are proven anew this many times; after that they count among the samples."""

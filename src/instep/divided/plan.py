@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from instep.communication.transport import Transport
 from instep.divided import region as regions
 from instep.divided import rows
 from instep.divided.crossing import all_rows, summed
@@ -16,8 +17,7 @@ from instep.divided.region import Region
 from instep.divided.rows import Rows
 from instep.divided.snapshot import TorchGenerators
 from instep.errors import UndividedError
-from instep.seams import Function
-from instep.transport import Transport
+from instep.training.seams import Function
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from instep.blocks import Block
+from instep.communication.transport import Transport
 from instep.divided import region as regions
 from instep.divided.compiled import is_compiled, keep_buffers
 from instep.divided.crossing import came_in
@@ -32,7 +32,7 @@ from instep.divided.snapshot import Snapshot, apart
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
 from instep.errors import UndividedError
-from instep.transport import Transport
+from instep.training.blocks import Block
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from instep import calls
-from instep.apart import apart
-from instep.blocks import Block
-from instep.calls import Call
+from instep.communication.apart import apart
+from instep.communication.transport import Transport
 from instep.divided.cargoes import Cargo
 from instep.divided.crossing import own_rows, passed, share
 from instep.divided.division import Division
 from instep.divided.draws import WholeDraws
 from instep.divided.rows import Rows
 from instep.divided.sums import aliases
-from instep.seams import Function
-from instep.transport import Transport
+from instep.training import calls
+from instep.training.blocks import Block
+from instep.training.calls import Call
+from instep.training.seams import Function
 
 
 @dataclass(eq=False)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from instep.blocks import Block
+from instep.communication.transport import Transport, applied
 from instep.divided.crossing import gathered, own_rows
-from instep.transport import Transport, applied
+from instep.training.blocks import Block
 
 LARGE = 2**20
 """Bytes of a whole output from which on gathering it costs more than the two messages that a loss

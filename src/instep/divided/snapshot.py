@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.randomness import GeneratorStates
+from instep.training.randomness import GeneratorStates
 
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 

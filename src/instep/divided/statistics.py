@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep import batchnorm
 from instep.divided import region
-from instep.seams import Function, uncompiled
+from instep.training import batchnorm
+from instep.training.seams import Function, uncompiled
 
 
 def batch_norm(

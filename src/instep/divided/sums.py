@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep import knobs
-from instep.buckets import plan_buckets
+from instep.communication.transport import Transport, applied
 from instep.divided.cargoes import Cargo, load
 from instep.divided.crossing import summed
-from instep.reducer import sparse_sum
-from instep.transport import Transport, applied
+from instep.training.buckets import plan_buckets
+from instep.training.reducer import sparse_sum
 
 _AT_ONCE = 2**64 - 1
 """The sequence number that autograd gives to what must not wait: its queue runs the highest

@@ -14,8 +14,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from instep.communication.transport import Pending, Transport, through
 from instep.errors import UndividedError
-from instep.transport import Pending, Transport, through
 
 T = TypeVar("T")
 

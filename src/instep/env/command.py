@@ -31,9 +31,9 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it, on every rank. Raises LaunchError where the ranks cannot meet."""
+    from instep.communication.objects import gather_object
     from instep.env import facts, selftest, table  # torch: `instep env --help` does without
-    from instep.objects import gather_object
-    from instep.rendezvous import init
+    from instep.meeting.rendezvous import init
 
     init()
     outcome = selftest.run(facts.device())

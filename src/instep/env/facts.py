@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep import knobs, launchers, rendezvous, visible
+from instep import knobs
+from instep.identity import launchers, visible
+from instep.meeting import rendezvous
 
 Facts = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from instep import collectives, exchanges, objects, pairs
-from instep.rendezvous import current
+from instep.communication import collectives, exchanges, objects, pairs
+from instep.meeting.rendezvous import current
 
 Test = Callable[[torch.device, int, int], bool]
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from instep import cards, interfaces, listening, meeting, notice
-from instep.cards import Card
 from instep.errors import LaunchError, MixedJobError, RendezvousError
-from instep.vigil import Vigil
+from instep.identity import places
+from instep.meeting import cards, interfaces, listening, notice
+from instep.meeting.cards import Card
+from instep.meeting.vigil import Vigil
 
 _MOMENT = 0.2
 """Seconds that the first member listens until it looks at the time."""
@@ -58,7 +59,7 @@ class Assembly:
 
 
 def meet(
-    place: meeting.Place,
+    place: places.Place,
     mine: Member,
     decide: Callable[[Sequence[Member]], Facts],
     seconds: float,
@@ -90,21 +91,21 @@ def meet(
 # ------------------------------------------------------------------------------ the first member
 
 
-def _job(place: meeting.Place) -> str:
+def _job(place: places.Place) -> str:
     """What tells those who belong here from others that come to the same port."""
-    return place.job if isinstance(place, meeting.Address) else place.path
+    return place.job if isinstance(place, places.Address) else place.path
 
 
 @contextmanager
-def _door(place: meeting.Place) -> Iterator[socket.socket]:
+def _door(place: places.Place) -> Iterator[socket.socket]:
     match place:
-        case meeting.Address(host, port):
+        case places.Address(host, port):
             with listening.listen(host, port, one_host=False) as door:
                 yield door
-        case meeting.PrivateFile(path):
+        case places.PrivateFile(path):
             with _noted(path, [notice.HOST]) as door:
                 yield door
-        case meeting.SharedFile(path):
+        case places.SharedFile(path):
             with _noted(path, interfaces.outer_addresses()) as door:
                 yield door
 
@@ -193,7 +194,7 @@ def _tell(lines: Mapping[int, socket.socket], answer: Facts) -> None:
 # ----------------------------------------------------------------------------------- the others
 
 
-def _join(place: meeting.Place, mine: Member, seconds: float, members: str) -> Assembly:
+def _join(place: places.Place, mine: Member, seconds: float, members: str) -> Assembly:
     vigil = Vigil(mine.count, seconds, members=members, speaks=mine.number == 1)
     line, master = vigil.until(partial(_find, place))
     said = {
@@ -219,9 +220,9 @@ def _join(place: meeting.Place, mine: Member, seconds: float, members: str) -> A
     return Assembly(answer["facts"], {0: line})
 
 
-def _find(place: meeting.Place) -> tuple[socket.socket, str] | None:
+def _find(place: places.Place) -> tuple[socket.socket, str] | None:
     """A connection to the first member, and the name by which it was found, if it is there."""
-    if isinstance(place, meeting.Address):
+    if isinstance(place, places.Address):
         found: tuple[str, int] | None = (place.host, place.port)
         listening.resolve(place.host, place.port)
     else:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.cards import Card
 from instep.errors import CannotSendError, RankFailedError
 from instep.launch import supervisor
 from instep.launch.called import CALL, result_file
 from instep.launch.hosts import of_launcher
 from instep.launch.job import Job
+from instep.meeting.cards import Card
 
 
 def spawn(

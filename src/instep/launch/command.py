@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from instep import knobs, meeting
+from instep import knobs
 from instep.errors import CommandLineError
+from instep.identity import places
 from instep.launch import reading, supervisor
 from instep.launch.hosts import ONE_HOST, Hosts, address, of_launcher
 from instep.launch.job import Job
@@ -104,7 +105,7 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
     if asked.master:
         return Hosts(node, nodes, address(asked.master))
     if asked.dist_file:
-        return Hosts(node, nodes, meeting.SharedFile(os.path.abspath(asked.dist_file)))
+        return Hosts(node, nodes, places.SharedFile(os.path.abspath(asked.dist_file)))
     raise CommandLineError.several_hosts("the hosts need --master or --dist-file to meet")
 
 

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from instep.identity import World
+from instep.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
+from instep.identity.world import World
 from instep.launch.hosts import Party
 from instep.launch.master import interface_variables
-from instep.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
 
 
 def place_variables(world: World) -> dict[str, str]:

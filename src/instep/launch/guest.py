@@ -10,13 +10,15 @@ import os
 import socket
 from collections.abc import Sequence
 
-from instep import knobs, launchers, meeting, notice
+from instep import knobs
 from instep.auto import session
-from instep.cards import Card
-from instep.identity import World
+from instep.identity import launchers, places
+from instep.identity.world import World
 from instep.launch.assembly import Facts, Member, meet
 from instep.launch.environment import place_variables
 from instep.launch.master import interface_variables, master_variables, where_to_meet
+from instep.meeting import notice
+from instep.meeting.cards import Card
 
 _MASTER = {"MASTER_ADDR", "MASTER_PORT"}
 _TORCHS = {"RANK", "WORLD_SIZE", *_MASTER}
@@ -51,7 +53,7 @@ def prepare(command: Sequence[str]) -> None:
 
 def _agree(world: World, card: Card) -> tuple[Facts, socket.socket | None]:
     """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
-    alone = meeting.Address(notice.HOST, 0, "")
+    alone = places.Address(notice.HOST, 0, "")
     place = launchers.meeting_place(world) if world.size > 1 else alone
     held: list[socket.socket] = []
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from instep import knobs, launchers, listening, meeting, notice
-from instep.cards import Card
+from instep import knobs
 from instep.errors import CommandLineError
+from instep.identity import launchers, places
 from instep.launch.assembly import Facts, Member, meet
 from instep.launch.master import where_to_meet
+from instep.meeting import listening, notice
+from instep.meeting.cards import Card
 
-_NOWHERE_ELSE = meeting.Address(notice.HOST, 0, "")
+_NOWHERE_ELSE = places.Address(notice.HOST, 0, "")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Hosts:
     """Which of them, from 0."""
     nodes: int = 1
     """How many."""
-    place: meeting.Place = _NOWHERE_ELSE
+    place: places.Place = _NOWHERE_ELSE
     """Where the supervisors meet."""
     by_hand: bool = True
     """Whether every host has a terminal of its own, and not that of a launcher."""
@@ -81,13 +83,13 @@ def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
         raise CommandLineError.tasks_of_one_host(world.source, world.local_size, ranks)
     both = ("MASTER_ADDR", "MASTER_PORT")
     if all(name in environ for name in both):
-        place: meeting.Place = address("{}:{}".format(*(environ[name] for name in both)))
+        place: places.Place = address("{}:{}".format(*(environ[name] for name in both)))
     else:
         place = launchers.meeting_place(world, environ)
     return Hosts(world.rank, world.size, place, by_hand=False)
 
 
-def address(text: str) -> meeting.Address:
+def address(text: str) -> places.Address:
     """`host:port`. Raises CommandLineError for anything else."""
     try:
         parts = urlsplit(f"//{text}")
@@ -96,7 +98,7 @@ def address(text: str) -> meeting.Address:
         host = port = None
     if not host or not port or parts.netloc != text or "@" in text:
         raise CommandLineError.several_hosts(f"--master takes HOST:PORT, not {text!r}")
-    return meeting.Address(host, port, "")
+    return places.Address(host, port, "")
 
 
 def gather(hosts: Hosts, ranks: int, card: Card) -> Party:

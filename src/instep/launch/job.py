@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from instep.cards import Card
 from instep.errors import CommandLineError
 from instep.launch.hosts import ONE_HOST, Hosts
+from instep.meeting.cards import Card
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from instep.identity import World
+from instep.identity.world import World
 from instep.imports import after_import
 
 SPELLINGS = ("--local-rank", "--local_rank")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from instep import interfaces, listening, meeting, notice
+from instep.identity import places
 from instep.launch.assembly import Facts, Member
+from instep.meeting import interfaces, listening, notice
 
 
-def where_to_meet(place: meeting.Place, members: Sequence[Member]) -> tuple[Facts, socket.socket]:
+def where_to_meet(place: places.Place, members: Sequence[Member]) -> tuple[Facts, socket.socket]:
     """On the first member: the master for all, and the socket that rank 0 shall listen on.
 
     The port is a free one. The address is the one by which the others have found this host;
@@ -18,7 +19,7 @@ def where_to_meet(place: meeting.Place, members: Sequence[Member]) -> tuple[Fact
     networks = {member.card.network for member in members}
     if len(networks) == 1:
         master = notice.HOST
-    elif isinstance(place, meeting.Address):
+    elif isinstance(place, places.Address):
         master = place.host
     else:
         here = members[0].card.network

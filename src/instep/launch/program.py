@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instep import cards, launchers
 from instep.auto import real, session
+from instep.identity import launchers
 from instep.launch import heap, local_rank, reading, script, torch_init
+from instep.meeting import cards
 
 real_files = real.real
 failing = session.failing

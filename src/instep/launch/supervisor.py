@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from instep.cards import Card
 from instep.errors import StartError
 from instep.failure import End, Failure, first_failure, report
 from instep.launch import links
@@ -28,6 +27,7 @@ from instep.launch.links import Links, Message, Outcome
 from instep.launch.output import Output, choose_output
 from instep.launch.rank import Rank, start_rank
 from instep.launch.signals import Mailbox
+from instep.meeting.cards import Card
 
 
 @dataclass(frozen=True)

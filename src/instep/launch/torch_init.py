@@ -14,9 +14,10 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from instep import launchers, listening
 from instep.errors import BackendError, PortInUseError, RendezvousError
+from instep.identity import launchers
 from instep.imports import after_import
+from instep.meeting import listening
 
 
 def expect() -> None:
@@ -33,7 +34,7 @@ def _on_one_address(store: Callable[..., Any]) -> Callable[..., Any]:
     """TCPStore as torch's rendezvous calls it: by keywords."""
 
     def open_store(**told: Any) -> Any:
-        from instep import stores  # needs torch, which the script has imported
+        from instep.meeting import stores  # needs torch, which the script has imported
 
         if (met_before := stores.again(told["host_name"], told["port"])) is not None:
             return met_before

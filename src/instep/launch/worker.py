@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 from instep.failure import Failure
+from instep.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch import program
 from instep.launch.line import FAILED, GO, READY
-from instep.launchers import FAILURE_FILE, STORE_FD
 
 LINES = "lines"
 """The supervisor reads this rank's output: send each line as it is printed."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from instep.seams import Function, step_in
+from instep.training.seams import Function, step_in
 
 # ---------------------------------------------------------------------------------- a model
 

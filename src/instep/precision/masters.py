@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.communication.transport import transport
 from instep.precision.levels import HALVES
-from instep.reducer import reducer_of
-from instep.transport import transport
+from instep.training.reducer import reducer_of
 
 _master_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to masters, by their parameters; optimizers hold the masters."""

@@ -17,7 +17,7 @@ from instep.precision.levels import HALVES, Options, chosen
 from instep.precision.masters import save_in_float32
 from instep.precision.scaling import LossScaler, any_rank
 from instep.precision.steps import Steps, Tell, prepared, steps_of
-from instep.replicas import replicated
+from instep.training.replicas import replicated
 
 _prepared: WeakSet[nn.Module] = WeakSet()
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from instep.transport import transport
+from instep.communication.transport import transport
 
 WINDOW = 2000
 """Good steps after which a dynamic scale doubles."""

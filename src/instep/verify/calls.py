@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep import calls
 from instep.auto.patching import Patch, Patched
-from instep.blocks import Block, known_block
+from instep.communication.transport import transport
 from instep.divided.modules import work
-from instep.randomness import mixed
-from instep.seams import Function
-from instep.transport import transport
+from instep.training import calls
+from instep.training.blocks import Block, known_block
+from instep.training.randomness import mixed
+from instep.training.seams import Function
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from instep import replicas, shards
-from instep.randomness import Sample
-from instep.seams import Function, step_in
+from instep.training import replicas, shards
+from instep.training.randomness import Sample
+from instep.training.seams import Function, step_in
 from instep.verify.records import read_tensors
 
 _REMEMBERED = 256

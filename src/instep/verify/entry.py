@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from instep import rendezvous
 from instep.auto import seeds
 from instep.launch import program, script
+from instep.meeting import rendezvous
 from instep.verify.recorder import Recorder
 from instep.verify.records import Plan
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.auto import session
-from instep.seams import Function, step_in
+from instep.training.seams import Function, step_in
 from instep.verify import changes
 from instep.verify.calls import Call, Calls, calls_below
 from instep.verify.fingerprints import fingerprint, generators_digest, plain

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from instep import knobs
 from instep.failure import Failure
-from instep.identity import World
-from instep.launchers import FAILURE_FILE, JOB
+from instep.identity.launchers import FAILURE_FILE, JOB
+from instep.identity.world import World
 from instep.watch.line import Line
 from instep.watch.whereabouts import stack_of_main_thread, wait_of_main_thread
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from instep import rendezvous
 from instep.compat.apex.parallel.distributed import DistributedDataParallel
+from instep.meeting import rendezvous
 from instep.precision.casting import cast, casting, uncast
 from instep.precision.errors import PrecisionError
 from instep.precision.mixed import Mixed, prepare

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep import calls, gradients, knobs
-from instep.buckets import Bucket, plan_buckets
+from instep import knobs
 from instep.compat.horovod.allreduce import Reduction, SparseHandle, sparse_allreduce_async
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
 from instep.compat.horovod.sets import ProcessSet
-from instep.reducer import reducer_of
-from instep.seams import step_in
+from instep.training import calls, gradients
+from instep.training.buckets import Bucket, plan_buckets
+from instep.training.reducer import reducer_of
+from instep.training.seams import step_in
 
 
 @dataclass(frozen=True)

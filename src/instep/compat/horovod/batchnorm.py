@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep import batchnorm
 from instep.compat.horovod.allreduce import allreduce_async_
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.moves import allgather
 from instep.compat.horovod.ops import Sum
 from instep.compat.horovod.session import size
+from instep.training import batchnorm
 
 
 class SyncBatchNorm(_BatchNorm):

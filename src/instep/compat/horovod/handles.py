@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.communication.refusal import line_of_script
+from instep.communication.transport import check_reachable
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.session import session
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.matching import JOIN, Verdict, Wish
-from instep.negotiation import Task
-from instep.refusal import line_of_script
-from instep.transport import check_reachable
+from instep.named.matching import JOIN, Verdict, Wish
+from instep.named.negotiation import Task
 
 Finish = Callable[[Verdict, list[Tensor]], Any]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from instep import rendezvous
 from instep.compat.horovod.errors import NotInitializedError
-from instep.coordination import Patience
-from instep.identity import World
-from instep.negotiation import Negotiator
+from instep.identity.world import World
+from instep.meeting import rendezvous
+from instep.named.coordination import Patience
+from instep.named.negotiation import Negotiator
 
 
 class Session:

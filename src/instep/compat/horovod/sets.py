@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from instep import groups
+from instep.communication import groups
+from instep.communication.refusal import line_of_script
 from instep.compat.horovod.errors import NotThereError, WrongArgumentError
 from instep.compat.horovod.session import rank, session, size
-from instep.matching import Wish
-from instep.negotiation import Task
-from instep.refusal import line_of_script
+from instep.named.matching import Wish
+from instep.named.negotiation import Task
 
 
 class ProcessSet:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from instep.communication.transport import own_device
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import broadcast_async_
 from instep.compat.horovod.session import rank
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.matching import Verdict
-from instep.transport import own_device
+from instep.named.matching import Verdict
 
 T = TypeVar("T")
 

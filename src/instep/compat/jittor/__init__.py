@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from instep import rendezvous
+from instep.communication.scopes import single_process_scope
+from instep.communication.transport import broadcast_all
 from instep.compat.jittor import mpi
 from instep.compat.jittor.ops import mpi_all_reduce, mpi_broadcast, mpi_reduce
-from instep.scopes import single_process_scope
-from instep.transport import broadcast_all
+from instep.meeting import rendezvous
 
 if TYPE_CHECKING:
     in_mpi: bool

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from instep import collectives, rendezvous
+from instep.communication import collectives
+from instep.communication.transport import place_of, transport
 from instep.compat.jittor import ops
-from instep.transport import place_of, transport
+from instep.meeting import rendezvous
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from instep import rendezvous
-from instep.collectives import all_reduce, broadcast, reduce
+from instep.communication.collectives import all_reduce, broadcast, reduce
 from instep.errors import UnknownOpError
+from instep.meeting import rendezvous
 
 _OPS = {"add": "sum", "sum": "sum", "mean": "mean"}
 

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from instep.buckets import Bucket, plan_buckets
+from instep.communication.transport import (
+    Pending,
+    Transport,
+    broadcast_all,
+    check_reachable,
+    transport,
+)
 from instep.errors import InstepWarning, TrainingError
-from instep.transport import Pending, Transport, broadcast_all, check_reachable, transport
+from instep.training.buckets import Bucket, plan_buckets
 
 
 class DistributedDataParallel(nn.Module):

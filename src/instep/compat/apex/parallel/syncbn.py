@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, relu
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep import batchnorm, rendezvous
-from instep.groups import Group, group
-from instep.transport import through, transport
+from instep.communication.groups import Group, group
+from instep.communication.transport import through, transport
+from instep.meeting import rendezvous
+from instep.training import batchnorm
 
 Ranks = Group | dist.ProcessGroup | None
 

@@ -1,0 +1,1 @@
+"""Collectives, on tensors and on values: typed, out of place, and differentiable."""

@@ -1,0 +1,28 @@
+"""Do all ranks mean the same? If not, every rank raises the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instep.communication.transport import transport
+from instep.errors import DisagreementError
+from instep.meeting.rendezvous import ranks_by
+
+
+def agree(what: str, value: object, advice: str) -> None:
+    """Raise DisagreementError on all ranks unless `repr(value)` is the same on all. Collective."""
+    seen = ranks_by(transport().all_gather_object(repr(value)))
+    if len(seen) > 1:
+        raise DisagreementError(what, seen, advice)
+
+
+def agree_on_each(values: Sequence[tuple[str, object]], advice: str) -> None:
+    """Like `agree` for many named values; the error shows the first that differs. Collective."""
+    everybody = transport().all_gather_object([(name, str(value)) for name, value in values])
+    longest = max(map(len, everybody))
+    for k in range(longest):
+        entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]
+        if len(set(entries)) > 1:
+            names = dict.fromkeys(name for name, _ in entries if name != "nothing")
+            seen = ranks_by([f"{name} {value}" for name, value in entries])
+            raise DisagreementError(" or ".join(names), seen, advice)

@@ -1,0 +1,1 @@
+"""Named collectives: submitted in any order on each rank, executed in one order on all."""

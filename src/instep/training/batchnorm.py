@@ -1,0 +1,265 @@
+"""Batch statistics of the global batch, on any device.
+
+Every rank reduces its own rows once (count, mean, variance per channel), the ranks exchange these
+few numbers, and each normalises its rows with the merged ones:
+
+    n = sum n_r,   mean = sum n_r mean_r / n,
+    n var = sum (squares_r + n_r (mean_r - mean)^2)      (Chan, Golub, LeVeque 1979, eq. 2.1)
+
+where squares_r is the sum of squared distances from mean_r.
+
+The passes over the activations are PyTorch's own fused kernels with given statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from instep.communication.collectives import all_reduce
+from instep.communication.transport import Pending, applied, through, transport
+from instep.errors import TrainingError
+from instep.training.calls import current_block
+
+_SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
+
+
+class Way(Protocol):
+    """What a layer needs of a Transport."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start to reduce `tensor` into itself."""
+
+
+def batch_norm(
+    input: Tensor,  # noqa: A002  (torch's name)
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    way: Way | None = None,
+) -> Tensor:
+    """torch.nn.functional.batch_norm, with the statistics of the batch on all ranks.
+
+    Args:
+        input: (rows, channels, ...), this rank's rows; the rest as in PyTorch.
+        way: through what the ranks talk.
+
+    Running statistics are updated in place with the merged mean and the unbiased variance.
+    Collective. Raises TrainingError when all ranks together hold one value per channel.
+    """
+    block = current_block()
+    ghost = block is not None and block.empty
+    output: Tensor
+    output, mean, var, count = applied(
+        _GlobalBatchNorm, input, weight, bias, eps, ghost, way or transport()
+    )
+    _refuse_single_value(count, input)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = var * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return output
+
+
+class _GlobalBatchNorm(torch.autograd.Function):
+    """Normalise with merged statistics; returns them beside the output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        ghost: bool,
+        way: Way,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kind = _statistics_dtype(x)
+        mean, var, count = _merged(way, _own(x, ghost))
+        mean, var = mean.to(kind), var.to(kind)
+        output, _, _ = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, bias, mean, var)
+        ctx.eps, ctx.ghost, ctx.count, ctx.way = eps, ghost, count, way
+        ctx.mark_non_differentiable(mean, var, count)
+        return output, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
+            return _differentiable_backward(ctx, grad, x, weight, bias)
+        dot, total = _own_sums(grad, x, weight, mean, var, ctx.eps)
+        sums = torch.stack((dot, total)).double()
+        if ctx.ghost:
+            sums.zero_()
+        ctx.way.all_reduce(sums, "sum").wait()
+        dx = _input_gradient(grad, x, weight, mean, var, sums.div_(ctx.count), ctx.eps)
+        wanted = ctx.needs_input_grad
+        return (
+            dx if wanted[0] else None,
+            dot.to(weight.dtype) if wanted[1] else None,
+            total.to(weight.dtype) if wanted[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _differentiable_backward(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The same gradients as a graph: the layer once more, written in differentiable steps."""
+    candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
+    inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
+    with through(ctx.way):
+        output = _composite(x, weight, bias, ctx.eps, ctx.ghost)
+        found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
+    return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+
+
+def _composite(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ghost: bool
+) -> Tensor:
+    """Batch normalisation with the statistics of all ranks, step by step."""
+    dims, shape = _all_but_channels(x)
+    count = all_reduce(x.new_full((), 0 if ghost else x.numel() // x.shape[1]))
+    mean = all_reduce(_heard(x.sum(dims), ghost)) / count
+    mean = applied(_Mute, mean, True) if ghost else mean
+    centred = x - mean.view(shape)
+    var = all_reduce(_heard(centred.square().sum(dims), ghost)) / count
+    var = applied(_Mute, var, True) if ghost else var
+    output = centred * (var + eps).rsqrt().view(shape)
+    if weight is not None:
+        output = output * weight.view(shape)
+    return output if bias is None else output + bias.view(shape)
+
+
+def _heard(sums: Tensor, ghost: bool) -> Tensor:
+    """What the other ranks hear: a ghost says nothing."""
+    silence: Tensor = applied(_Mute, sums, False) if ghost else sums
+    return silence
+
+
+class _Mute(torch.autograd.Function):
+    """A value (or zeros) whose gradient is zeros, filled in, at any order of differentiation.
+
+    It stays in the graph: a ghost must take part in every collective of the other ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: bool) -> Tensor:
+        return x.view_as(x) if keep else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return applied(_Mute, grads[0], False), None
+
+
+def _refuse_single_value(count: Tensor, x: Tensor) -> None:
+    # Only where the count lies on the host: reading it from a GPU would stall the stream.
+    if count.is_cpu and count < 2:
+        raise TrainingError(
+            "batch normalisation in training needs more than one value per channel, but all "
+            f"ranks together hold {int(count)} (this rank's input is {tuple(x.shape)})."
+        )
+
+
+def _own(x: Tensor, ghost: bool) -> Tensor:
+    """This rank's rows, for the others, in float64: each channel's mean, then each channel's sum
+    of squared distances from it, then the number of values in a channel."""
+    channels = x.shape[1]
+    count = 0 if ghost else x.numel() // channels
+    if count == 0:
+        return x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    mean, squares = _moments(x, count)
+    return torch.cat((mean, squares, mean.new_full((1,), count, dtype=torch.float64)))
+
+
+def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each channel the mean, and the sum of squared distances from it."""
+    if _side_by_side(x) >= _LONG:  # torch's own kernel goes element by element here
+        dims, shape = _all_but_channels(x)
+        mean = x.sum(dims).div_(count)
+        return mean, (x - mean.view(shape)).square_().sum(dims)
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean, var * count
+
+
+def _own_sums(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
+    if 1 < _side_by_side(x) < _SHORT:  # and here
+        dims, shape = _all_but_channels(x)
+        dot = (x - mean.view(shape)).mul_(grad).sum(dims)
+        return dot * (var + eps).rsqrt(), grad.sum(dims)
+    # Given statistics are constants to this kernel: what it calls the gradients of weight and
+    # bias are just these sums.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return dot, total
+
+
+def _side_by_side(x: Tensor) -> int:
+    """How many elements of a channel lie side by side; 0 where torch's kernels are good anyway."""
+    plain = x.is_cpu and x.dtype in (torch.float32, torch.float64)
+    return x.stride(1) if plain else 0
+
+
+def _merged(way: Way, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of all ranks' rows together, and their number; in float64."""
+    channels = mine.numel() // 2
+    means, squares, counts = torch.stack(way.all_gather(mine)).split((channels, channels, 1), 1)
+    total = counts.sum()
+    merged = (counts * means).sum(0).div_(total)
+    apart = means - merged
+    spread = squares.addcmul_(counts * apart, apart).sum(0).div_(total)
+    return merged, spread, total
+
+
+def _input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    averages: Tensor,
+    eps: float,
+) -> Tensor:
+    """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
+
+    Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
+    scale * grad (another).
+    """
+    kind = mean.dtype
+    inv_std = (var.double() + eps).rsqrt()
+    scale = inv_std if weight is None else inv_std * weight.double()
+    dot, total = averages.unbind(0)
+    slope = (-scale * dot).to(kind)
+    offset = (-scale * total).to(kind)
+    affine, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
+    _, shape = _all_but_channels(x)
+    return affine.addcmul_(grad, scale.to(grad.dtype).view(shape))
+
+
+def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:
+    """The dimensions that statistics run over; the shape of a channel's number beside `x`."""
+    return [0, *range(2, x.dim())], (1, -1) + (1,) * (x.dim() - 2)
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    """What torch keeps batch statistics in: float32 for half precision, else the input's."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

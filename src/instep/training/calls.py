@@ -1,0 +1,123 @@
+"""The calls of replicated models: which batch each belongs to, and what was said about it.
+
+A call is remembered in two places: on a stack while it is under way, and on the autograd graph of
+its outputs until backward comes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.training.blocks import Block, block_of
+
+Scope = Literal["global", "rank"]
+"""Whether something is that of the whole batch, or of each rank's rows."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a replicated model, or a backward through some."""
+
+    block: Block | None
+    """The rows that it works on; None where no batch was ever divided."""
+    statistics: Scope | None = None
+    """Where batch statistics come from."""
+    dropout: Scope = "rank"
+    """Whether dropout masks depend on the rank."""
+    stream: int = 0
+    """The seed of its random numbers: a function of the model's seed and the step."""
+    draws: int = 0
+    """How many dropout masks it has drawn."""
+    weight: float | None = None
+    """What `instep.weight` stated: this rank's share of the batch's loss."""
+
+    outer_generator: Tensor | None = None
+    """The state of torch's generator before the call, to be set again after it."""
+
+    @property
+    def ghost(self) -> bool:
+        """Whether this rank has no rows and only takes part."""
+        return self.block is not None and self.block.empty
+
+
+_under_way: list[Call] = []
+_latest: Call | None = None
+
+
+def enter(call: Call) -> None:
+    """A call begins; calls nest."""
+    _under_way.append(call)
+
+
+def leave() -> Call:
+    """The innermost call has ended."""
+    global _latest
+    _latest = _under_way.pop()
+    return _latest
+
+
+def current() -> Call | None:
+    """The innermost call under way."""
+    return _under_way[-1] if _under_way else None
+
+
+def latest() -> Call | None:
+    """The innermost call under way, else the one that ended last."""
+    return current() or _latest
+
+
+def current_block() -> Block | None:
+    """The rows that this rank works on now."""
+    call = current()
+    return block_of(()) if call is None else call.block
+
+
+# ------------------------------------------------------------------------ marks on the graph
+
+_MARK = "instep.call"
+
+
+def mark(outputs: object, call: Call) -> None:
+    """Remember on the autograd graph itself that these outputs come from `call`."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            _metadata(leaf.grad_fn)[_MARK] = call
+
+
+def calls_below(
+    roots: Iterable[Tensor], parameters: WeakTensorKeyDictionary
+) -> tuple[list[Call], bool]:
+    """Which calls these tensors were computed from, and whether through any of `parameters`.
+
+    Walks the graph from the roots down to marked outputs: in a training step a handful of nodes.
+    """
+    found: dict[Call, None] = {}
+    touched = False
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        notes = _metadata(node)
+        if _MARK in notes:
+            found[notes[_MARK]] = None
+            touched = True
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is not None and variable in parameters:
+            touched = True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return list(found), touched
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
+    return notes

@@ -1,0 +1,268 @@
+"""What happens to the gradients of one bucket, by how tensors travel best.
+
+Between CPU ranks of one host a gradient stays where autograd has put it, and is summed there: its
+values pass through the shared mapping chunk by chunk, and nothing is packed. Elsewhere gradients
+are packed into one flat tensor, which travels while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from instep.communication.transport import Pending, Transport
+from instep.errors import TrainingError
+from instep.training.buckets import Bucket
+
+
+class Cargo(Protocol):
+    """The gradients of one bucket, from autograd's hands into `.grad`.
+
+    Beside the gradients travels one number per slot, "this rank has it": what no rank has keeps
+    `.grad` as it was, as in one process.
+    """
+
+    parameters: Mapping[int, nn.Parameter]
+    """Those in the bucket, by index."""
+    filled: set[int]
+    """Of which of them this rank has a gradient."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it can travel already, while backward still runs."""
+
+    def take(self, index: int, grad: Tensor, partial: bool) -> None:
+        """Autograd is about to add `grad` to `.grad`.
+
+        What is there belongs to the sum that is made now if it is `partial`, else to the past.
+        """
+
+    def take_kept(self, index: int) -> None:
+        """There is a partial `.grad`, and this backward did not come by."""
+
+    def launch(self, way: Transport) -> None:
+        """Start to sum over the ranks. Collective."""
+
+    def follow(self, way: Transport) -> None:
+        """Start what can be sent only when the first sums are there, if anything. Collective."""
+
+    def deliver(self, elsewhere: Set[int]) -> None:
+        """Wait, and put the sums into `.grad`, but for the parameters that are dealt with."""
+
+    def reset(self) -> None:
+        """Forget this backward."""
+
+
+class Wire(Protocol):
+    """How one flat tensor travels, which is to become its sum over the ranks.
+
+    Its last elements are what the cargo adds: "this rank has it", for each slot.
+    """
+
+    def launch(self, flat: Tensor, way: Transport) -> None:
+        """Start. Collective."""
+
+    def follow(self, flat: Tensor, way: Transport) -> None:
+        """Start what can be sent only when the first sums are there, if anything. Collective."""
+
+    def arrive(self, flat: Tensor) -> None:
+        """Wait, and leave the sums in `flat`."""
+
+    def reset(self) -> None:
+        """Forget this backward, which may have been interrupted."""
+
+
+def mark(number: int, dtype: torch.dtype, size: int) -> int:
+    """What travels with a sum so that each of `size` ranks sees whether all mean the same: of their
+    marks too, small enough that in this dtype it is exact."""
+    exact = int(2 / torch.finfo(dtype).eps) // size
+    return number % exact if exact else 0
+
+
+def load(
+    plan: Bucket,
+    parameters: Mapping[int, nn.Parameter],
+    way: Transport,
+    wire: Wire | None,
+    number: int,
+) -> Cargo:
+    """An empty cargo for the slots of `plan`, whose indices are those of `parameters`.
+
+    With a `wire` it is packed in any case. `number` tells models apart.
+    """
+    in_bucket = {slot.index: parameters[slot.index] for slot in plan.slots}
+    if way.in_place and wire is None:
+        return _InPlace(in_bucket, mark(number, next(iter(in_bucket.values())).dtype, way.size))
+    return _Packed(plan, in_bucket, wire or Whole())
+
+
+class _InPlace:
+    """Gradients stay where they are; the caller itself sums them, when backward has ended."""
+
+    full = False  # the last gradient comes into `.grad` only after its hook
+
+    def __init__(self, parameters: Mapping[int, nn.Parameter], mark: int) -> None:
+        self.parameters = parameters
+        self._mark, self._size = mark, 1
+        self._before: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._has = torch.empty(0)
+        self.filled: set[int] = set()
+
+    def take(self, index: int, grad: Tensor, partial: bool) -> None:
+        parameter = self.parameters[index]
+        if parameter.grad is not None and not partial:
+            self._before[index] = parameter.grad
+            parameter.grad = None
+        self.filled.add(index)
+
+    def take_kept(self, index: int) -> None:
+        self.filled.add(index)
+
+    def launch(self, way: Transport) -> None:
+        taken: set[int] = set()
+        for index, parameter in self.parameters.items():
+            if index not in self.filled:
+                self._sums[index] = torch.zeros_like(parameter)
+                continue
+            grad = _present(parameter)
+            memory = grad.untyped_storage().data_ptr()
+            # Backward of a view of a parameter may leave one memory in two gradients.
+            self._sums[index] = grad.clone() if memory in taken else grad
+            taken.add(memory)
+        kind = next(iter(self._sums.values()))
+        flags = [index in self.filled for index in self._sums]
+        self._has, self._size = kind.new_tensor([*flags, self._mark]), way.size
+        travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
+        way.all_reduce_each(travelling, "sum")
+
+    def follow(self, way: Transport) -> None:
+        return None
+
+    def deliver(self, elsewhere: Set[int]) -> None:
+        *held, marks = self._has.real.tolist()
+        if marks != self._mark * self._size:
+            raise TrainingError(
+                "this rank summed the gradients of one model while another rank summed those of "
+                "another. Let every rank's backward pass by the same models, in the same order."
+            )
+        for (index, total), ranks in zip(self._sums.items(), held, strict=True):
+            if index in elsewhere or not ranks:
+                continue
+            parameter = self.parameters[index]
+            before = self._before.get(index)
+            if before is None and index not in self.filled:
+                before = parameter.grad
+            parameter.grad = total if before is None else before.add_(total)
+
+    def reset(self) -> None:
+        self.filled.clear()
+        self._before.clear()
+        self._sums = {}
+
+
+def _present(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+class _Packed:
+    """One flat tensor travels; behind the gradients lies "this rank has it"."""
+
+    def __init__(self, plan: Bucket, parameters: Mapping[int, nn.Parameter], wire: Wire) -> None:
+        self.parameters = parameters
+        self._wire = wire
+        self._slots = {slot.index: slot for slot in plan.slots}
+        like = next(iter(parameters.values()))
+        self._flat = torch.zeros(plan.numel + len(plan.slots), dtype=like.dtype, device=like.device)
+        self._has = self._flat[plan.numel :]
+        self._before: dict[int, Tensor] = {}
+        self.filled: set[int] = set()
+
+    @property
+    def full(self) -> bool:
+        return len(self.filled) == len(self._slots)
+
+    def take(self, index: int, grad: Tensor, partial: bool) -> None:
+        parameter, place = self.parameters[index], self._place(index)
+        place.copy_(grad)
+        if parameter.grad is not None:
+            if partial:
+                place.add_(parameter.grad)
+            else:
+                self._before[index] = parameter.grad
+            parameter.grad = None
+        self.filled.add(index)
+
+    def take_kept(self, index: int) -> None:
+        self._place(index).copy_(_present(self.parameters[index]))
+        self.filled.add(index)
+
+    def launch(self, way: Transport) -> None:
+        self._has.fill_(1)
+        for k, index in enumerate(self._slots):
+            if index not in self.filled:
+                self._place(index).zero_()
+                self._has[k] = 0
+        self._wire.launch(self._flat, way)
+
+    def follow(self, way: Transport) -> None:
+        self._wire.follow(self._flat, way)
+
+    def deliver(self, elsewhere: Set[int]) -> None:
+        self._wire.arrive(self._flat)
+        for k, index in enumerate(self._slots):
+            if index not in elsewhere and (index in self.filled or self._has[k].real > 0):
+                self._deliver(index)
+
+    def reset(self) -> None:
+        self.filled.clear()
+        self._before.clear()
+        self._wire.reset()
+
+    def _place(self, index: int) -> Tensor:
+        slot = self._slots[index]
+        return self._flat[slot.start : slot.stop].view(self.parameters[index].shape)
+
+    def _deliver(self, index: int) -> None:
+        parameter, total = self.parameters[index], self._place(index)
+        before = self._before.get(index)
+        if before is not None:
+            parameter.grad = before.add_(total)
+        elif parameter.grad is None:
+            parameter.grad = total.clone()
+        elif index not in self.filled:
+            parameter.grad.add_(total)
+        else:
+            parameter.grad.copy_(total)
+
+
+class Whole:
+    """The flat tensor travels as it is."""
+
+    def __init__(self) -> None:
+        self._pending: Pending | None = None
+
+    def launch(self, flat: Tensor, way: Transport) -> None:
+        """Start the sum."""
+        self._pending = way.all_reduce(real(flat), "sum")
+
+    def follow(self, flat: Tensor, way: Transport) -> None:
+        """Nothing."""
+
+    def arrive(self, flat: Tensor) -> None:
+        """Wait for the sum."""
+        assert self._pending is not None
+        self._pending.wait()
+
+    def reset(self) -> None:
+        """Let go of the sum."""
+        self._pending = None
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory without complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

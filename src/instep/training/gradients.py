@@ -1,0 +1,199 @@
+"""The global batch's gradient, while backward still runs.
+
+A loss that is a mean over this rank's rows has the weight count_r / count in the mean over the
+batch, so the sum over ranks of weighted gradients is the gradient of the global batch. The weight
+enters once, at the root of backward: whatever the loss is computed from, penalties included, is
+scaled by it, and nothing below needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.communication.transport import transport
+from instep.errors import MixedBatchesError, TrainingError
+from instep.training import calls
+from instep.training.blocks import Block
+from instep.training.calls import Call, calls_below
+from instep.training.reducer import Backward, collecting, reducer_of
+from instep.training.seams import Function
+
+_communicating = True
+
+averaged_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
+DistributedOptimizer; the value tells which. Then this rank's gradient weighs its share of the batch
+times their number."""
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Let backward add up this rank's gradients only; the next one outside sends them all.
+
+    Between the two `.grad` is this rank's part of the sum. Saves messages in accumulation;
+    the gradient in the end is the same.
+    """
+    global _communicating
+    before, _communicating = _communicating, False
+    try:
+        yield
+    finally:
+        _communicating = before
+
+
+def weight(count: Tensor | float | None) -> None:
+    """State what the loss of the latest forward divides by, where that is not its rows.
+
+    loss = cross_entropy(model(x), y, ignore_index=-1)
+    instep.weight((y != -1).sum())
+    loss.backward()
+
+    Args:
+        count: this rank's denominator: the tokens that are kept, the sum of the class weights of
+            its targets... A number, or a tensor of one element. None for a loss that is a sum
+            and divides by nothing (a penalty on the parameters in it must then be divided by
+            `instep.world_size`, since every rank adds it).
+
+    Collective. Raises TrainingError before any forward of a replicated model.
+    """
+    call = calls.latest()
+    if call is None:
+        raise TrainingError(
+            "instep.weight states the denominator of a forward's loss; call the model first."
+        )
+    if count is None:
+        call.weight = 0.0 if call.ghost else 1.0
+        return
+    way = transport()
+    mine = torch.zeros((), dtype=torch.float64) if call.ghost else _number(count)
+    total = mine.clone()
+    way.all_reduce(total, "sum").wait()
+    call.weight = (mine / total).item() if total else 0.0
+
+
+def _number(count: Tensor | float) -> Tensor:
+    return torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(())
+
+
+# ------------------------------------------------------------------------ the root of backward
+
+
+def backward(
+    original: Function,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward for graphs that contain a replica; else the original.
+
+    Raises MixedBatchesError, and TrainingError for create_graph=True.
+    """
+    rest = (retain_graph, create_graph, grad_variables, inputs)
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
+    if nested or not (reducer_of or _unequal_block()):
+        original(tensors, grad_tensors, *rest)
+        return
+    forwards, touched = calls_below(roots, reducer_of)
+    if not touched:
+        _for_an_average(original, roots, grad_tensors, rest)
+        return
+    if create_graph:
+        raise TrainingError(
+            "backward(create_graph=True) of a replicated model: the sum over ranks has no graph. "
+            "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, then backward."
+        )
+    whose = _one_call(forwards)
+    _run(original, roots, _weighted(roots, grad_tensors, whose), rest, whose)
+
+
+def _unequal_block() -> Block | None:
+    """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
+    block = calls.current_block() if averaged_elsewhere else None
+    return None if block is None or block.count * block.size == block.total else block
+
+
+def _for_an_average(
+    original: Function, roots: tuple[Tensor, ...], grad_tensors: Any, rest: tuple[Any, ...]
+) -> None:
+    """No replica is in this graph. What somebody else averages gets its weight."""
+    block = _unequal_block()
+    if block is None or not calls_below(roots, averaged_elsewhere)[1]:
+        original(roots, grad_tensors, *rest)
+        return
+    calls.enter(Call(block))
+    try:
+        weight = block.count * block.size / block.total
+        original(roots, _times(roots, grad_tensors, weight), *rest)
+    finally:
+        calls.leave()
+
+
+def _run(
+    original: Function,
+    roots: tuple[Tensor, ...],
+    weighted: list[Tensor | None],
+    rest: tuple[Any, ...],
+    whose: Call,
+) -> None:
+    calls.enter(whose)  # gradient checkpointing runs parts of the forward again
+    try:
+        # A ghost's numbers may be anything; they go nowhere.
+        anomalies = torch.is_anomaly_enabled() and not whose.ghost
+        with (
+            torch.autograd.set_detect_anomaly(anomalies),
+            collecting(Backward(ghost=whose.ghost, communicating=_communicating)),
+        ):
+            original(roots, weighted, *rest)
+    finally:
+        calls.leave()
+
+
+def _one_call(forwards: list[Call]) -> Call:
+    """Whose rows and weight a backward has.
+
+    All ranks decide alike: by the batches' sizes, never by their own share.
+    """
+    if not forwards:
+        return Call(calls.current_block())
+    stated = [call for call in forwards if call.weight is not None]
+    first, *others = stated or forwards
+    shares = _shares(first.block)
+    if any(call.weight != first.weight or _shares(call.block) != shares for call in others):
+        raise MixedBatchesError(_weight(call) for call in forwards)
+    return first
+
+
+def _shares(block: Block | None) -> tuple[float, ...] | None:
+    return None if block is None else block.shares()
+
+
+def _weight(call: Call) -> float:
+    """This rank's share of the batch's loss; equal shares where no batch was ever divided."""
+    if call.weight is not None:
+        return call.weight
+    return 1.0 / transport().size if call.block is None else call.block.share
+
+
+def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: Call) -> list[Tensor | None]:
+    """The gradients at the roots, times this rank's weight."""
+    return _times(roots, grads, _weight(whose))
+
+
+def _times(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor | None]:
+    given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else list(grads)
+    result: list[Tensor | None] = []
+    for root, grad in zip(roots, given, strict=True):
+        if grad is None and root.numel() == 1:
+            grad = torch.ones_like(root)
+        result.append(None if grad is None else grad * weight)
+    return result

@@ -1,0 +1,141 @@
+"""Streams of random numbers that do not depend on the rank.
+
+- The *shared* stream draws the order of samples: equal on all ranks, untouched by what the model
+  draws, a function of (seed, epoch).
+- The *sample's* streams draw what is random in a sample: functions of (seed, epoch, index),
+  whoever loads it.
+- The *model's* stream draws dropout masks (see `dropout`): a function of (seed, step, call,
+  position in the batch).
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from instep.communication.objects import broadcast_object
+
+T = TypeVar("T")
+
+
+def agreed_seed() -> int:
+    """A seed that rank 0 draws from its torch generator, on all ranks (all draw). Collective."""
+    return broadcast_object(int(torch.randint(2**63 - 1, ())))
+
+
+def mixed(*parts: object) -> int:
+    """One 63-bit seed from several values: streams of neighbouring values are unrelated."""
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators on the CPU: torch, numpy, random."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """Where the global generators on the CPU are: torch, numpy, random."""
+
+    torch: Tensor
+    numpy: dict[str, Any]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Where they are now."""
+        return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+
+    def restore(self) -> None:
+        """Set them back."""
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+    def same(self, other: GeneratorStates) -> bool:
+        """Whether nothing was drawn between the two."""
+        return torch.equal(self.torch, other.torch) and self.same_but_torch(other)
+
+    def same_but_torch(self, other: GeneratorStates) -> bool:
+        """Whether nothing was drawn from numpy's and Python's."""
+        if self.python != other.python:
+            return False
+        return pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
+
+
+class SharedStream:
+    """Random numbers that are the same on all ranks: `with stream.drawing(): ...`.
+
+    Code inside draws from the global generators on the CPU as it always does (torch, and unless
+    `only_torch` also numpy and random); outside they are as they were.
+    """
+
+    def __init__(self, seed: int, *, only_torch: bool = False) -> None:
+        self._states = GeneratorStates(
+            torch.Generator().manual_seed(seed).get_state(),
+            dict(np.random.MT19937(seed).state),
+            random.Random(seed).getstate(),
+        )
+        self._only_torch = only_torch
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from this stream."""
+        if self._only_torch:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._states.torch)
+            try:
+                yield
+            finally:
+                self._states = replace(self._states, torch=torch.get_rng_state())
+                torch.set_rng_state(outside)
+            return
+        before = GeneratorStates.now()
+        self._states.restore()
+        try:
+            yield
+        finally:
+            self._states = GeneratorStates.now()
+            before.restore()
+
+
+# ------------------------------------------------------------------------------- the sample's
+
+
+class Sample(NamedTuple):
+    """What a sampler asks for when what is random in a sample shall not depend on who loads it."""
+
+    index: Any
+    epoch: int
+
+
+class SeededDataset(Dataset[T], Generic[T]):
+    """Draws each sample from a stream of its own, in whatever process loads it."""
+
+    def __init__(self, dataset: Dataset[T], seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, sample: Sample) -> T:
+        seed_generators(mixed(self._seed, sample.epoch, sample.index))
+        return self.dataset[sample.index]
+
+
+def draws_nothing(dataset: object) -> bool:
+    """Whether samples are known to have nothing random in them: they lie in memory."""
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset)
+    return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)

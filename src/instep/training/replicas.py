@@ -1,0 +1,269 @@
+"""A model kept in step: the same parameters everywhere, the gradient of the global batch."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm as torch_batchnorm
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.communication.agreement import agree_on_each
+from instep.communication.transport import Transport, broadcast_all, check_reachable, transport
+from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
+from instep.training import batchnorm, calls, gradients
+from instep.training.blocks import block_of
+from instep.training.calls import Call, Scope
+from instep.training.compressed import Compression, check_compression
+from instep.training.dropout import SEAMS as DROPOUT_SEAMS
+from instep.training.randomness import agreed_seed, mixed
+from instep.training.reducer import Reducer
+from instep.training.seams import Function, step_in, uncompiled
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(eq=False)
+class Replica:
+    """What is kept about a replicated model."""
+
+    transport: Transport
+    statistics: Scope
+    dropout: Scope
+    compression: Compression
+    seed: int
+    steps: int = 0
+    """How many training calls it has had."""
+    named: bool = False
+    """Whether randomness out of reach has been warned of."""
+    grown: bool = False
+    """Whether a parameter or a module was added since the last call."""
+
+
+_replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+"""Replicated models; their parts are not in here."""
+_owner_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+"""Every module of a replicated model."""
+_statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Where batch statistics come from, by the parameters and buffers of replicated models."""
+
+
+def replicate(
+    model: M,
+    *,
+    batch_statistics: Scope = "global",
+    dropout: Scope = "global",
+    compression: Compression = None,
+) -> M:
+    """Keep `model` in step on all ranks.
+
+    Parameters and buffers become rank 0's. From now on every backward through the model leaves in
+    `.grad` the gradient of the global batch (up to the rounding of sums in another order), batch
+    normalisation in training uses the statistics of the global batch, and dropout masks depend on
+    a sample's position in the global batch.
+
+    Args:
+        model: any module; on the rank's own device. The optimizer may exist already.
+        batch_statistics: "global", or "rank" to leave batch statistics to each rank's rows, which
+            is faster and not the same as one process.
+        dropout: "global", or "rank" for masks that each rank draws by itself.
+        compression: None, or what makes the gradients' messages smaller and `.grad` inexact:
+            "bf16" or "fp16" send 16 bits for each number and add them up so (relative errors
+            of `.grad` near 3e-3 and 3e-4; "fp16" overflows beyond 65504, as a scaled loss makes
+            gradients do), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and
+            those with hooks travel whole. docs/compression.md says what it costs.
+
+    Returns:
+        `model` itself: no wrapper, no prefix in its state dict, its children untouched.
+
+    Draws a seed from torch's generator. Warns of randomness that it cannot reach (InstepWarning).
+    Raises ReplicatedTwiceError, DisagreementError (a parameter differs in name, shape or dtype
+    between ranks), WrongDeviceError, TrainingError. Collective.
+    """
+    for name, scope in (("batch_statistics", batch_statistics), ("dropout", dropout)):
+        if scope not in get_args(Scope):
+            raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
+    check_compression(compression)
+    for name, module in model.named_modules():
+        if module in _owner_of:
+            raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
+    way = transport()
+    replica = Replica(
+        way,
+        # Alone, the rank's rows are the batch, and torch's own kernels the fastest way.
+        statistics=batch_statistics if way.size > 1 else "rank",
+        dropout=dropout,
+        compression=compression,
+        seed=agreed_seed(),
+    )
+    _adopt(model, replica)
+    _replica_of[model] = replica
+    if dropout == "global":
+        replica.named = _warn_of_layers(model)
+    model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
+    model.register_forward_hook(_leave, always_call=True)
+    _step_in()
+    return model
+
+
+def replicated(model: nn.Module) -> bool:
+    """Whether `model` or a part of it is kept in step."""
+    return any(module in _owner_of for module in model.modules())
+
+
+def _adopt(model: nn.Module, replica: Replica) -> None:
+    """Bring what is new in `model` in step: all of it, or what was added later. Collective."""
+    tensors = {
+        name: tensor
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+        if tensor not in _statistics_of
+    }
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise TrainingError(
+                f"{name} has no shape yet; call the model once before instep.replicate."
+            )
+        check_reachable(tensor)
+    agree_on_each(
+        [
+            ("the argument compression", replica.compression),
+            *((name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()),
+        ],
+        "Build the same model on every rank.",
+    )
+    for module in model.modules():
+        _owner_of[module] = replica
+    broadcast_all(list(tensors.values()))
+    for tensor in tensors.values():
+        _statistics_of[tensor] = replica.statistics
+    parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
+    if replica.transport.size > 1 and parameters:
+        Reducer(parameters, replica.transport, replica.compression)
+    replica.grown = False
+
+
+def _warn_of_layers(model: nn.Module) -> bool:
+    """Name the layers that draw where nobody can step in; returns whether there are any."""
+    names = [
+        f"{name or type(module).__name__} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    ]
+    if names:
+        warnings.warn(
+            f"dropout inside {', '.join(names)} is drawn by each rank: the numbers are not those "
+            "of one process. Dropout of its own (nn.Dropout) around it would be.",
+            InstepWarning,
+            stacklevel=3,
+        )
+    return bool(names)
+
+
+def _warn_of_draws(model: nn.Module, call: Call, seed: int) -> None:
+    """Say so, where a call has drawn more from torch's generator than its dropout masks."""
+    expected = torch.Generator().manual_seed(seed)
+    for _ in range(call.draws):
+        torch.empty((), dtype=torch.int64).random_(generator=expected)
+    if not torch.equal(expected.get_state(), torch.get_rng_state()):
+        warnings.warn(
+            f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
+            "draws its own, so the numbers are not those of one process. Draw them outside, for "
+            "the whole batch, and shard them: instep.shard(noise).",
+            InstepWarning,
+            stacklevel=2,
+        )
+
+
+# Hooks are module-level functions that look the module up: a deep copy or an unpickled model
+# carries them and is not a replica.
+
+
+@uncompiled
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    replica = _replica_of.get(module)
+    if replica is None:
+        return
+    if replica.grown:
+        _adopt(module, replica)
+    replica.steps += module.training
+    stream = mixed(replica.seed, replica.steps)
+    call = Call(block_of((args, kwargs)), replica.statistics, replica.dropout, stream)
+    if module.training:
+        call.outer_generator = torch.get_rng_state()
+        torch.default_generator.manual_seed(mixed(stream, replica.transport.rank))
+    calls.enter(call)
+
+
+@uncompiled
+def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    replica = _replica_of.get(module)
+    if replica is None:
+        return
+    call = calls.leave()
+    if call.outer_generator is not None:
+        if replica.dropout == "global" and not replica.named:
+            replica.named = True
+            _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
+        torch.set_rng_state(call.outer_generator)
+    calls.mark(output, call)
+
+
+def _grow(module: nn.Module, name: str, added: object) -> None:
+    owner = _owner_of.get(module)
+    if owner is not None and added is not None:
+        owner.grown = True
+
+
+def _step_in() -> None:
+    """Answer for the functions of torch that replicas need; once."""
+    step_in(torch.autograd, "backward", gradients.backward)
+    if step_in(nn.functional, "batch_norm", _batch_norm):
+        register_module_parameter_registration_hook(_grow)
+        register_module_module_registration_hook(_grow)
+    step_in(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm)
+    for name, seam in DROPOUT_SEAMS.items():
+        step_in(nn.functional, name, seam)
+
+
+def _batch_norm(
+    original: Function,
+    input: Tensor,  # noqa: A002  (torch's name)
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    rest = (input, running_mean, running_var, weight, bias, training, *args)
+    if training and _statistics(running_mean, weight) == "global":
+        return batchnorm.batch_norm(*rest, **kwargs)
+    output: Tensor = original(*rest, **kwargs)
+    return output
+
+
+def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
+    plain = torch_batchnorm._BatchNorm.forward if module in _owner_of else original
+    output: Tensor = plain(module, x)
+    return output
+
+
+def _statistics(*tensors: Tensor | None) -> Scope | None:
+    for tensor in tensors:
+        if tensor is not None and tensor in _statistics_of:
+            known: Scope = _statistics_of[tensor]
+            return known
+    call = calls.current()
+    return None if call is None else call.statistics

@@ -1,0 +1,318 @@
+"""Which samples are mine: this rank's block of every batch of a loader, or of one batch."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from instep.communication.objects import broadcast_object
+from instep.communication.transport import transport
+from instep.errors import CannotShardError, ShardedTwiceError
+from instep.meeting import rendezvous
+from instep.training.blocks import Block, Deliveries, cut, deliver, known_block, rows_of, tensors_of
+from instep.training.randomness import (
+    Sample,
+    SeededDataset,
+    SharedStream,
+    agreed_seed,
+    draws_nothing,
+    mixed,
+)
+
+T = TypeVar("T")
+
+
+@overload
+def shard(what: DataLoader[T]) -> DataLoader[T]: ...
+@overload
+def shard(what: T) -> T: ...
+def shard(what: Any) -> Any:
+    """This rank's share: of every batch of a loader, or of one batch made by hand.
+
+    The batch is that of the whole job: rank r of N gets the samples [r*n//N, (r+1)*n//N) of each
+    batch of n, in the order in which one process would see them. No sample is padded, dropped or
+    counted twice. A rank without samples gets one ghost sample that leaves no trace in gradients
+    or batch statistics, so that its loop runs as the others do. Where gradients are switched off
+    (evaluation under torch.no_grad()) it gets nothing instead: whatever the script adds up counts
+    every sample once.
+
+    Args:
+        what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last,
+            collate_fn and workers: each rank loads its own samples, and what is random in a
+            sample depends on (seed, epoch, index) only. Or any other loader (an iterable dataset,
+            batch_size=None, a class of its own): each rank loads every batch and keeps its rows;
+            the batches must be the same on all ranks. Or one batch: tensors, or tuples, lists
+            and dicts of them, whose dimension 0 is the batch.
+
+    Returns:
+        For a loader, a loader that yields blocks; `len`, `dataset`, `batch_size`, `sampler` and
+        `drop_last` stay those of the whole job, `total_len` is the number of samples, and each
+        epoch has an order of its own, the same on all ranks. For a batch, views of its rows.
+
+    Raises ShardedTwiceError, CannotShardError. Collective for a loader (the ranks agree on a seed).
+    """
+    if isinstance(what, ShardedLoader | SlicedLoader):
+        raise ShardedTwiceError
+    if isinstance(what, DataLoader):
+        return _sharded_loader(what)
+    return _sharded_batch(what)
+
+
+# ------------------------------------------------------------------------------- one batch
+
+_by_hand = Deliveries()
+
+
+def _sharded_batch(batch: T) -> T:
+    total = rows_of(batch)
+    if any(known_block(tensor) for tensor in tensors_of(batch)):
+        raise ShardedTwiceError
+    block = replace(_place(), total=total)
+    mine = cut(batch, block)
+    deliver(mine, block, _by_hand)
+    return mine
+
+
+# ------------------------------------------------------------------- a loader, by its indices
+
+
+def _sharded_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
+    if not loader.in_order:
+        raise CannotShardError(
+            "a DataLoader with in_order=False gives each rank the batches in another order; "
+            "leave in_order=True."
+        )
+    by_index = type(loader) is DataLoader and loader.batch_sampler is not None
+    if not by_index or isinstance(loader.dataset, IterableDataset):
+        return SlicedLoader(loader)
+    if not isinstance(loader.dataset, Sized):
+        raise CannotShardError(
+            f"{type(loader.dataset).__name__} has no length, so its batches have no agreed "
+            "order to cut blocks from. Give it __len__ and __getitem__."
+        )
+    return ShardedLoader(loader)
+
+
+class ShardedLoader(DataLoader[T]):
+    """A DataLoader that loads this rank's block of every batch of another one."""
+
+    def __init__(self, whole: DataLoader[T]) -> None:
+        if whole.generator is not None:
+            whole.generator.set_state(broadcast_object(whole.generator.get_state()))
+        assert whole.batch_sampler is not None
+        self._seed = agreed_seed()
+        self._seeded = not draws_nothing(whole.dataset)
+        self._blocks = BlockSampler(whole.batch_sampler, self._seed, named=self._seeded)
+        super().__init__(
+            whole.dataset,
+            batch_sampler=self._blocks,
+            num_workers=whole.num_workers,
+            collate_fn=whole.collate_fn,
+            pin_memory=whole.pin_memory,
+            timeout=whole.timeout,
+            worker_init_fn=whole.worker_init_fn,
+            multiprocessing_context=whole.multiprocessing_context,
+            generator=whole.generator,
+            prefetch_factor=whole.prefetch_factor,
+            persistent_workers=whole.persistent_workers,
+        )
+        # DataLoader forbids setting these after a batch sampler; they only inform the script.
+        vars(self).update(
+            batch_size=whole.batch_size, sampler=whole.sampler, drop_last=whole.drop_last
+        )
+
+    @property
+    def total_len(self) -> int:
+        """How many samples the dataset has."""
+        assert isinstance(self.dataset, Sized)
+        return len(self.dataset)
+
+    def _get_iterator(self) -> Any:
+        """torch's iterator, over a dataset that draws each sample from its own stream."""
+        loading = copy.copy(self)
+        if self._seeded:
+            vars(loading)["dataset"] = SeededDataset(self.dataset, self._seed)
+        return super(ShardedLoader, loading)._get_iterator()
+
+    def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
+        self._blocks.epoch += not rendezvous.alone()
+        batches = super().__iter__()
+        assert self._blocks.latest is not None
+        # Samples that are loaded in this process seed its generators.
+        aside = SharedStream(0) if self._seeded and self.num_workers == 0 else None
+        return Delivering(batches, self._blocks.latest.planned, aside)
+
+
+class BlockSampler:
+    """The indices of this rank's block of every batch that another batch sampler makes.
+
+    The order of each epoch is drawn from a shared stream of its own. `named`: ask for a `Sample`
+    instead of an index.
+    """
+
+    def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
+        self.latest: Epoch | None = None
+        self._batches = batches
+        self._seed = seed
+        self._named = named
+        self.epoch = -1  # counted by the loader: torch may iterate twice for one epoch
+
+    def __len__(self) -> int:
+        assert isinstance(self._batches, Sized)
+        return len(self._batches)
+
+    def __iter__(self) -> Epoch:
+        stream = SharedStream(mixed(self._seed, self.epoch), only_torch=_of_torch(self._batches))
+        epoch = self.epoch if self._named else None
+        self.latest = Epoch(self._batches, stream, _place(), epoch)
+        return self.latest
+
+
+def _place() -> Block:
+    """This rank's place, in a batch of no samples. In a scope of one rank, all is this rank's."""
+    way = transport()
+    return Block(way.rank, way.size, 0)
+
+
+def _of_torch(sampler: object) -> bool:
+    """Whether a sampler is torch's own, which draws from torch's generator only."""
+    if type(sampler).__module__ != Sampler.__module__:
+        return False
+    inner = getattr(sampler, "sampler", None)
+    return inner is None or _of_torch(inner)
+
+
+class Epoch:
+    """One pass: iterate for index lists; `planned` holds their blocks until delivered."""
+
+    def __init__(
+        self, batches: Iterable[list[Any]], stream: SharedStream, place: Block, epoch: int | None
+    ) -> None:
+        self.planned: deque[Block] = deque()
+        self._stream = stream
+        self._place = place
+        self._epoch = epoch
+        with stream.drawing():
+            self._batches = iter(batches)
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> list[Any]:
+        with self._stream.drawing():
+            batch = list(next(self._batches))
+        block = replace(self._place, total=len(batch))
+        self.planned.append(block)
+        mine = block.rows(batch)
+        if self._epoch is None:
+            return mine
+        return [Sample(index, self._epoch) for index in mine]
+
+
+class Delivering(Generic[T]):
+    """Hands out batches and notes whose block each one is."""
+
+    def __init__(
+        self, batches: Iterator[T], planned: deque[Block], aside: SharedStream | None
+    ) -> None:
+        self._batches = batches
+        self._planned = planned
+        self._aside = aside
+        self._deliveries = Deliveries()
+        self._last: T | None = None
+
+    def __iter__(self) -> Delivering[T]:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                batch = self._load()
+            except StopIteration:
+                deliver(None, None, self._deliveries)
+                raise
+            self._last = batch
+            block = self._planned.popleft()
+            if _wanted(block):
+                deliver(batch, block, self._deliveries)
+                return batch
+
+    def _load(self) -> T:
+        try:
+            if self._aside is None:
+                return next(self._batches)
+            with self._aside.drawing():
+                return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:
+            # A ghost's own error is nobody's: any batch keeps this rank's loop running.
+            if self._last is None or not (self._planned and self._planned[0].empty):
+                raise
+            return self._last
+
+
+# ------------------------------------------------------------------- a loader, by its batches
+
+
+class SlicedLoader(Generic[T]):
+    """Any other loader: every rank loads the whole batch and keeps its rows.
+
+    Attributes are the loader's own.
+    """
+
+    def __init__(self, whole: Iterable[T]) -> None:
+        self._whole = whole
+        self._seed = agreed_seed()
+        self._epoch = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def __len__(self) -> int:
+        return len(self._whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        self._epoch += not rendezvous.alone()
+        stream = SharedStream(mixed(self._seed, self._epoch))
+        with stream.drawing():
+            batches = iter(self._whole)
+        return Slicing(batches, stream, _place())
+
+
+class Slicing(Generic[T]):
+    """Cuts this rank's block out of each batch."""
+
+    def __init__(self, batches: Iterator[T], stream: SharedStream, place: Block) -> None:
+        self._batches = batches
+        self._stream = stream
+        self._place = place
+        self._deliveries = Deliveries()
+
+    def __iter__(self) -> Slicing[T]:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                with self._stream.drawing():
+                    batch = next(self._batches)
+            except StopIteration:
+                deliver(None, None, self._deliveries)
+                raise
+            block = replace(self._place, total=rows_of(batch))
+            if _wanted(block):
+                mine = cut(batch, block)
+                deliver(mine, block, self._deliveries)
+                return mine
+
+
+def _wanted(block: Block) -> bool:
+    """Whether the loop gets this block: a ghost is for training only."""
+    return torch.is_grad_enabled() or not block.empty
