@@ -296,12 +296,21 @@ def transport(group: Group | None = None) -> Transport:
     return _over(None) if dist.is_initialized() else _Alone()
 
 
+_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+
+
 def _over(group: dist.ProcessGroup | None) -> Transport:
     """The way through a group; None is the world."""
     members = group or dist.group.WORLD
-    if isinstance(members, shm.InstepProcessGroup):
-        return _SharingMemory(group, members)
-    return _Together(group)
+    assert members is not None
+    way = _ways.get(members)
+    if way is None:
+        if isinstance(members, shm.InstepProcessGroup):
+            way = _SharingMemory(group, members)
+        else:
+            way = _Together(group)
+        _ways[members] = way
+    return way
 
 
 _asides: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (

@@ -9,7 +9,7 @@ scaled by it, and nothing below needs to know.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -148,9 +148,9 @@ def _run(
     calls.enter(whose)  # gradient checkpointing runs parts of the forward again
     try:
         # A ghost's numbers may be anything; they go nowhere.
-        anomalies = torch.is_anomaly_enabled() and not whose.ghost
+        anything = whose.ghost and torch.is_anomaly_enabled()
         with (
-            torch.autograd.set_detect_anomaly(anomalies),
+            torch.autograd.set_detect_anomaly(False) if anything else nullcontext(),
             collecting(Backward(ghost=whose.ghost, communicating=_communicating)),
         ):
             original(roots, weighted, *rest)
