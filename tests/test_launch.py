@@ -226,6 +226,25 @@ def test_ranks_keep_memory_that_they_have_freed(launch: Launch, tuned: dict[str,
     assert launch.events(2) == [[not tuned]] * 2
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_heap_is_asked_for_in_huge_pages(launch: Launch, limited: bool) -> None:
+    script = launch.script("""
+        import re, resource
+        from pathlib import Path
+        import torch, instep
+        if sys.argv[1] == "True":
+            status = Path("/proc/self/status").read_text()
+            used = int(re.search(r"VmData:\\s+(\\d+) kB", status)[1]) << 10
+            resource.setrlimit(resource.RLIMIT_DATA, (used + (256 << 20), -1))
+        instep.init()
+        maps = Path("/proc/self/smaps").read_text()
+        parts = re.findall(r"\\[heap\\](?:.*\\n)+?VmFlags:(.*)", maps)
+        tell(any("hg" in flags.split() for flags in parts), torch.ones(8 << 20).sum().item())
+    """)
+    assert launch.run("-n", 2, script, limited).returncode == 0
+    assert launch.events(2) == [[not limited, float(8 << 20)]] * 2
+
+
 def test_rank_0_reads_the_users_input_and_the_others_nothing(launch: Launch) -> None:
     script = launch.script("tell(rank, sys.stdin.read())")
     launch.run("-n", 3, script, stdin=subprocess.PIPE, input="yes\n")
