@@ -209,15 +209,15 @@ class Counting:
 
 @ranks(2)
 def test_fewer_bytes_travel():
-    numbers = 100 * 50 + 100 + 2  # the layer's, and "this rank has it"
-    factors = (100 + 50) * 3 + 100 + 2
-    in_place = numbers + 1  # whose gradients they are
+    beside = 2 + 64  # "this rank has it", and whose gradients they are
+    numbers = 100 * 50 + 100 + beside
+    factors = (100 + 50) * 3 + 100 + beside
     for compression, size in [
-        (None, 4 * in_place),
+        (None, 4 * numbers),
         ("fp16", 2 * numbers),
         ("bf16", 2 * numbers),
         (PowerSGD(3), 4 * factors),
-        (PowerSGD(40), 4 * in_place),
+        (PowerSGD(40), 4 * numbers),
     ]:
         counting = Counting(transport())
         with through(counting):

@@ -24,9 +24,10 @@ from instep.auto.patching import Patched
 from instep.communication.transport import transport
 from instep.divided import modules, rows
 from instep.divided.rows import Rows
+from instep.errors import MixedSumsError
 from instep.training.blocks import Block
 from oracle import Log, same_as_one_process
-from pool import ranks
+from pool import ranks, talking_over
 
 Training = Callable[[Log], None]
 DIVIDED: list[Training] = []
@@ -1063,6 +1064,21 @@ def test_a_wrong_gradient_is_not_taken_for_that_of_half_precision() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         refused(Coupled(6, 3), torch.randn(8, 6), "gradients")
+
+
+@ranks(2)
+def each_rank_another() -> None:
+    models, x = [nn.Linear(4, 3) for _ in range(2)], torch.randn(6, 4)
+    with dividing():
+        outputs = [model(x) for model in models]
+        with pytest.raises(MixedSumsError, match="another rank"):
+            outputs[instep.rank].sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
+    with talking_over(backend):
+        each_rank_another()
 
 
 @ranks(3)

@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy
 import instep
 from detour import Detour
 from instep.communication.transport import transport
-from instep.errors import TrainingError
+from instep.compat.apex.parallel import DistributedDataParallel
+from instep.errors import MixedSumsError
 from oracle import compare
 from pool import run, talking_over
 from test_training import accumulating, branching, classify
@@ -113,24 +114,49 @@ def test_so_do_compressed_buckets():
         assert torch.allclose(ours, theirs, rtol=0.1, atol=1e-2), (ours, theirs)
 
 
-def each_rank_another(hooked):
-    """Two layers of one shape, of which each rank uses another one."""
-    layers = [nn.Linear(4, 3) for _ in range(2)]
-    if hooked:
-        instep.replicate(nn.ModuleList(layers))
+def hooked(layers):
+    instep.replicate(layers)
     for layer in layers:
-        if hooked:
-            layer.weight.register_hook(torch.clone)
-        else:
-            instep.replicate(layer)
-    with pytest.raises(TrainingError, match="another rank"):
-        layers[instep.rank](torch.ones(2, 4)).sum().backward()
+        layer.weight.register_hook(torch.clone)
 
 
-def test_sums_of_different_parameters_are_an_error(backend):
-    run(2, each_rank_another, True)
-    if backend == "shm":
-        run(2, each_rank_another, False)
+def frozen(layers):
+    instep.replicate(layers)
+    for k, layer in enumerate(layers):
+        layer.requires_grad_(k == instep.rank)
+
+
+def replicas(layers, compression=None):
+    for layer in layers:
+        instep.replicate(layer, compression=compression)
+
+
+def by_apex(layers):
+    for k, layer in enumerate(layers):
+        layers[k] = DistributedDataParallel(layer)
+
+
+def each_rank_another(prepare, *args):
+    """Layers of one shape, of which each rank uses another one."""
+    layers = nn.ModuleList(nn.Linear(4, 3) for _ in range(3)).to(torch.bfloat16)
+    prepare(layers, *args)
+    with pytest.raises(MixedSumsError, match="another rank"):
+        layers[instep.rank](torch.ones(2, 4).bfloat16()).sum().backward()
+
+
+ANOTHER = {
+    "hooked": (hooked,),
+    "frozen": (frozen,),
+    "replicas": (replicas,),
+    "in 16 bits": (replicas, "bf16"),
+    "in two factors": (replicas, instep.PowerSGD(1)),
+    "by Apex": (by_apex,),
+}
+
+
+@pytest.mark.parametrize("how", ANOTHER)
+def test_sums_of_different_parameters_are_an_error(backend, how):
+    run(3, each_rank_another, *ANOTHER[how])
 
 
 class Halves(nn.Module):

@@ -41,6 +41,7 @@ InstepError
     ├── ShardedTwiceError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
     ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
+    ├── MixedSumsError            gradients of different parameters added up by different ranks
     ├── MixedBatchesError         two batches of different weights in one backward
     └── PrecisionError            (RuntimeError) mixed precision; see instep.precision.errors
 
@@ -835,6 +836,27 @@ class LoadingError(TrainingError, RuntimeError):
         super().__init__(
             f"rank {rank} raised {kind} while it loaded its rows of a batch, an exception that "
             f"cannot be sent to the other ranks. Its traceback:\n\n{trace}"
+        )
+
+
+class MixedSumsError(TrainingError):
+    """Ranks have added up the gradients of different parameters."""
+
+    @classmethod
+    def of_models(cls) -> MixedSumsError:
+        """In what leaves when backward has come by it."""
+        return cls(
+            "this rank summed the gradients of one model while another rank summed those of "
+            "another. Let every rank's backward pass by the same models, in the same order."
+        )
+
+    @classmethod
+    def of_hooked(cls, shape: tuple[int, ...]) -> MixedSumsError:
+        """In what is summed on the spot, because a hook is to see it."""
+        return cls(
+            f"a parameter of shape {shape} with a gradient hook was used on this rank, while "
+            "another rank used another one. What has hooks must be used on every rank in each "
+            "step, or on none."
         )
 
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from instep.communication.transport import Pending, Transport
+from instep.errors import MixedSumsError
 from instep.training.buckets import Bucket
 from instep.training.cargoes import real
+from instep.training.marks import LENGTH, check, mark
 
 _count = count()
 
@@ -25,7 +27,7 @@ class Cargo(Protocol):
     """The parameters of one bucket, and what this rank's rows add to their gradients.
 
     Beside the gradients travels one number per parameter, "this rank has it": what no rank has
-    keeps `.grad` as it was.
+    keeps `.grad` as it was. Behind these is the bucket's mark.
     """
 
     order: int
@@ -42,7 +44,10 @@ class Cargo(Protocol):
         """Start to sum over the ranks. Collective."""
 
     def deliver(self) -> None:
-        """Wait for the sums and add them to `.grad`."""
+        """Wait for the sums and add them to `.grad`.
+
+        Raises MixedSumsError where another rank has sent another bucket (see `marks.check`).
+        """
 
     def reset(self) -> None:
         """Forget this backward."""
@@ -60,6 +65,8 @@ class _Bucket:
         self.order = next(_count)
         self.expected = 0
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
+        self._like = parameters[0].new_empty(0)
+        self._mark = mark(self._like, self.order)
 
     def _add_to_grad(self, place: int, total: Tensor) -> None:
         parameter = self._parameters[place]()
@@ -78,7 +85,6 @@ class _InPlace(_Bucket):
     def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters)
         self._sizes = [slot.stop - slot.start for slot in plan.slots]
-        self._like = parameters[0].new_empty(0)
         self._grads: dict[int, Tensor] = {}
         self._totals: list[Tensor] = []
         self._has = self._like
@@ -99,13 +105,13 @@ class _InPlace(_Bucket):
                 grad = grad.clone(memory_format=torch.contiguous_format)
             seen.add(grad.untyped_storage().data_ptr())
             self._totals.append(grad)
-        self._has = self._like.new_tensor(
-            [place in self._grads for place in range(len(self._sizes))]
-        )
+        held = [place in self._grads for place in range(len(self._sizes))]
+        self._has = torch.cat([self._like.new_tensor(held), self._mark])
         way.all_reduce_each([real(t) for t in (self._has, *self._totals)], "sum")
 
     def deliver(self) -> None:
-        for place, ranks in enumerate(self._has.real.tolist()):
+        check(self._has[-LENGTH:], MixedSumsError.of_models())
+        for place, ranks in enumerate(self._has[:-LENGTH].real.tolist()):
             if ranks:
                 self._add_to_grad(place, self._totals[place])
 
@@ -122,7 +128,7 @@ class _Packed(_Bucket):
     def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters)
         self._plan = plan
-        self._like = parameters[0].new_empty(0)
+        self._full = torch.cat([self._like.new_ones(len(plan.slots)), self._mark])
         self._flat = self._like
         self._filled: set[int] = set()
         self._pending: Pending | None = None
@@ -136,17 +142,18 @@ class _Packed(_Bucket):
             self._filled.add(place)
 
     def launch(self, way: Transport) -> None:
-        slots = range(len(self._plan.slots))
-        for place in slots:
-            if place not in self._filled:
-                self._part(place).zero_()
-        held = [place in self._filled for place in slots]
-        self._flat[self._plan.numel :] = self._like.new_tensor(held)
+        missing = [k for k in range(len(self._plan.slots)) if k not in self._filled]
+        for place in missing:
+            self._part(place).zero_()
+        has = self._flat[self._plan.numel :].copy_(self._full)
+        for place in missing:
+            has[place] = 0
         self._pending = way.all_reduce(real(self._flat), "sum")
 
     def deliver(self) -> None:
         assert self._pending is not None
         self._pending.wait()
+        check(self._flat[-LENGTH:], MixedSumsError.of_models())
         has = self._flat[self._plan.numel :].real
         for place in range(len(self._plan.slots)):
             if place in self._filled or has[place] > 0:
@@ -160,7 +167,7 @@ class _Packed(_Bucket):
 
     def _part(self, place: int) -> Tensor:
         if not self._flat.numel():
-            self._flat = self._like.new_empty(self._plan.numel + len(self._plan.slots))
+            self._flat = self._like.new_empty(self._plan.numel + len(self._full))
         slot = self._plan.slots[place]
         return self._flat[slot.start : slot.stop]
 

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from instep.communication.transport import Pending, Transport
-from instep.errors import TrainingError
+from instep.errors import MixedSumsError
 from instep.training.buckets import Bucket
+from instep.training.marks import LENGTH, check, mark
 
 
 class Cargo(Protocol):
     """The gradients of one bucket, from autograd's hands into `.grad`.
 
     Beside the gradients travels one number per slot, "this rank has it": what no rank has keeps
-    `.grad` as it was, as in one process.
+    `.grad` as it was, as in one process. Behind these is the bucket's mark.
     """
 
     parameters: Mapping[int, nn.Parameter]
@@ -50,7 +51,10 @@ class Cargo(Protocol):
         """Start what can be sent only when the first sums are there, if anything. Collective."""
 
     def deliver(self, elsewhere: Set[int]) -> None:
-        """Wait, and put the sums into `.grad`, but for the parameters that are dealt with."""
+        """Wait, and put the sums into `.grad`, but for the parameters that are dealt with.
+
+        Raises MixedSumsError where another rank has sent another bucket (see `marks.check`).
+        """
 
     def reset(self) -> None:
         """Forget this backward."""
@@ -59,7 +63,7 @@ class Cargo(Protocol):
 class Wire(Protocol):
     """How one flat tensor travels, which is to become its sum over the ranks.
 
-    Its last elements are what the cargo adds: "this rank has it", for each slot.
+    Its last elements are what the cargo adds: "this rank has it", for each slot, and a mark.
     """
 
     def launch(self, flat: Tensor, way: Transport) -> None:
@@ -75,13 +79,6 @@ class Wire(Protocol):
         """Forget this backward, which may have been interrupted."""
 
 
-def mark(number: int, dtype: torch.dtype, size: int) -> int:
-    """What travels with a sum so that each of `size` ranks sees whether all mean the same: of their
-    marks too, small enough that in this dtype it is exact."""
-    exact = int(2 / torch.finfo(dtype).eps) // size
-    return number % exact if exact else 0
-
-
 def load(
     plan: Bucket,
     parameters: Mapping[int, nn.Parameter],
@@ -94,9 +91,10 @@ def load(
     With a `wire` it is packed in any case. `number` tells models apart.
     """
     in_bucket = {slot.index: parameters[slot.index] for slot in plan.slots}
+    own = mark(next(iter(in_bucket.values())), number, *in_bucket)
     if way.in_place and wire is None:
-        return _InPlace(in_bucket, mark(number, next(iter(in_bucket.values())).dtype, way.size))
-    return _Packed(plan, in_bucket, wire or Whole())
+        return _InPlace(in_bucket, own)
+    return _Packed(plan, in_bucket, own, wire or Whole())
 
 
 class _InPlace:
@@ -104,9 +102,9 @@ class _InPlace:
 
     full = False  # the last gradient comes into `.grad` only after its hook
 
-    def __init__(self, parameters: Mapping[int, nn.Parameter], mark: int) -> None:
+    def __init__(self, parameters: Mapping[int, nn.Parameter], mark: Tensor) -> None:
         self.parameters = parameters
-        self._mark, self._size = mark, 1
+        self._mark = mark
         self._before: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._has = torch.empty(0)
@@ -135,7 +133,7 @@ class _InPlace:
             taken.add(memory)
         kind = next(iter(self._sums.values()))
         flags = [index in self.filled for index in self._sums]
-        self._has, self._size = kind.new_tensor([*flags, self._mark]), way.size
+        self._has = torch.cat([kind.new_tensor(flags), self._mark])
         travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
         way.all_reduce_each(travelling, "sum")
 
@@ -143,12 +141,8 @@ class _InPlace:
         return None
 
     def deliver(self, elsewhere: Set[int]) -> None:
-        *held, marks = self._has.real.tolist()
-        if marks != self._mark * self._size:
-            raise TrainingError(
-                "this rank summed the gradients of one model while another rank summed those of "
-                "another. Let every rank's backward pass by the same models, in the same order."
-            )
+        check(self._has[-LENGTH:], MixedSumsError.of_models())
+        held = self._has[:-LENGTH].real.tolist()
         for (index, total), ranks in zip(self._sums.items(), held, strict=True):
             if index in elsewhere or not ranks:
                 continue
@@ -170,14 +164,16 @@ def _present(parameter: nn.Parameter) -> Tensor:
 
 
 class _Packed:
-    """One flat tensor travels; behind the gradients lies "this rank has it"."""
+    """One flat tensor travels; behind the gradients lies "this rank has it", and the mark."""
 
-    def __init__(self, plan: Bucket, parameters: Mapping[int, nn.Parameter], wire: Wire) -> None:
+    def __init__(
+        self, plan: Bucket, parameters: Mapping[int, nn.Parameter], mark: Tensor, wire: Wire
+    ) -> None:
         self.parameters = parameters
         self._wire = wire
         self._slots = {slot.index: slot for slot in plan.slots}
-        like = next(iter(parameters.values()))
-        self._flat = torch.zeros(plan.numel + len(plan.slots), dtype=like.dtype, device=like.device)
+        self._full = torch.cat([mark.new_ones(len(plan.slots)), mark])
+        self._flat = mark.new_zeros(plan.numel + len(self._full))
         self._has = self._flat[plan.numel :]
         self._before: dict[int, Tensor] = {}
         self.filled: set[int] = set()
@@ -202,7 +198,7 @@ class _Packed:
         self.filled.add(index)
 
     def launch(self, way: Transport) -> None:
-        self._has.fill_(1)
+        self._has.copy_(self._full)
         for k, index in enumerate(self._slots):
             if index not in self.filled:
                 self._place(index).zero_()
@@ -214,6 +210,7 @@ class _Packed:
 
     def deliver(self, elsewhere: Set[int]) -> None:
         self._wire.arrive(self._flat)
+        check(self._has[-LENGTH:], MixedSumsError.of_models())
         for k, index in enumerate(self._slots):
             if index not in elsewhere and (index in self.filled or self._has[k].real > 0):
                 self._deliver(index)

@@ -171,7 +171,7 @@ class _LowRank:
         self._places = [slice(slot.start, slot.stop) for slot in matrices]
         self._flags = [plan.numel + plan.slots.index(slot) for slot in matrices]
         others = [slice(slot.start, slot.stop) for slot in plan.slots if slot not in matrices]
-        self._others = [*others, slice(plan.numel, plan.numel + len(plan.slots))]
+        self._others = [*others, slice(plan.numel, None)]
         self._warm_up = options.warm_up
         self._whole: Whole | None = None
         self._factors = torch.empty(0)

@@ -14,10 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep import knobs
 from instep.communication.objects import all_gather_object
 from instep.communication.transport import Transport, aside
-from instep.errors import TrainingError
+from instep.errors import MixedSumsError, TrainingError
 from instep.training.buckets import plan_buckets
-from instep.training.cargoes import Cargo, load, mark, real
+from instep.training.cargoes import Cargo, load, real
 from instep.training.compressed import Compression, wire
+from instep.training.marks import LENGTH, check, mark
 from instep.training.seams import Function
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -163,24 +164,15 @@ class Reducer:
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return sparse_sum(grad)
-        marked = grad.new_empty(grad.numel() + 1)
-        total = marked[:-1].view(grad.shape).copy_(grad)
-        marked[-1] = mark(index, grad.dtype, self.transport.size)
+        marked = torch.cat([grad.reshape(-1), mark(grad, self._number, index)])
         self.transport.all_reduce(real(marked), "sum").wait()
-        self._marks[index] = marked[-1]
-        return total
+        self._marks[index] = marked[-LENGTH:]
+        return marked[:-LENGTH].view(grad.shape)
 
     def _check_marks(self) -> None:
-        """Raise TrainingError where ranks have summed different parameters on the spot."""
-        for index, marks in self._marks.items():
-            size = self.transport.size
-            if marks.real.item() != mark(index, marks.dtype, size) * size:
-                shape = tuple(self._parameters[index].shape)
-                raise TrainingError(
-                    f"a parameter of shape {shape} with a gradient hook was used on this rank, "
-                    "while another rank used another one. What has hooks must be used on every "
-                    "rank in each step, or on none."
-                )
+        """Raise MixedSumsError where ranks have summed different parameters on the spot."""
+        for index, total in self._marks.items():
+            check(total, MixedSumsError.of_hooked(tuple(self._parameters[index].shape)))
 
     def _keep(self, index: int) -> None:
         """Without communication: `.grad` becomes this rank's part of the sum.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from instep.communication.transport import (
     check_reachable,
     transport,
 )
-from instep.errors import InstepWarning, TrainingError
+from instep.errors import InstepWarning, MixedSumsError, TrainingError
 from instep.training.buckets import Bucket, plan_buckets
+from instep.training.marks import LENGTH, check, mark
+
+_numbers = count()
+"""Of the buckets, in the order in which all ranks make them."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -145,11 +150,13 @@ class DistributedDataParallel(nn.Module):
 
 
 class _Cargo:
-    """A bucket on its way: one flat tensor, behind whose gradients lies "this rank has it"."""
+    """A bucket on its way: one flat tensor, behind whose gradients lies "this rank has it" and the
+    bucket's mark."""
 
     def __init__(self, plan: Bucket, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
-        self.flat = torch.zeros(plan.numel + len(plan.slots), dtype=dtype, device=device)
+        self._mark = mark(torch.empty(0, dtype=dtype, device=device), next(_numbers))
+        self.flat = self._mark.new_zeros(plan.numel + len(plan.slots) + LENGTH)
         self.ready: set[int] = set()
         """Of which parameters this backward has made a gradient."""
         self.pending: Pending | None = None
@@ -162,6 +169,7 @@ class _Cargo:
     def launch(self, parameters: list[nn.Parameter], factor: float, way: Transport) -> None:
         """Send every `.grad` there is, times `factor`, and zeros for the rest."""
         self.flat.zero_()
+        self.flat[-LENGTH:] = self._mark
         for k, slot in enumerate(self.plan.slots):
             grad = parameters[slot.index].grad
             if grad is not None:
@@ -175,8 +183,10 @@ class _Cargo:
         """Wait, and put the sums, times `factor`, into `.grad` of what any rank has."""
         assert self.pending is not None
         self.pending.wait()
+        check(self.flat[-LENGTH:], MixedSumsError.of_models())
         self.flat[: self.plan.numel].mul_(factor)
-        for slot, ranks in zip(self.plan.slots, self.flat[self.plan.numel :].tolist(), strict=True):
+        held = self.flat[self.plan.numel : -LENGTH].tolist()
+        for slot, ranks in zip(self.plan.slots, held, strict=True):
             parameter = parameters[slot.index]
             if not ranks:
                 continue
