@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -114,6 +116,45 @@ def test_ranks_that_are_not_of_one_job_are_refused_on_all(tmp_path):
     assert codes == [1, 1]
     told = rf"MixedJobError: the ranks .* different arguments: {tmp_path}/rank --lr 0 on rank 0; "
     assert all(re.search(told, error) for error in errors), errors
+
+
+ORPHANS = """
+import multiprocessing, sys
+import torch
+
+def main(rank, place):
+    import instep
+    instep.init(place, rank=rank, world_size=3)
+
+if __name__ == "__main__":
+    processes = multiprocessing.get_context(sys.argv[2])
+    for rank in range(2):
+        processes.Process(target=main, args=(rank, sys.argv[1])).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "start"),
+    [("tcp", "fork"), pytest.param("file", "forkserver", marks=pytest.mark.nightly)],
+)
+def test_ranks_whose_parent_was_killed_do_not_wait_for_the_others(tmp_path, method, start):
+    place = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meet"}[method]
+    (tmp_path / "train.py").write_text(ORPHANS)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "train.py"), place, start],
+        env=clean_environ(INSTEP_ARRIVAL_NOTICE=0),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as parent:
+        try:
+            assert "for rank" in parent.stderr.readline()
+            parent.kill()
+            said = parent.stderr.read()  # to the last rank's end
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    assert "RendezvousError: the process that started this rank was ended" in said
 
 
 def test_ranks_that_never_come_are_named_with_the_hosts_that_did():

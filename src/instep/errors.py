@@ -319,6 +319,14 @@ class RendezvousError(LaunchError):
         )
 
     @classmethod
+    def orphaned(cls) -> RendezvousError:
+        """Who started the ranks is not there any more, and the ranks have not met yet."""
+        return cls(
+            "the process that started this rank was ended before all ranks had met, so nobody "
+            "starts those that are missing, or waits for this one."
+        )
+
+    @classmethod
     def foreign_master(cls, host: str, port: int, why: str) -> RendezvousError:
         """The master's address is not one of rank 0's host."""
         return cls(

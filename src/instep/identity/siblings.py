@@ -7,6 +7,7 @@ said nothing to anybody; but its process is not there any more, and that can be 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -75,6 +76,15 @@ class Siblings:
                 return _NO_RANK if "PATH" in environ else _HIDDEN
             self._rank_of[pid] = int(told)
         return self._rank_of[pid]
+
+
+def orphaned() -> bool:
+    """Whether multiprocessing started this process, as torch's mp.spawn does, and its parent has
+    ended: which waits for its children, so somebody has killed it."""
+    multiprocessing = sys.modules.get("multiprocessing.process")  # or this is no child of its
+    parent = multiprocessing and multiprocessing.parent_process()
+    me = os.getpid()
+    return parent is not None and _living([me, parent.pid]) == [me]
 
 
 def launching_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from instep import knobs
 from instep.errors import RendezvousError
 from instep.fates import arrivals, named
-from instep.identity.siblings import Siblings
+from instep.identity.siblings import Siblings, orphaned
 
 T = TypeVar("T")
 _SHORT, _PART, _LONG = 0.002, 0.02, 0.2
@@ -48,7 +48,8 @@ class Vigil:
         """The first answer of `attempt`, which is asked again and again.
 
         `came` says who is there, and on which host; by default this one waits for the first
-        member. Raises RendezvousError when time is over, or one that did not come has ended.
+        member. Raises RendezvousError when time is over, or one that did not come has ended, or the
+        process that started this one as a child of multiprocessing.
         """
         while (found := attempt()) is None:
             self.look(came)
@@ -59,6 +60,8 @@ class Vigil:
         """Between two attempts. Raises as `until` does."""
         if self._siblings is not None and (ended := self._siblings.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
+        if orphaned():
+            raise RendezvousError.orphaned()
         waited = self._waited()
         if waited >= self._seconds + self._grace:
             there = came()
