@@ -1,5 +1,7 @@
 """Derivatives across ranks, against numerical ones of the sum of all ranks' losses."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,15 +110,25 @@ def test_gather():
     check_twice(lambda x: torch.cat(instep.gather(x, root=1)), sizes)
 
 
-@pytest.mark.parametrize("collective", [instep.all_gather, instep.gather, instep.all_to_all])
+BENT = {
+    "all_gather": lambda x: torch.cat(instep.all_gather(x)),
+    "gather": lambda x: torch.cat(instep.gather(x)),
+    "all_to_all": lambda x: torch.cat(instep.all_to_all(x)),
+    "broadcast": instep.broadcast,
+    "reduce": instep.reduce,
+} | {op: partial(instep.all_reduce, op=op) for op in OPS}
+
+
+@pytest.mark.parametrize("collective", BENT)
 @ranks(2)
 def test_a_derivative_that_bends_on_one_rank_only(collective):
-    def gradient(x):
-        whole = torch.cat(collective(x**3))
-        loss = (whole**2 if instep.rank == 0 else whole).sum()
+    def gradient(x, bending):
+        result = BENT[collective](x**3)
+        loss = (result**2 if instep.rank == bending else result).sum()
         return torch.autograd.grad(loss, x, create_graph=True)[0]
 
-    check(gradient)
+    check(partial(gradient, bending=0))
+    check(partial(gradient, bending=1))
 
 
 @ranks(3)

@@ -2,7 +2,8 @@
 
 A derivative of a collective is a collective: every rank must run the backward. The loss that is
 differentiated is the sum of all ranks' losses (as everywhere in the field). Whether a tensor
-requires a gradient is the same on all ranks.
+requires a gradient is the same on all ranks, and so is create_graph; whether a gradient then has a
+graph need not be.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.communication.exchanges import all_gather, own_parts
+from instep.communication.exchanges import all_gather, own_parts, tied, token
 from instep.communication.groups import Group
 from instep.communication.reductions import carried, check_op, combined, landed, native
 from instep.communication.transport import (
@@ -53,8 +54,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     if op == "product":
         return combined(all_gather(tensor, group=group), op)
     function = _Extreme if op in ("min", "max") else _AllReduce
-    reduced: Tensor = applied(function, tensor, op, way)
-    return reduced
+    return _applied(function, tensor, op, way)
 
 
 def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -76,8 +76,7 @@ def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | Non
     """
     way, place = _way(tensor, op, group), place_of(root, "root", group)
     if op in ("sum", "mean"):
-        reduced: Tensor = applied(_Reduce, tensor, op, place, way)
-        return reduced
+        return _applied(_Reduce, tensor, op, place, way)
     total = all_reduce(tensor, op, group=group)
     return total if way.rank == place else total.reshape(-1)[:0]
 
@@ -124,8 +123,7 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
     NotAMemberError.
     """
     check_reachable(tensor)
-    given: Tensor = applied(_Broadcast, tensor, place_of(root, "root", group), transport(group))
-    return given
+    return _applied(_Broadcast, tensor, place_of(root, "root", group), transport(group))
 
 
 def barrier(*, group: Group | None = None) -> None:
@@ -159,65 +157,78 @@ def _all_reduced(tensor: Tensor, op: str, way: Transport) -> Tensor:
     return landed(flat, tensor.dtype, op, way.size)
 
 
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """What it returns behind its token."""
+    result: Tensor = applied(function, *args)[1]
+    return result
+
+
+Returned = tuple[Tensor | None, Tensor]
+"""A token, and the result."""
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Returned:
         ctx.op, ctx.way = op, way
-        return _all_reduced(tensor, op, way)
+        return token(ctx, tensor), _all_reduced(tensor, op, way)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return applied(_AllReduce, grads[0], ctx.op, ctx.way), None, None
+        return _applied(_AllReduce, *tied(ctx, grads), ctx.op, ctx.way), None, None
 
 
 class _Extreme(torch.autograd.Function):
     """The smallest or largest over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Returned:
         found = _all_reduced(tensor, op, way)
         ctx.way = way
-        ctx.save_for_backward(tensor, found)
-        return found
+        ctx.attained = tensor == found if ctx.needs_input_grad[0] else None
+        return token(ctx, tensor), found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        tensor, found = ctx.saved_tensors
-        attained = (tensor == found).to(tensor.dtype)
+        (grad,) = tied(ctx, grads)
+        attained = ctx.attained.to(grad.dtype)
         share = attained / _all_reduced(attained, "sum", ctx.way)
-        return applied(_AllReduce, grads[0], "sum", ctx.way) * share, None, None
+        return _applied(_AllReduce, grad, "sum", ctx.way) * share, None, None
 
 
 class _Reduce(torch.autograd.Function):
     """A sum or mean at root; nothing elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, root: int, way: Transport) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, op: str, root: int, way: Transport) -> Returned:
         ctx.op, ctx.root, ctx.way, ctx.shape = op, root, way, tensor.shape
         flat = _moved(tensor, op, lambda carrier, how: way.reduce(carrier, how, root))
-        return landed(flat, tensor.dtype, op, way.size) if way.rank == root else tensor.new_empty(0)
+        here = way.rank == root
+        total = landed(flat, tensor.dtype, op, way.size) if here else tensor.new_empty(0)
+        return token(ctx, tensor), total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = grads
+        (grad,) = tied(ctx, grads)
         if ctx.way.rank != ctx.root:
             grad = grad.new_zeros(ctx.shape) + grad.sum()  # of nothing: stays in the graph
-        given: Tensor = applied(_Broadcast, grad, ctx.root, ctx.way)
+        given = _applied(_Broadcast, grad, ctx.root, ctx.way)
         return given / ctx.way.size if ctx.op == "mean" else given, None, None, None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, way: Transport) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root: int, way: Transport) -> Returned:
         ctx.root, ctx.way = root, way
         copy = tensor.detach().resolve_conj().resolve_neg()
         copy = copy.clone(memory_format=torch.contiguous_format)
         way.broadcast(as_bytes(copy), root).wait()
-        return copy
+        return token(ctx, tensor), copy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total: Tensor = applied(_Reduce, grads[0], "sum", ctx.root, ctx.way)
+        (grad,) = tied(ctx, grads)
+        total = _applied(_Reduce, grad, "sum", ctx.root, ctx.way)
         if ctx.way.rank != ctx.root:
-            total = torch.zeros_like(grads[0]) + total.sum()
+            total = torch.zeros_like(grad) + total.sum()
         return total, None, None

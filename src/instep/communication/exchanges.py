@@ -159,58 +159,77 @@ def exchanged(
 
 
 class _Exchange(torch.autograd.Function):
-    """Returns a token before what it takes: no elements, only a place in the graph."""
+    """Returns a token before what it takes."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, way: Transport, shapes: tuple[Shape, ...], *gives: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.way, ctx.shapes = way, [tuple(give.shape) for give in gives]
         dtype = gives[0].dtype
         takes = [prod(shape) * dtype.itemsize for shape in shapes]
         taken = way.exchange([as_bytes(give) for give in gives], takes)
         parts = (_from_bytes(part, dtype, s) for part, s in zip(taken, shapes, strict=True))
-        return _token(ctx, gives[0]), *parts
+        return token(ctx, gives[0]), *parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_exchanged_back(ctx, grads[1:], ctx.shapes)
+        return None, None, None, *_exchanged_back(ctx, grads, ctx.shapes)
 
 
 class _AllGather(torch.autograd.Function):
     """The exchange of one tensor with all, where all have the same shape; a token before them."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, way: Transport, tensor: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, way: Transport, tensor: Tensor
+    ) -> tuple[Tensor | None, ...]:
         ctx.way, ctx.shape = way, tuple(tensor.shape)
         parts = way.all_gather(as_bytes(tensor))
         wholes = (_from_bytes(part, tensor.dtype, tensor.shape) for part in parts)
-        return _token(ctx, tensor), *wholes
+        return token(ctx, tensor), *wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        mine = _exchanged_back(ctx, grads[1:], [ctx.shape] * ctx.way.size)
+        mine = _exchanged_back(ctx, grads, [ctx.shape] * ctx.way.size)
         return None, None, torch.stack(mine).sum(0)
-
-
-def _token(ctx: Any, like: Tensor) -> Tensor:
-    token = like.new_empty(0)
-    ctx.save_for_backward(token)
-    return token
 
 
 def _exchanged_back(ctx: Any, grads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
     """The derivative of an exchange, whose gradients these are.
 
     With create_graph the graph has to pass by every rank or by none: by this exchange (`wanted`),
-    and if any rank's gradients have a graph, which may lead to the first exchange, by that one.
+    and if any rank's gradients have a graph by the first one.
     """
+    return exchanged(ctx.way, tied(ctx, grads), shapes, wanted=torch.is_grad_enabled())
+
+
+# ------------------------------------------------------------------- derivatives of derivatives
+
+
+def token(ctx: Any, like: Tensor) -> Tensor | None:
+    """What a collective returns first, if it is to be differentiated: no elements, only a place in
+    the graph."""
+    if not any(ctx.needs_input_grad):
+        return None
+    nothing = like.new_empty(0)
+    ctx.save_for_backward(nothing)
+    return nothing
+
+
+def tied(ctx: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients of what a collective returned behind its token.
+
+    With create_graph, if those of any rank have a graph, which may lead to the collective, those of
+    every rank have one that does. Collective then.
+    """
+    grads = grads[1:]
     if not torch.is_grad_enabled():
-        return exchanged(ctx.way, grads, shapes)
+        return grads
     graphs = torch.tensor([any(grad.requires_grad for grad in grads)], device=grads[0].device)
-    if any(map(bool, ctx.way.all_gather(graphs))):
-        grads = applied(_Tied, *ctx.saved_tensors, *grads)
-    return exchanged(ctx.way, grads, shapes, wanted=True)
+    if not any(map(bool, ctx.way.all_gather(graphs))):
+        return grads
+    return tuple(applied(_Tied, *ctx.saved_tensors, *grads))
 
 
 class _Tied(torch.autograd.Function):
