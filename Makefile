@@ -33,11 +33,12 @@ lint: .venv/ready
 	scripts/venv "$(PYTHON)"
 	touch $@
 
-.venv-peers/ready: pyproject.toml constraints.txt
+.venv-peers/ready: pyproject.toml constraints.txt scripts/horovod
 	"$(PYTHON)" -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet -c constraints.txt -e . setuptools \
-		accelerate lightning-fabric pytorch-ignite
+		accelerate lightning-fabric pillow pytorch-ignite
 	.venv-peers/bin/pip install --quiet -c constraints.txt --no-build-isolation deepspeed
+	scripts/horovod .venv-peers/bin/python || true
 	touch $@
 
 clean:
