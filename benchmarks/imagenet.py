@@ -5,8 +5,9 @@ python benchmarks/imagenet.py --ranks 8 --data IMAGENET -a resnet50 --size 224 -
 
 Each round runs all ways in another order, each in fresh processes; an epoch's time is that of the
 last one, without validation, on its slowest rank, and with it goes the part of it for which that
-rank waited for data. Without --data it makes images of its own. What cannot be started here is
-left out, and said.
+rank waited for data. Without --data it makes images of its own. Horovod is that of .venv-peers.
+srun starts ranks on this host, in the allocation that this runs in, or as root in a Slurm of its
+own. What cannot be started here is left out, and said.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from machine import machine, ratios
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+import components
+from slurm import Slurm
 
 HERE = Path(__file__).parent
 WAYS = HERE.parent / "examples" / "imagenet"
@@ -35,22 +42,26 @@ PYTHON = sys.executable
 RUN = [PYTHON, "-m", "instep", "run", "-n", "{n}"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "{n}"]
 MPIRUN = ["mpirun", "-n", "{n}"]
+SRUN = ["srun", "-N1", "-n", "{n}", "--overcommit", "--cpu-bind=none"]
+PEERS = HERE.parent / ".venv-peers" / "bin"
+HOROVODRUN = [str(PEERS / "horovodrun"), "--disable-cache", "--gloo", "-np", "{n}"]
 COMMANDS = {
     "one process": [PYTHON, "plain.py"],
     "DataParallel": [PYTHON, "dataparallel.py"],
     "DistributedDataParallel": [*TORCHRUN, DDP],
-    "Horovod's rules": [PYTHON, "-m", "instep", "horovodrun", "-np", "{n}", PYTHON,
-                        "horovod_distributed.py"],
-    "Apex's rules": [*RUN, "apex_distributed.py"],
+    "Horovod": [*HOROVODRUN, str(PEERS / "python"), "horovod_distributed.py"],
+    "Horovod's rules, instep": [PYTHON, "-m", "instep", "horovodrun", "-np", "{n}", PYTHON,
+                                "horovod_distributed.py"],
+    "Apex's rules, instep": [*RUN, "apex_distributed.py"],
     "instep, unedited": [*RUN, "plain.py"],
     "instep, distributed": [*RUN, "distributed.py"],
     "instep, torchrun": [*TORCHRUN, "distributed.py"],
     "instep, spawn": [PYTHON, "spawn.py", "--nprocs", "{n}"],
     "instep, Jittor's style": [*MPIRUN, PYTHON, "jittor_style.py"],
-    "instep, srun": ["srun", "-n", "{n}", PYTHON, "slurm.py"],
+    "instep, srun": [*SRUN, PYTHON, "slurm.py"],
 }  # fmt: skip
-"""Those named for rules, DataParallel on several GPUs and DistributedDataParallel have other
-numbers than one process; all others have the same."""
+"""Those whose names begin with instep have the numbers of one process. The two named for rules are
+instep's implementation of them."""
 ORIGINAL = {
     "DataParallel": 4138.3, "Horovod": 1200.3, "Distributed": 1188.5, "Apex": 1186.5
 }  # fmt: skip
@@ -70,22 +81,41 @@ def left_out(name: str, ranks: int) -> str | None:
     """Why a way cannot be timed here, if so."""
     launcher = COMMANDS[name][0]
     if shutil.which(launcher) is None:
-        return f"{launcher} is not installed"
+        return f"{Path(launcher).name} is not installed"
     if launcher == "srun" and "SLURM_JOB_ID" not in os.environ:
-        return "no allocation of Slurm's; start this within salloc"
+        return components.missing("Slurm")
+    if name == "Horovod" and torch.cuda.is_available():
+        return "scripts/horovod builds it for CPUs"
     if name == "DataParallel" and torch.cuda.device_count() < 2:
         return "DataParallel divides among GPUs of one host; there are fewer than 2"
     return None if ranks > 1 or name == "one process" else "one rank"
 
 
-def last_epoch(name: str, ranks: int, flags: list[str], folder: Path) -> Epoch:
+@contextmanager
+def allocation(ways: Iterable[str]) -> Iterator[dict[str, str]]:
+    """The variables by which srun finds a Slurm, which is started where there is none."""
+    if "SLURM_JOB_ID" in os.environ or not any(COMMANDS[way][0] == "srun" for way in ways):
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Slurm(Path(folder))
+        try:
+            cluster.start()
+            yield cluster.environ
+        finally:
+            cluster.stop()
+
+
+def last_epoch(
+    name: str, ranks: int, flags: list[str], folder: Path, variables: dict[str, str]
+) -> Epoch:
     """Run a way to its end."""
     words = [word.format(n=ranks) for word in COMMANDS[name]]
     command = [str(WAYS / word) if word in SCRIPTS else word for word in words]
     out = folder / "out"
     cores = os.cpu_count() or 1
     threads = cores if name == "one process" else max(1, cores // ranks)
-    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | variables
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     ran = subprocess.run(
         [*command, *flags, "--out", str(out)],
@@ -131,9 +161,9 @@ def bars(path: Path, title: str, label: str, values: dict[str, list[float]]) -> 
         [m - min(values[name]) for name, m in zip(names, middle, strict=True)],
         [max(values[name]) - m for name, m in zip(names, middle, strict=True)],
     ]
-    ours = ["#2a6f97" if name.startswith("instep") else "#b8b8b8" for name in names]
     figure, axes = pyplot.subplots(figsize=(7, 0.8 + 0.38 * len(names)), layout="constrained")
-    drawn = axes.barh(names, middle, xerr=spread, color=ours, error_kw={"ecolor": "#444444"})
+    colours = [colour(name) for name in names]
+    drawn = axes.barh(names, middle, xerr=spread, color=colours, error_kw={"ecolor": "#444444"})
     axes.bar_label(drawn, [f"{m:.1f}" if m > 100 else f"{m:.3g}" for m in middle], padding=6)
     axes.margins(x=0.15)
     axes.set_xlabel(label)
@@ -141,6 +171,13 @@ def bars(path: Path, title: str, label: str, values: dict[str, list[float]]) -> 
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def colour(way: str) -> str:
+    """Of instep's ways, of others' rules by instep, of the others."""
+    if way.startswith("instep"):
+        return "#2a6f97"
+    return "#8ab6d1" if way.endswith("instep") else "#b8b8b8"
 
 
 def main() -> None:
@@ -161,7 +198,7 @@ def main() -> None:
     whys = {name: left_out(name, args.ranks) for name in args.only}
     times: dict[str, list[Epoch]] = {name: [] for name, why in whys.items() if why is None}
     flags = [*(flags or ["-b", "32", "-j", "1", "--epochs", "2"]), "--size", args.size]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, allocation(times) as variables:
         folder = Path(name)
         if args.data is None:
             args.data = folder / "data"
@@ -170,7 +207,7 @@ def main() -> None:
         flags += ["--data", str(args.data.resolve())]
         for turn in range(args.rounds):
             for way in random.Random(turn).sample(list(times), len(times)):
-                epoch = last_epoch(way, args.ranks, flags, folder)
+                epoch = last_epoch(way, args.ranks, flags, folder, variables)
                 times[way].append(epoch)
                 seen = f"{epoch.seconds:.2f} s, waited for {epoch.waited:.0%} of it"
                 print(f"round {turn + 1}: {way}: {seen}", flush=True)

@@ -31,6 +31,8 @@ def machine() -> dict[str, Any]:
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
     """Median, first and third quartile."""
+    if len(values) == 1:
+        return dict.fromkeys(("median", "q1", "q3"), values[0])
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
 

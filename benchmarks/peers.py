@@ -2,7 +2,8 @@
 
     make .venv-peers/ready && .venv-peers/bin/python benchmarks/peers.py --json peers.json
 
-Each contender has a set of processes of its own, which sleep while another's turn lasts. In each
+Each contender has a set of processes of its own, which stand still while another's turn lasts
+(SIGSTOP: Horovod's ranks talk to each other in every millisecond, with work or without). In each
 round all have a block of steps, in shuffled order; what counts is the ratio to `none` of the same
 round: the same step, each rank for itself. The peers talk over Gloo, as they do on the CPU, and
 leave batch statistics to each rank's rows; instep is measured with those of the global batch and
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import statistics
 import warnings
@@ -86,6 +88,33 @@ def deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
     return engine, Optimizer(), engine.backward  # type: ignore[return-value]
 
 
+def horovod(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
+    hvd = importlib.import_module("horovod.torch")
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore(*address, is_master=os.environ["RANK"] == "0")
+    os.environ.update(_as_horovodrun_says(store))
+    hvd.init()
+    names = model.named_parameters()
+    return model, hvd.DistributedOptimizer(optimizer, named_parameters=names), Tensor.backward
+
+
+def _as_horovodrun_says(store: dist.Store) -> dict[str, str]:
+    """The variables of `horovodrun --gloo`. Its server runs on rank 0."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if rank == "0":
+        hosts = importlib.import_module("horovod.runner.common.util.hosts")
+        server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer()
+        store.set("port", str(server.start()))
+        server.init(hosts.get_host_assignments(hosts.parse_hosts(f"localhost:{size}"), int(size)))
+    said = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    said |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "HOSTNAME": "localhost"}
+    said |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
+    said |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1"}
+    said |= {"GLOO_RENDEZVOUS_PORT": store.get("port").decode()}
+    said |= {"GLOO_TIMEOUT_SECONDS": "600"}  # a rank may be stopped while it waits for another
+    return {f"HOROVOD_{name}": value for name, value in said.items()}
+
+
 def instep(model: nn.Module, optimizer: torch.optim.Optimizer) -> Built:
     return importlib.import_module("instep").replicate(model), optimizer, Tensor.backward
 
@@ -99,7 +128,7 @@ PEERS: dict[str, Peer] = {
     peer.__name__: peer
     for peer in (
         *(none, instep, instep_local_bn, ddp, ddp_view),
-        *(accelerate, fabric, ignite, deepspeed),
+        *(accelerate, fabric, ignite, deepspeed, horovod),
     )
 }
 
@@ -154,9 +183,16 @@ class Contender:
 
     def seconds(self, count: int) -> float:
         """For each of `count` steps; the slowest rank counts."""
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send(count)
-        return max(pipe.recv() for pipe in self.pipes)
+        slowest = max(pipe.recv() for pipe in self.pipes)
+        self._signal(signal.SIGSTOP)
+        return float(slowest)
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            os.kill(process.pid, number)
 
     def stop(self) -> None:
         for process in self.processes:
