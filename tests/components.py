@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
+PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin"
 PATH = os.environ["PATH"] + ":/usr/sbin"
 PROGRAMS = {
     "Open MPI": ("mpirun.openmpi",),
     "MPICH": ("mpirun.mpich",),
     "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo"),
+    "Horovod": (str(PEERS / "horovodrun"),),  # by scripts/horovod, never under CI
     "network namespaces": ("ip", "unshare"),
 }
 ROOT_ONLY = ("Slurm", "network namespaces")

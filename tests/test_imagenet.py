@@ -18,6 +18,8 @@ from test_same_under import MPICH, OPEN_MPI, TORCHRUN, environment
 FOLDER = Path(__file__).parents[1] / "examples" / "imagenet"
 DDP = FOLDER.parents[1] / "benchmarks" / "scripts" / "imagenet_ddp.py"
 FLAGS = ["-a", "small", "--size", "16", "-b", "16", "-j", "0", "--epochs", "2", "--lr", "0.01"]
+PEERS = components.PEERS
+HOROVODRUN = [f"{PEERS}/horovodrun", "--disable-cache", "--gloo", "-np", "2", f"{PEERS}/python"]
 PYTHON = [sys.executable]
 INSTEP = [*PYTHON, "-m", "instep"]
 launch = pytest.mark.launch
@@ -108,6 +110,7 @@ WAYS = {
     "Horovod's file": (
         [*INSTEP, "horovodrun", "-np", "2", *PYTHON, "horovod_distributed.py", "--same"], 2, (), (),
     ),
+    "Horovod itself": ([*HOROVODRUN, "horovod_distributed.py", "--same"], 2, ("Horovod",), nightly),
     "Apex's file": ([*INSTEP, "run", "-n", "2", "apex_distributed.py", "--same"], 2, (), ()),
     "Apex's file, 3": (
         [*INSTEP, "run", "-n", "3", "apex_distributed.py", "--same"], 3, (), nightly,
@@ -167,8 +170,9 @@ def test_the_batch_script(tmp_path, data, alone, cluster):
     [
         [*INSTEP, "horovodrun", "-np", "2", *PYTHON, "horovod_distributed.py"],
         [*INSTEP, "run", "-n", "2", "apex_distributed.py"],
+        pytest.param([*HOROVODRUN, "horovod_distributed.py"], marks=components.needs("Horovod")),
     ],
-    ids=["Horovod", "Apex"],
+    ids=["Horovod", "Apex", "Horovod itself"],
 )
 def test_the_rules_of_horovod_and_apex_are_those_of_ddp(tmp_path, data, alone, command):
     train(tmp_path, data, *placed(command), *FLAGS)

@@ -18,7 +18,7 @@ from instep.identity.launchers import detect, meeting_place
 from instep.identity.world import World
 from instep.meeting import notice, stores
 
-# Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8.
+# Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8; on one host Horovod 0.28.1.
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -43,9 +43,6 @@ SRUN = ALLOCATION | {
     "SLURM_STEP_NODELIST": "node[08-09]",
     "SLURM_CLUSTER_NAME": "lab",
 }
-
-# Written after the manuals of these; never run for real here.
-
 HOROVODRUN = {
     "HOROVOD_RANK": "3",
     "HOROVOD_SIZE": "4",
@@ -54,6 +51,10 @@ HOROVODRUN = {
     "HOROVOD_CROSS_RANK": "1",
     "HOROVOD_CROSS_SIZE": "2",
 }
+SERVER = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "65358"}
+
+# Written after the manuals of these; never run for real here.
+
 JSRUN = {
     "JSM_NAMESPACE_RANK": "3",
     "JSM_NAMESPACE_SIZE": "4",
@@ -171,6 +172,15 @@ def test_tasks_of_one_host_meet_in_a_file_of_the_step():
     found = place(alone_on_host(SRUN))
     assert isinstance(found, places.PrivateFile)
     assert found == place(alone_on_host(SRUN) | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+
+
+def test_ranks_of_horovodrun_meet_in_a_file_of_its_server():
+    one_host = HOROVODRUN | SERVER | {"HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+    one_host |= {"HOROVOD_LOCAL_RANK": "3", "HOROVOD_LOCAL_SIZE": "4"}
+    found = place(one_host)
+    assert isinstance(found, places.PrivateFile)
+    assert found == place(one_host | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"})
+    assert found != place(one_host | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "65359"})
 
 
 @pytest.mark.parametrize(
@@ -446,6 +456,22 @@ def test_ranks_of_mpirun_meet_again_and_again_through_shells_of_their_own(folder
     for name in ("one", "two"):
         found = reports(folder, 2, name)
         assert found == [World(rank, 2, rank, 2, 0, 1, source) for rank in range(2)]
+    assert notes(folder) == []
+
+
+@pytest.mark.launch
+def test_ranks_that_have_no_parent_in_common_meet_as_under_horovodrun(folder):
+    """It starts each through a process and a shell of its own."""
+    shells = [
+        subprocess.Popen(
+            ["sh", "-c", f'env HOROVOD_SIZE=2 HOROVOD_RANK={rank} "$@"; exit $?', "sh",
+             *bare(folder)],
+            env=environment_in(folder) | SERVER,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [shell.wait(50) for shell in shells] == [0, 0]
+    assert reports(folder, 2) == [World(r, 2, r, 2, 0, 1, "horovodrun") for r in range(2)]
     assert notes(folder) == []
 
 

@@ -27,6 +27,7 @@ print(sorted(siblings.ended()))
 MPICH = "PMI_SIZE=2 MPI_LOCALNRANKS=2 MPI_LOCALRANKID={0} PMI_RANK={0}"
 UNREAPED = f"exec timeout 20 env {MPICH}"
 BARE = "WORLD_SIZE=2 RANK={0}"
+HOROVODRUN = "HOROVOD_SIZE=2 HOROVOD_RANK={0}"
 LIVES = "{} sh -c 'read line <&3'"
 ENDS = "{} sh -c 'read line <end'"
 COMES = "{{ read line <end; exec env {} sh -c 'read line <&3'; }}"
@@ -60,6 +61,7 @@ def see(folder, variables, other, *told):
         (MPICH, "env -i /bin/cat <&3", "[]"),  # it may be the rank, and has hidden that
         (BARE, "true", "[]"),  # it may be started later
         (BARE, ENDS, "[1]"),
+        (HOROVODRUN, "true", "[]"),  # it may have another parent
     ],
 )
 def test_a_rank_whose_process_is_not_there_has_ended(tmp_path, variables, other, seen):

@@ -46,7 +46,8 @@ class Launcher:
     meeting: places.Meeting = places.under_mpi
     """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
     starts_all: bool = True
-    """Whether it starts the ranks of a host at once, so that one which is not there has ended."""
+    """Whether one process starts the ranks of a host at once, so that one which is not there has
+    ended."""
     on_behalf: str | None = None
     """The variable that names the launcher for which this one speaks."""
 
@@ -124,6 +125,8 @@ LAUNCHERS = (
         local_size="HOROVOD_LOCAL_SIZE",
         node_rank="HOROVOD_CROSS_RANK",
         nodes="HOROVOD_CROSS_SIZE",
+        meeting=places.under_horovodrun,
+        starts_all=False,
     ),
     Launcher(
         "jsrun",

@@ -76,6 +76,15 @@ def under_mpi(environ: Mapping[str, str], world: World) -> Place:
     return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
 
 
+def under_horovodrun(environ: Mapping[str, str], world: World) -> Place:
+    """On one host a file that is named after the server of horovodrun, as each of its ranks has a
+    parent of its own. On several, as under mpirun."""
+    host, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
+    if port is None or not world.one_host:
+        return under_mpi(environ, world)
+    return _private(f"horovod-{host}-{port}")
+
+
 def said_by_user(path: str, world: World) -> Place:
     """The file of INSTEP_DIST_FILE or --dist-file."""
     whole = os.path.abspath(path)
