@@ -43,13 +43,13 @@ RUN = [PYTHON, "-m", "instep", "run", "-n", "{n}"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "{n}"]
 MPIRUN = ["mpirun", "-n", "{n}"]
 SRUN = ["srun", "-N1", "-n", "{n}", "--overcommit", "--cpu-bind=none"]
-PEERS = HERE.parent / ".venv-peers" / "bin"
-HOROVODRUN = [str(PEERS / "horovodrun"), "--disable-cache", "--gloo", "-np", "{n}"]
+PEERS = components.PEERS
+HOROVODRUN = [f"{PEERS}/horovodrun", "--disable-cache", "--gloo", "-np", "{n}"]
 COMMANDS = {
     "one process": [PYTHON, "plain.py"],
     "DataParallel": [PYTHON, "dataparallel.py"],
     "DistributedDataParallel": [*TORCHRUN, DDP],
-    "Horovod": [*HOROVODRUN, str(PEERS / "python"), "horovod_distributed.py"],
+    "Horovod": [*HOROVODRUN, f"{PEERS}/python", "horovod_distributed.py"],
     "Horovod's rules, instep": [PYTHON, "-m", "instep", "horovodrun", "-np", "{n}", PYTHON,
                                 "horovod_distributed.py"],
     "Apex's rules, instep": [*RUN, "apex_distributed.py"],

@@ -104,8 +104,9 @@ def _as_horovodrun_says(store: dist.Store) -> dict[str, str]:
     if rank == "0":
         hosts = importlib.import_module("horovod.runner.common.util.hosts")
         server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer()
-        store.set("port", str(server.start()))
+        port = server.start()
         server.init(hosts.get_host_assignments(hosts.parse_hosts(f"localhost:{size}"), int(size)))
+        store.set("port", str(port))
     said = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
     said |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "HOSTNAME": "localhost"}
     said |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
