@@ -13,9 +13,12 @@ import slurm
 
 
 def pytest_configure() -> None:
-    """A shell tells what it runs in the background to ignore SIGINT; the children must not."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell tells what it runs in the background to ignore SIGINT, and nohup SIGHUP; the children
+    must not."""
+    signals = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    for number, handler in signals.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)

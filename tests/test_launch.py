@@ -319,7 +319,11 @@ def test_every_rank_can_write_to_files_of_its_own(launch: Launch) -> None:
     script = launch.script("""
         print("out", rank)
         print("err", rank, file=sys.stderr)
-        if rank == 1: raise ValueError("boo")
+        if rank == 1:
+            meeting.wait_for(1)
+            raise ValueError("boo")
+        sys.stdout.flush()
+        meeting.come()
     """)
     logs = launch.folder / "new" / "logs"
     result = launch.run("-n", 2, "--output", logs, script)
