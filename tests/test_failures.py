@@ -184,24 +184,44 @@ instep.barrier()
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("text", "asked", "backend", "stand"),
+    "jobs",
     [
-        (DIVERGING, (), "gloo", ("backward at {}:7", "broadcast at {}:9")),
-        (PAST, ("scatter",), "auto", ("grad at {}:10", "barrier at {}:11")),
         pytest.param(
-            *(PAST, ("send",), "auto", ("grad at {}:10", "barrier at {}:11")),
+            [
+                (DIVERGING, (), "gloo", ("backward at {}:7", "broadcast at {}:9")),
+                (PAST, ("scatter",), "auto", ("grad at {}:10", "barrier at {}:11")),
+            ],
+            id="at once",
+        ),
+        pytest.param(
+            [(PAST, ("send",), "auto", ("grad at {}:10", "barrier at {}:11"))],
+            id="send",
             marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(
-    tmp_path: Path, text: str, asked: tuple[str, ...], backend: str, stand: tuple[str, str]
+    tmp_path: Path, jobs: list[tuple[str, tuple[str, ...], str, tuple[str, str]]]
 ) -> None:
-    script = tmp_path / "train.py"
+    """Jobs at once: most of their time they wait."""
+    with ThreadPoolExecutor() as pool:
+        running = [
+            pool.submit(assert_named, tmp_path / f"job{number}", *job)
+            for number, job in enumerate(jobs)
+        ]
+    for job in running:
+        job.result()
+
+
+def assert_named(
+    folder: Path, text: str, asked: tuple[str, ...], backend: str, stand: tuple[str, str]
+) -> None:
+    folder.mkdir()
+    script = folder / "train.py"
     script.write_text(text)
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, tmp_path / "meet", str(rank), *asked],
+            [sys.executable, script, folder / "meet", str(rank), *asked],
             env=os.environ | {"INSTEP_BACKEND": backend}, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
