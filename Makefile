@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two tests at once: while the ranks of one wait or start, those of the other compute.
+AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -11,14 +13,14 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	scripts/components
-	$(BIN)/python -m pytest -m "not nightly"
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
 	INSTEP_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
 	$(BIN)/python -m pytest -m nightly
 
 quick: .venv/ready
-	$(BIN)/python -m pytest -m "not slow and not launch and not nightly" -x -q
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not launch and not nightly" -x -q
 
 bench: .venv/ready .venv-peers/ready
 	$(BIN)/python benchmarks/bench.py

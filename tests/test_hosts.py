@@ -52,7 +52,7 @@ def start(hosts, folder, command, **more):
         ]  # fmt: skip
         for process in processes:
             stack.callback(process.kill)
-        ends = [(*process.communicate(timeout=50), process.returncode) for process in processes]
+        ends = [(*process.communicate(timeout=100), process.returncode) for process in processes]
     assert not list((folder / "tmp").glob("instep-*"))
     return [(code, out, err) for out, err, code in ends]
 
@@ -100,7 +100,7 @@ def mpirun(hosts, folder, oracle, source, *command, **more):
     words = [*command, *PYTHON, TESTS / "trained.py", folder]
     ran = subprocess.run(
         hosts.on(0, *words), env=environment(folder, **more), cwd=folder, text=True,
-        capture_output=True, timeout=50, check=False,
+        capture_output=True, timeout=100, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = assert_same(folder, 4, oracle, source, beyond=hosts.addresses)

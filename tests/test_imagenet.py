@@ -35,7 +35,7 @@ def data(tmp_path_factory):
     return folder
 
 
-def run(out, data, *command, seconds=55, **more):
+def run(out, data, *command, seconds=100, **more):
     """A way to its end."""
     out.mkdir(exist_ok=True)
     words = [*map(str, command), "--data", str(data), "--out", str(out)]

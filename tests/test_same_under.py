@@ -44,7 +44,7 @@ def environment(folder, **more):
 def start(folder, *command, **more):
     """Run it to its end; what it leaves in `folder` is the report of each rank."""
     words = [*map(str, command)]
-    subprocess.run(words, env=environment(folder, **more), check=True, timeout=55, cwd=folder)
+    subprocess.run(words, env=environment(folder, **more), check=True, timeout=100, cwd=folder)
     assert not list((folder / "tmp").glob("instep-*"))
 
 

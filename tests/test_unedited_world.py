@@ -63,7 +63,7 @@ class Place:
             capture_output=True,
             text=True,
             check=False,
-            timeout=55,
+            timeout=100,
             cwd=self.folder / name,
             env=clean | {"TMPDIR": temporary} | environ,
         )
