@@ -15,6 +15,8 @@ import torch
 import components
 from test_same_under import MPICH, OPEN_MPI, TORCHRUN, environment
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "examples" / "imagenet"
 DDP = FOLDER.parents[1] / "benchmarks" / "scripts" / "imagenet_ddp.py"
 FLAGS = ["-a", "small", "--size", "16", "-b", "16", "-j", "0", "--epochs", "2", "--lr", "0.01"]

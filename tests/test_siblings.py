@@ -9,6 +9,8 @@ import pytest
 
 import instep
 
+pytestmark = pytest.mark.slow
+
 WAITS = """
 import os, sys, time
 from instep.identity import launchers
