@@ -131,6 +131,14 @@ def classifier(log: Log) -> None:
 
 
 @divided
+def a_model_that_gets_another_dtype_after_its_first_step(log: Log) -> None:
+    model = mlp()
+    model(torch.ones(12, 6)).sum().backward()
+    model.double().zero_grad()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@divided
 def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
     class VAE(nn.Module):
         def __init__(self) -> None:

@@ -30,7 +30,7 @@ _AT_ONCE = 2**64 - 1
 first, and an alias is made before everything that is computed from it."""
 
 _place_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of each parameter its cargo and its place there."""
+"""Of each parameter its cargo, its place there, and of which kind it was then."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that had a sparse gradient, which does not travel in a bucket."""
 
@@ -40,7 +40,7 @@ def aliases(parameters: Sequence[Tensor], way: Transport) -> tuple[list[Tensor],
 
     They share the parameters' memory, and count as nn.Parameter.
     """
-    unplaced = [p for p in parameters if p not in _place_of]
+    unplaced = [p for p in parameters if p not in _place_of or _place_of[p][2] != _kind(p)]
     if unplaced:
         _place(unplaced, way)
     groups: dict[Cargo | None, list[int]] = {}
@@ -75,7 +75,13 @@ def _place(parameters: Sequence[Tensor], way: Transport) -> None:
     ):
         cargo = load(plan, [last_first[slot.index] for slot in plan.slots], way)
         for place, slot in enumerate(plan.slots):
-            _place_of[last_first[slot.index]] = (cargo, place)
+            parameter = last_first[slot.index]
+            _place_of[parameter] = (cargo, place, _kind(parameter))
+
+
+def _kind(parameter: Tensor) -> tuple[object, ...]:
+    """What a parameter's gradients have in common, until `model.half()` and the like."""
+    return parameter.dtype, parameter.device, parameter.shape
 
 
 def _observed(parameter: Tensor) -> bool:
