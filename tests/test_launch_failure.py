@@ -221,6 +221,25 @@ def test_a_signal_ends_the_job_without_a_traceback(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_verify_ends_the_run_under_way(launch: Launch, number: signal.Signals) -> None:
+    script = launch.folder / "waits.py"
+    script.write_text(
+        "import os, signal\n"
+        "with open(os.environ['EVENTS'], 'w') as events:\n"
+        "    events.write('[\"here\"]\\n')\n"
+        "signal.pause()\n"
+    )
+    launch.command = ("verify", "-n", "2")
+    of_torch = {"TORCHINDUCTOR_CACHE_DIR": str(launch.folder / "cache")}
+    with launch.start(script, environ=of_torch) as process:
+        launch.event()
+        process.send_signal(number)
+        result = launch.end_of(process)
+    assert (result.returncode, result.stdout) == (128 + number, "")
+    assert result.stderr == "instep verify: oracle ...\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_ranks_get_the_signal_and_may_finish(launch: Launch, number: signal.Signals) -> None:
     script = launch.script("""
         def save(number, frame):

@@ -1,10 +1,12 @@
-"""Signals to the supervisor, as something that a selector can wait for."""
+"""Signals to a command of instep's: what a selector can wait for, or an exception."""
 
 from __future__ import annotations
 
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,3 +61,25 @@ class Mailbox:
 
 def _to_the_mailbox(number: int, frame: FrameType | None) -> None:
     """The wakeup file descriptor has taken it already."""
+
+
+@contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """Inside, a signal that asks this process to end raises SystemExit with the code that a shell
+    would report, so that what it has started is ended and what it has put down is removed.
+
+    One that was ignored stays ignored. To be entered in the main thread.
+    """
+    before = {number: signal.getsignal(number) for number in ASKED_TO_END}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

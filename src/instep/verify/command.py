@@ -9,6 +9,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import Job
+from instep.launch.signals import leaving_in_order
 
 DESCRIPTION = """\
 Prove that a script gives the same numbers on several ranks as in one process.
@@ -60,10 +61,8 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     # Not on top: it brings torch, and `instep run` starts without.
     from instep.verify.proof import prove
 
-    try:
+    with leaving_in_order():
         return prove(job.command, asked.n, asked.steps, asked.json, asked.plot)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _sizes(value: str) -> list[int]:
