@@ -1109,3 +1109,27 @@ def test_one_row_tells_nothing_of_batches_of_many() -> None:
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
         assert "some of its batches have fewer rows than there are ranks" in log.getvalue()
+
+
+@ranks(2)
+def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), mlp(nn.ReLU())), torch.randn(1, 6)
+    with dividing() as log:
+        for _ in range(3):
+            model(x)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Sequential whole: "
+            "some of its batches have fewer rows than there are ranks.\n"
+        )
+
+
+@ranks(2)
+def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
+    with dividing() as log:
+        nn.Linear(6, 3)(torch.randn(6))  # no batch, but one sample
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
+            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)).\n"
+        )

@@ -202,9 +202,10 @@ def forget() -> None:
 
 
 def _say(module: nn.Module, why: str) -> None:
-    """One line, once, on rank 0: what is not divided, and why."""
+    """One line, once, on rank 0: what is not divided, and why. That the batch is too small is not
+    said of each part of what is computed whole anyway."""
     line = (type(module).__name__, why)
-    if line not in _said:
+    if line not in _said and not (_above and why == FEW_ROWS):
         _said.add(line)
         if transport().rank == 0:
             name, why = line

@@ -37,7 +37,8 @@ def attempt(action: Callable[[Transport], T], way: Transport) -> tuple[T | None,
     except UndividedError as error:
         why = str(error)
     except Exception as error:  # whatever the script's forward raises on some of its rows
-        why = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
+        said = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
+        why = f"it cannot be computed for some of its rows ({said})"
     done = cautious.end("failed" if why else "done")
     return (result, "") if done and not why else (None, why or "another rank fails")
 
