@@ -508,6 +508,17 @@ def test_the_reports_hold_what_they_promise():
     assert "11 12" in table(report)
 
 
+def test_that_nothing_was_divided_is_said():
+    whole = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
+    undivided = "at n = 2 every rank computed every sample"
+    report = replace(judge(alone(), [Together(made.run(2), made.run(2))]), oracle=made.run(1))
+    assert undivided not in table(report)
+    judgement = replace(report.judgements[0], run=whole)
+    assert undivided in table(replace(report, judgements=(judgement,)))
+    different = replace(judgement, verdict=Verdict.DIFFERENT)
+    assert undivided not in table(replace(report, judgements=(different,)))
+
+
 # -------------------------------------------------------- real trainings, on forked ranks
 
 

@@ -63,9 +63,27 @@ def _notes(report: Report) -> list[str]:
             "no module with parameters was seen to make the loss: whether each rank computed only "
             "its own samples cannot be told."
         )
+    if undivided := ", ".join(map(str, _undivided(report))):
+        notes.append(
+            f"at n = {undivided} every rank computed every sample: the same, and no faster. "
+            "`instep run` says why."
+        )
     if report.unlike_python:
         notes.append(f"one process of instep is not plain python: {report.unlike_python}.")
     return notes
+
+
+def _undivided(report: Report) -> list[int]:
+    """Numbers of ranks at which an unedited script had nothing divided."""
+    samples = sum(report.oracle.samples_per_rank)
+    return [
+        j.run.n
+        for j in report.judgements
+        if j.run.n > 1
+        and samples
+        and j.verdict is not Verdict.DIFFERENT
+        and min(j.run.samples_per_rank) == samples
+    ]
 
 
 def _verdict(report: Report) -> list[str]:
