@@ -30,6 +30,7 @@ from instep.identity import launchers
 from instep.identity.world import World
 from instep.meeting import rendezvous
 from instep.meeting.stores import open_store
+from instep.watch.whereabouts import at_the_end
 
 PATIENCE = 1.5
 """Seconds. Where all ranks fail alike, rank 0 has said so by then."""
@@ -133,8 +134,9 @@ class Together:
         if self.world.rank == 0:
             self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
+        everybody = [f"{_DONE}{rank}" for rank in range(self.world.size)]
         with suppress(RuntimeError):  # rank 0 has gone: it waited for all
-            self._store.wait([f"{_DONE}{rank}" for rank in range(self.world.size)], _patience())
+            at_the_end(lambda: self._store.wait(everybody, _patience()))
 
     def _heard_once(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,8 +22,8 @@ from instep.shm.signals import Signals
 _OURS = f"{Path(__file__).parent.parent}/"
 _NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
 _TORCH = dist.distributed_c10d.__file__
-_WRAPPER = dist.c10d_logger.__file__
-"""Of its functions' decorators."""
+_WRAPPERS = (dist.c10d_logger.__file__, f"{_OURS}auto/patching.py")
+"""Of torch's functions' decorators, and of what answers for other functions in unedited scripts."""
 _OF_ALL = frozenset(
     (
         *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),
@@ -47,6 +47,12 @@ class Waiting:
     def wait(self) -> object:
         """Return when the tensor holds the result."""
         return self.work.wait()
+
+
+def at_the_end(wait: Callable[[], object]) -> None:
+    """Call `wait`, in which this rank, having come to the end of its script, waits for the others:
+    should one of them wait for it, both are seen to wait in vain."""
+    wait()
 
 
 def of_script(frame: FrameType) -> FrameType:
@@ -74,9 +80,9 @@ def wait_of_main_thread() -> dict[str, object] | None:
         if found is not None:
             script = of_script(frame)
             inside = [f.f_code for f in frames[: frames.index(script)]]
-            called = (code.co_name for code in reversed(inside) if code.co_filename != _WRAPPER)
+            called = (code.co_name for code in reversed(inside) if code.co_filename not in _WRAPPERS)
             call = next(called, found["op"])
-            return found | {"call": call, "line": line(script)}
+            return {"call": call, "line": line(script)} | found
     return None
 
 
@@ -85,7 +91,8 @@ def stack_of_main_thread() -> str:
     innermost = of_script(next(_frames()))
     stack = traceback.extract_stack(innermost)
     shown = [entry for entry in stack if not entry.filename.startswith((_OURS, "<frozen"))]
-    return "Stack (most recent call last):\n" + "".join(traceback.format_list(shown))
+    head = "Stack (most recent call last):\n" if shown else ""
+    return head + "".join(traceback.format_list(shown))
 
 
 def _frames() -> Iterator[FrameType]:
@@ -103,6 +110,9 @@ def _wait(frame: FrameType) -> dict[str, object] | None:
     if frame.f_code is Signals.meet.__code__:
         signals: Signals = frame.f_locals["self"]
         return {"op": frame.f_locals["call"].text, "members": signals.ranks, "turn": signals.turn}
+    if frame.f_code is at_the_end.__code__:
+        place = {"call": "exit", "line": "the end of the script"}
+        return {"op": "exit", "members": _members(None)} | place
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_OF_ALL, *_OF_PAIRS):
         return None
