@@ -85,6 +85,7 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
         torch.compiler.is_compiling()
         or _inside
         or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
         or next(module.parameters(), None) is None
         or (_above and not module._modules)
         or threading.current_thread() is not threading.main_thread()

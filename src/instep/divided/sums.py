@@ -40,16 +40,18 @@ def aliases(parameters: Sequence[Tensor], way: Transport) -> tuple[list[Tensor],
 
     They share the parameters' memory, and count as nn.Parameter.
     """
-    unplaced = [p for p in parameters if p not in _place_of or _place_of[p][2] != _kind(p)]
+    travelling = [p for p in parameters if not _summed_at_once(p)]
+    unplaced = [p for p in travelling if p not in _place_of or _place_of[p][2] != _kind(p)]
     if unplaced:
         _place(unplaced, way)
     groups: dict[Cargo | None, list[int]] = {}
     for k, parameter in enumerate(parameters):
-        groups.setdefault(None if _observed(parameter) else _place_of[parameter][0], []).append(k)
+        at_once = _summed_at_once(parameter)
+        groups.setdefault(None if at_once else _place_of[parameter][0], []).append(k)
     found: dict[int, Tensor] = {}
     for cargo, members in groups.items():
         own = [parameters[k] for k in members]
-        places = [_place_of[p][1] for p in own]
+        places = [0 if cargo is None else _place_of[p][1] for p in own]
         made = applied(_Alias, cargo, places, way, *own)
         made[0].grad_fn._set_sequence_nr(_AT_ONCE)
         for k, alias in zip(members, made, strict=True):
@@ -84,10 +86,11 @@ def _kind(parameter: Tensor) -> tuple[object, ...]:
     return parameter.dtype, parameter.device, parameter.shape
 
 
-def _observed(parameter: Tensor) -> bool:
-    """Whether its gradient is summed on the spot: the script's hooks must see it whole."""
-    hooks: Any = parameter._backward_hooks
-    return bool(hooks) or bool(parameter._post_accumulate_grad_hooks) or parameter in _sparse
+def _summed_at_once(parameter: Tensor) -> bool:
+    """Whether its gradient is summed on the spot: the script's hooks must see it whole, and so must
+    what the script has computed the parameter from (torch.func.functional_call)."""
+    hooks: Any = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or not parameter.is_leaf or parameter in _sparse
 
 
 class _Alias(torch.autograd.Function):
