@@ -161,6 +161,24 @@ def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
 
 
 @divided
+def transforms_of_functions(log: Log) -> None:
+    """torch.func's transforms see the model whole; what calls it without them is divided."""
+    model = mlp()
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        weights = dict(model.named_parameters())
+        slopes = torch.func.grad(loss)(weights, x, y)
+        adapted = {name: weight - 0.1 * slopes[name] for name, weight in weights.items()}
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, x, y)
+        return loss(adapted, x, y) + sum(slope.square().mean() for slope in each.values())
+
+    train(log, model, step)
+
+
+@divided
 def generative_adversarial_networks(log: Log) -> None:
     generator = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)
@@ -1133,3 +1151,19 @@ def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
             "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
             "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)).\n"
         )
+
+
+@ranks(2)
+def test_ranks_that_differ_are_told_so() -> None:
+    x = torch.randn(6, 4)
+    torch.manual_seed(instep.rank)  # as from the clock
+    model = nn.Linear(4, 3)
+    with dividing() as log:
+        assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
+        model.load_state_dict(instep.broadcast_object(model.state_dict()))
+        model.train(False)(x + instep.rank)
+    assert (modules.work.divided, modules.work.whole) == (0, 2)
+    if instep.rank == 0:
+        said = log.getvalue()
+        assert "Linear whole: its parameters are not the same on rank 1 as on rank 0 (" in said
+        assert "it is called with arguments that are not the same on rank 1 as on rank 0 (" in said

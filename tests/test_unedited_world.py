@@ -259,6 +259,67 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
 
 
 @pytest.mark.launch
+def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
+    """As where each of them looks at the clock for when to end."""
+    script = place.script("""
+        import torch
+        from instep.auto import session
+        model, x = torch.nn.Linear(3, 3), torch.randn(8, 3)
+        for step in range(3 + session.current().world.rank):
+            model(x)
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[:3] == [
+        "instep: the ranks wait for each other in different collectives:",
+        "  rank 0 waits in exit at the end of the script",
+        f"  rank 1 waits in call at {script}:6",
+    ]
+
+
+UNSEEDED = """
+    import random, sys
+    import numpy, torch
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+    from view import view
+
+    class Drawn(Dataset):
+        def __len__(self):
+            return 8
+        def __getitem__(self, index):
+            return numpy.random.default_rng().random()
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            generator = numpy.random.default_rng()
+            return iter([generator.random(), generator.random()])
+
+    if __name__ == "__main__":
+        random.seed(), numpy.random.seed(), torch.seed()
+        seen = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+        generators = numpy.random.default_rng(), numpy.random.RandomState()
+        seen += [generators[0].random(), generators[1].rand()]
+        for data in (Drawn(), Stream()):
+            for workers in (0, 2):
+                seen += [batch.tolist() for batch in DataLoader(data, 8, num_workers=workers)]
+        view(seen)
+        print(seen)
+"""
+
+
+@pytest.mark.launch
+def test_generators_that_nobody_seeds_are_the_same_on_any_number_of_ranks(place: Place) -> None:
+    script = place.script(UNSEEDED)
+    one, two = (place.run(f"n{n}", *RUN, str(n), script, INSTEP_SEED="4") for n in (1, 2))
+    assert (one.returncode, one.stderr, two.stderr) == (0, "", "")
+    assert one.stdout == two.stdout
+    first, second = place.views("n2")
+    assert first == second
+    assert len({str(seen) for seen in first}) == len(first)
+    assert place.run("other", *RUN, "1", script, INSTEP_SEED="5").stdout != one.stdout
+
+
+@pytest.mark.launch
 def test_a_module_of_a_package_with_relative_imports(place: Place) -> None:
     folder = place.folder / "n2"
     (folder / "package").mkdir(parents=True)

@@ -1,9 +1,10 @@
-"""A world of one, which needs neither the other rooms nor torch: only what is random in a sample
-must not depend on how many ranks load it.
+"""A world of one, which needs neither the other rooms nor torch: only what is random must not
+depend on how many ranks there are.
 """
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +23,14 @@ LOADING = Patch(
     "each rank loads its own rows of a batch",
 )
 
+_UNSEEDED = "a generator without a seed is the same on all ranks"
+SEEDING = (
+    Patch("numpy.random.bit_generator", "randbits", seeds.entropy, _UNSEEDED),
+    Patch(random, "seed", seeds.reseed, _UNSEEDED),
+    Patch("torch", "seed", seeds.reseed_torch, _UNSEEDED),
+    Patch("torch.random", "seed", seeds.reseed_torch, _UNSEEDED),
+)
+
 
 class Alone:
     """Everything that is in place from the beginning to `end`."""
@@ -30,9 +39,9 @@ class Alone:
         self.seed = seeds.draw()
         seeds.sow(self.seed)
         hiding.hide()
-        self._loading = Patched([LOADING])
+        self._patched = Patched([LOADING, *SEEDING])
 
     def end(self) -> None:
         """Everything is as it was."""
         hiding.show()
-        self._loading.undo()
+        self._patched.undo()

@@ -1,7 +1,8 @@
 """The table: every function that answers for another one while a script is divided, and why.
 
 The rooms provide the replacements; this is the only place where they are put in. In a world of one
-only loaders are divided, into one part: so their random numbers are those of any other world.
+only loaders are divided, into one part, and unseeded generators seeded: so their random numbers are
+those of any other world.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from instep.auto import children, devices, files, guards, streams, writers
-from instep.auto.alone import LOADING
+from instep.auto.alone import LOADING, SEEDING
 from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
 from instep.auto.shadow import Shadow
@@ -175,7 +176,10 @@ DEVICES = tuple(
 )
 """What lets scripts for several devices of one host run on one."""
 
-PATCHES: tuple[Patch, ...] = (*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES, LOADING)
+PATCHES: tuple[Patch, ...] = (
+    *(*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES),
+    *(LOADING, *SEEDING),
+)
 
 _put_in: list[Patched] = []
 

@@ -31,7 +31,12 @@ def apart() -> Iterator[None]:
 
 def is_apart() -> bool:
     """Whether this thread is in there; always so in a process that a rank forked."""
-    return _depth.value > 0 or _rank not in (None, os.getpid())
+    return is_within() or _rank not in (None, os.getpid())
+
+
+def is_within() -> bool:
+    """Whether this thread is in there, in whichever process."""
+    return _depth.value > 0
 
 
 _rank: int | None = None

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from instep.communication.transport import Transport
 from instep.divided import region as regions
+from instep.divided.alike import told_apart
 from instep.divided.compiled import is_compiled, keep_buffers
 from instep.divided.crossing import came_in
 from instep.divided.division import Division, divisions
@@ -122,8 +123,9 @@ def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
     """
     if is_compiled(call.module.modules()):
         keep_buffers()
+    parted = told_apart(call.module, call.leaves, way)
     whole = Whole(call)
-    if why := _undividable(call, whole):
+    if why := parted or _undividable(call, whole):
         return None, whole.value, why
     reasons = []
     for division in divisions(call.leaves, at_least=way.size):
@@ -139,8 +141,9 @@ def recheck(call: Call, plan: Plan, way: Transport, *, gradients: bool) -> tuple
     """A planned call, compared with the whole forward once more, and its `gradients` if so wished;
     see `prove` for the results.
     """
+    parted = told_apart(call.module, call.leaves, way)
     whole = Whole(call)
-    why = _undividable(call, whole)
+    why = parted or _undividable(call, whole)
     if not why:
         if gradients:
             whole.differentiate(call)

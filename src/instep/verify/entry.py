@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 from instep.auto import seeds
+from instep.auto.alone import SEEDING
+from instep.auto.patching import Patched
 from instep.launch import program, script
 from instep.meeting import rendezvous
 from instep.verify.recorder import Recorder
@@ -23,6 +25,7 @@ def main(folder: str, *command: str) -> None:
     plan = Plan.read(where)
     if plan.without_instep:
         seeds.sow(seeds.draw())
+        Patched(SEEDING)
     else:
         program.begin(command)
     recorder = Recorder(plan, where, rendezvous.current().rank)

@@ -80,7 +80,9 @@ def wait_of_main_thread() -> dict[str, object] | None:
         if found is not None:
             script = of_script(frame)
             inside = [f.f_code for f in frames[: frames.index(script)]]
-            called = (code.co_name for code in reversed(inside) if code.co_filename not in _WRAPPERS)
+            called = (
+                code.co_name for code in reversed(inside) if code.co_filename not in _WRAPPERS
+            )
             call = next(called, found["op"])
             return {"call": call, "line": line(script)} | found
     return None
@@ -111,8 +113,8 @@ def _wait(frame: FrameType) -> dict[str, object] | None:
         signals: Signals = frame.f_locals["self"]
         return {"op": frame.f_locals["call"].text, "members": signals.ranks, "turn": signals.turn}
     if frame.f_code is at_the_end.__code__:
-        place = {"call": "exit", "line": "the end of the script"}
-        return {"op": "exit", "members": _members(None)} | place
+        shown: dict[str, object] = {"call": "exit", "line": "the end of the script"}
+        return shown | {"op": "exit", "members": _members(None)}
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_OF_ALL, *_OF_PAIRS):
         return None
