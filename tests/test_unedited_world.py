@@ -177,6 +177,7 @@ DISTRIBUTED = """
     import os, sys
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn  # later its default arguments would keep the group past the end
 
     politely = os.environ.get("RANK"), "WORLD_SIZE" in os.environ, dist.is_initialized()
     rank = int(os.environ["RANK"])
@@ -188,7 +189,7 @@ DISTRIBUTED = """
     model(torch.ones(1, 2)).sum().backward()
     with open(f"rank{rank}", "w") as file:
         file.write(f"{politely} {seen.item()} {dist.get_world_size()}")
-    del model  # torch's DDP keeps the group's threads, and these may abort a process that ends
+    del model  # so would torch's DDP, and the group's threads may abort a process that ends
     dist.destroy_process_group()
 """
 
