@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401 - later it would keep the group, and abort the end
+import torch.distributed.nn  # later it would keep the group alive, whose threads may abort the end
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "imagenet"))
