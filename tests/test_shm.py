@@ -12,6 +12,7 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from instep.shm.backend import InstepProcessGroup
 from instep.shm.joining import obstacle, plan
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count
+from instep.shm.staging import Trials
 from pool import ranks
 
 pytestmark = [
@@ -235,6 +237,54 @@ def test_results_stay_right_when_sizes_follow_each_other_at_random():
             assert out.eq(total).all()
         else:
             dist.barrier(group=group())
+
+
+# Near and far parts of the staging
+
+
+def test_a_trial_measures_both_and_far_parts_must_be_clearly_faster():
+    for near, far, chosen in ((1.0, 0.8, True), (1.0, 0.95, False), (1.0, 2.0, False)):
+        trials, used = Trials(), {False: 0, True: 0}
+        while not trials.moves(1 << 20):
+            used[trials.far] += trials.measuring
+            if trials.measuring:
+                trials.wrote(1 << 20, (far if trials.far else near) * (1 << 20))
+        assert used[False] == used[True] > 50
+        trials.settle(*trials.rates())
+        assert (trials.far, trials.measuring) == (chosen, False)
+
+
+def test_without_memory_for_far_parts_nothing_is_tried_again():
+    trials = Trials()
+    while not trials.far:
+        assert not trials.moves(1 << 20)
+    trials.give_up()
+    assert not any(trials.moves(1 << 40) for _ in range(100))
+    assert not trials.far
+
+
+SHORT_TRIAL = tuple((1 << 20, far, measured) for far in (False, True) for measured in (False, True))
+
+
+@ranks(2, 3)
+def test_a_trial_changes_no_result_and_all_ranks_choose_alike():
+    exchange, size = group()._exchange, dist.get_world_size()
+    seen, order = set(), random.Random(7)
+    with mock.patch("instep.shm.staging._PHASES", SHORT_TRIAL):
+        for _ in range(2):
+            trials = exchange._trials = Trials()
+            trials._left = 0
+            for numel in [700_001, *order.choices([10, 131_072, 262_147, 700_001], k=40)]:
+                tensor = torch.full((numel,), dist.get_rank())
+                dist.all_reduce(tensor, group=group())
+                assert tensor.eq(size * (size - 1) // 2).all()
+                seen.add((trials.far, trials.measuring))
+                random_sequence(order.randrange(100), group())
+            assert trials._phase == -1
+    assert {(False, True), (True, False), (True, True)} <= seen
+    chosen = [None] * size
+    dist.all_gather_object(chosen, trials.far, group=group())
+    assert len(set(chosen)) == 1
 
 
 # Order, threads, resident buckets
@@ -718,6 +768,25 @@ def too_large_a_bucket(rank, store, size):
 def test_a_bucket_that_does_not_fit_is_refused_on_all_ranks_and_the_group_goes_on(tmp_path):
     for said in launch(tmp_path, 2, too_large_a_bucket):
         assert said.startswith("SharedMemoryError: 2 ranks cannot map 8388608 bytes")
+
+
+def too_little_for_far_parts(rank, store, size):
+    join(rank, store, size)
+    exchange = dist.group.WORLD._exchange
+    exchange._trials._left = 0
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    for _ in range(300):
+        tensor = torch.ones(1 << 18)
+        dist.all_reduce(tensor)
+        assert tensor.eq(size).all()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()
+    return exchange._far, exchange._trials._left
+
+
+def test_where_far_parts_do_not_fit_the_near_ones_serve(tmp_path):
+    assert launch(tmp_path, 2, too_little_for_far_parts) == ["(None, inf)"] * 2
 
 
 def look_for_files(rank, store, size):

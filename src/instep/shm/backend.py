@@ -35,6 +35,9 @@ from instep.shm.reduction import Reduction, find_reduction
 from instep.shm.resident import Resident, SharedBucket
 from instep.shm.works import IssueOrder
 
+_Step = Callable[[list[Tensor], timedelta | None], None]
+"""What a collective does with flat tensors, within a time limit."""
+
 
 class _Options(Protocol):
     """What the options of every collective have."""
@@ -83,9 +86,12 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         Returns when it is done; the dispatcher takes longer than a small tensor.
         """
-        opts = AllreduceCoalescedOptions()
-        opts.reduceOp, opts.asyncOp = ReduceOp(op), False
-        self.allreduce_coalesced(tensors, opts).wait()
+        if (reduction := _reduction(op, tensors)) is None:
+            opts = AllreduceCoalescedOptions()
+            opts.reduceOp, opts.asyncOp = ReduceOp(op), False
+            super().allreduce_coalesced(tensors, opts).wait()
+        else:
+            self._run("all_reduce_coalesced", tensors, self._reducing_each(reduction), None, False)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, past torch's dispatcher."""
@@ -98,7 +104,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -112,19 +118,18 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """all_reduce of each of several tensors of one dtype."""
         opts = opts or AllreduceCoalescedOptions()
-        if (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().allreduce_coalesced(tensors, opts)
-        exchange, chosen = self._exchange, reduction
+        return self._issue("all_reduce_coalesced", tensors, self._reducing_each(reduction), opts)
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            exchange.all_reduce_each(values, chosen, timeout)
-
-        return self._issue("all_reduce_coalesced", tensors, step, opts)
+    def _reducing_each(self, reduction: Reduction) -> _Step:
+        exchange = self._exchange
+        return lambda values, timeout: exchange.all_reduce_each(values, reduction, timeout)
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
         opts = opts or ReduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
 
@@ -194,7 +199,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         opts = opts or ReduceScatterOptions()
         fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
         alike = fits and are_alike(inputs[0], outputs[0])
-        if not alike or (reduction := _reduction(opts.reduceOp, outputs)) is None:
+        if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter(outputs, inputs, opts)
         exchange, parts, chosen = self._exchange, inputs[0], reduction
 
@@ -218,7 +223,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """reduce_scatter_single for each of several pairs."""
         opts = opts or ReduceScatterOptions()
         fits = _divide(inputs, outputs, self.size())
-        if not fits or (reduction := _reduction(opts.reduceOp, outputs)) is None:
+        if not fits or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -246,16 +251,20 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _issue(
+    def _issue(self, text: str, written: list[Tensor], step: _Step, opts: _Options) -> Work:
+        """`_run`, as torch's options have it."""
+        limit = opts.timeout
+        return self._run(text, written, step, limit if limit.days >= 0 else None, opts.asyncOp)
+
+    def _run(
         self,
         text: str,
         written: list[Tensor],
-        step: Callable[[list[Tensor], timedelta | None], None],
-        opts: _Options,
+        step: _Step,
+        timeout: timedelta | None,
+        is_async: bool,
     ) -> Work:
         """Run `step` on the flat memory of the tensors that it writes, in order of issue."""
-        limit = opts.timeout
-        timeout = limit if limit.days >= 0 else None
 
         def job() -> None:
             values = [flat(tensor) for tensor in written]
@@ -263,16 +272,20 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             for value, tensor in zip(values, written, strict=True):
                 write_back(value, tensor)
 
-        return self._order.issue(job, text, written, opts.asyncOp)
+        return self._order.issue(job, text, written, is_async)
 
 
-def _reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction | None:
+def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
+    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return kind
+
+
+def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
     """How to reduce these tensors in shared memory, or None if Gloo should answer."""
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
-    return find_reduction(kind, first.dtype)
+    return find_reduction(op, first.dtype)
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:

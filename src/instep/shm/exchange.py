@@ -1,8 +1,8 @@
 """The collectives themselves, over one mapping: signals, then two staging parts for each rank.
 
-Whatever its size, a tensor goes through its rank's staging in chunks that stay in cache. A chunk
-takes one of the two parts and the next chunk the other, so one meeting per chunk is enough: when a
-rank writes to a part again, all ranks have met since it was last read.
+Whatever its size, a tensor goes through its rank's staging in chunks. A chunk takes one part and
+the next chunk the next one, so one meeting per chunk is enough: when a rank writes to a part again,
+all ranks have met since it was last read.
 
 To reduce a large tensor, each rank reduces its own share of every chunk. It stages only what the
 others reduce, and puts the result of its share where its own staging has been left free:
@@ -13,17 +13,21 @@ others reduce, and puts the result of its share where its own staging has been l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from instep.errors import SharedMemoryError
 from instep.shm.calls import Call, call
-from instep.shm.mapping import round_up
+from instep.shm.mapping import Place, map_memory, new_memory, round_up
 from instep.shm.peers import Peer
 from instep.shm.reduction import Reduction, reduce_into, scratch_count
 from instep.shm.signals import BYTES_PER_RANK, Signals
+from instep.shm.staging import FAR_PARTS, NEAR_PARTS, Staging, Trials
 
 _PART_BYTES = 1 << 20
 _ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
@@ -31,24 +35,27 @@ _SMALLEST_PART_BYTES = 64 << 10
 _AT_ONCE_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
 _SMALL_BYTES = 16 << 10
 _ALIGNMENT = 64  # bytes: a cache line has one writer
-_KEPT_VIEWS = 256
+_ALL_FAR_PARTS_BYTES = 256 << 20
+_COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
+_TIMES = Reduction("SUM", torch.add, frozenset({torch.float64}))
 
 
 def part_bytes(size: int) -> int:
     """How much of a tensor a rank stages at a time, in a group of `size` ranks."""
-    share = _ALL_PARTS_BYTES // (2 * size)
+    share = _ALL_PARTS_BYTES // (NEAR_PARTS * size)
     return max(_SMALLEST_PART_BYTES, min(_PART_BYTES, 1 << share.bit_length() - 1))
 
 
 def mapping_bytes(size: int) -> int:
     """The mapping that `Exchange` needs for `size` ranks."""
-    return round_up(size * BYTES_PER_RANK) + 2 * size * part_bytes(size)
+    return round_up(size * BYTES_PER_RANK) + NEAR_PARTS * size * part_bytes(size)
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """A stretch of a tensor that is staged at once."""
 
+    staging: Staging
     turn: int
     start: int
     stop: int
@@ -70,16 +77,43 @@ class Exchange:
         peers: Sequence[Peer],
         default_timeout: Callable[[], timedelta],
     ) -> None:
-        self._memory = memory.numpy().data
         self.rank = rank
         self.size = len(peers)
-        self.signals = Signals(self._memory, rank, peers, default_timeout)
+        data = memory.numpy().data
+        self.signals = Signals(data, rank, peers, default_timeout)
         self._others = [other for other in range(self.size) if other != rank]
-        self._staging = round_up(self.size * BYTES_PER_RANK)
         self._part = part_bytes(self.size)
-        self._turn = 0
-        self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._near = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size, NEAR_PARTS)
+        self._far: Staging | None = None
+        self._trials = Trials()
         self._scratch: dict[torch.dtype, list[Tensor]] = {}
+
+    def map_together(self, size: int) -> Tensor:
+        """New memory that all ranks have mapped: zeros, uint8.
+
+        Raises SharedMemoryError on all ranks if there is not so much memory.
+        """
+        problem, memory = "", None
+        with ExitStack() as held:
+            place = torch.full((2,), -1)
+            try:
+                if self.rank == 0:
+                    made = held.enter_context(new_memory(size))
+                    place = torch.tensor([made.pid, made.descriptor])
+            except OSError as error:
+                problem = str(error)
+            self.broadcast(place, 0, None)
+            pid, descriptor = place.tolist()
+            try:
+                if pid >= 0:
+                    memory = map_memory(Place(pid, descriptor), size)
+            except OSError as error:
+                problem = str(error)
+            failed = torch.tensor([memory is None], dtype=torch.int32)
+            self.all_reduce(failed, _COUNT, None)
+        if memory is None or failed.item():
+            raise SharedMemoryError(size, int(failed.item()), problem)
+        return memory
 
     def barrier(self, timeout: timedelta | None) -> None:
         """Wait for all ranks."""
@@ -121,11 +155,11 @@ class Exchange:
         """Replace `flat` by that of rank `root`."""
         what = call("broadcast", flat.dtype, flat.numel(), root=root)
         raw = flat.view(torch.uint8)
-        for chunk in self._chunks(raw.numel(), self._part):
-            staged = self._staged(root, chunk.turn, torch.uint8, 0, chunk.stop - chunk.start)
+        for chunk in self._chunks(raw, self._part):
+            staged = chunk.staging.view(root, chunk.turn, torch.uint8, 0, chunk.stop - chunk.start)
             piece = raw[chunk.start : chunk.stop]
             if self.rank == root:
-                staged.copy_(piece)
+                self._put(staged, piece)
             self.signals.meet(what, timeout)
             if self.rank != root:
                 piece.copy_(staged)
@@ -141,19 +175,20 @@ class Exchange:
         what = what or call("all_gather", flat.dtype, flat.numel())
         raw = flat.view(torch.uint8)
         if 0 < raw.numel() <= self._part:
-            views = self._whole_views(torch.uint8, raw.numel())
-            views[self.rank].copy_(raw)
+            views = self._staging_for(raw).views(torch.uint8, raw.numel())
+            self._put(views[self.rank], raw)
             self.signals.meet(what, timeout)
             for output, view in zip(outputs, views, strict=True):
                 output.view(torch.uint8).copy_(view)
             return
         targets = [output.view(torch.uint8) for output in outputs]
-        for chunk in self._chunks(raw.numel(), self._part):
+        for chunk in self._chunks(raw, self._part):
             numel = chunk.stop - chunk.start
             views = [
-                self._staged(rank, chunk.turn, torch.uint8, 0, numel) for rank in range(self.size)
+                chunk.staging.view(rank, chunk.turn, torch.uint8, 0, numel)
+                for rank in range(self.size)
             ]
-            views[self.rank].copy_(raw[chunk.start : chunk.stop])
+            self._put(views[self.rank], raw[chunk.start : chunk.stop])
             self.signals.meet(what, timeout)
             views[self.rank] = raw[chunk.start : chunk.stop]
             for target, view in zip(targets, views, strict=True):
@@ -173,15 +208,16 @@ class Exchange:
         """
         what = what or call("reduce_scatter", out.dtype, out.numel(), reduction.name)
         room = self._room(out.dtype)
-        for chunk in self._chunks(out.numel(), room):
+        for chunk in self._chunks(out, room):
             numel = chunk.stop - chunk.start
             for other in self._others:
-                staged = self._staged(self.rank, chunk.turn, out.dtype, other * room, numel)
-                staged.copy_(inputs[other][chunk.start : chunk.stop])
+                staged = chunk.staging.view(self.rank, chunk.turn, out.dtype, other * room, numel)
+                self._put(staged, inputs[other][chunk.start : chunk.stop])
             self.signals.meet(what, timeout)
             mine = self.rank * room
             parts = [
-                self._staged(rank, chunk.turn, out.dtype, mine, numel) for rank in range(self.size)
+                chunk.staging.view(rank, chunk.turn, out.dtype, mine, numel)
+                for rank in range(self.size)
             ]
             own = inputs[self.rank][chunk.start : chunk.stop]
             parts[self.rank].copy_(own)
@@ -192,11 +228,11 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
     ) -> None:
         """Every rank reduces everything: one meeting, but each reads what all have staged."""
-        longest = self._part // flat.itemsize
+        staging, longest = self._staging_for(flat), self._part // flat.itemsize
         for piece in flat.split(longest) if flat.numel() > longest else (flat,):
             numel = piece.numel()
-            views = self._whole_views(flat.dtype, numel)
-            views[self.rank].copy_(piece)
+            views = staging.views(flat.dtype, numel)
+            self._put(views[self.rank], piece)
             self.signals.meet(what, timeout)
             if self.size == 2:  # my own values are nearer than what I have staged
                 views = [piece, views[1]] if self.rank == 0 else [views[0], piece]
@@ -206,7 +242,7 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int
     ) -> None:
         """Reduce `flat` chunk by chunk; the result goes to the ranks whose `root` is their own."""
-        chunks = list(self._chunks(flat.numel(), self._room(flat.dtype) * self.size))
+        chunks = list(self._chunks(flat, self._room(flat.dtype) * self.size))
         for step in range(len(chunks) + 2):
             if step >= 2 and root == self.rank:
                 self._fetch(flat, chunks[step - 2])
@@ -221,7 +257,7 @@ class Exchange:
         """Put where the others see it what they reduce of my chunk."""
         for other in self._others:
             staged, piece = self._share(flat, chunk, self.rank, other)
-            staged.copy_(piece)
+            self._put(staged, piece)
 
     def _reduce_share(self, flat: Tensor, chunk: _Chunk, reduction: Reduction) -> None:
         """Reduce my share of a chunk that all have staged, into my own staging."""
@@ -242,7 +278,7 @@ class Exchange:
         """The share of rank `of`: in the staging of `rank`, and in my tensor."""
         start, stop = chunk.cuts[of], chunk.cuts[of + 1]
         place = of * self._room(flat.dtype)
-        staged = self._staged(rank, chunk.turn, flat.dtype, place, stop - start)
+        staged = chunk.staging.view(rank, chunk.turn, flat.dtype, place, stop - start)
         return staged, flat[start:stop]
 
     def _room(self, dtype: torch.dtype) -> int:
@@ -253,35 +289,45 @@ class Exchange:
         """
         return self._part // self.size // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
 
-    def _chunks(self, numel: int, longest: int) -> Iterator[_Chunk]:
+    def _chunks(self, flat: Tensor, longest: int) -> Iterator[_Chunk]:
         """Cut a tensor into chunks, at least one, and take a turn for each."""
+        staging, numel = self._staging_for(flat), flat.numel()
         for start in range(0, max(numel, 1), longest):
             stop = min(start + longest, numel)
             cuts = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
-            yield _Chunk(self._next_turn(), start, stop, cuts)
+            yield _Chunk(staging, staging.next_turn(), start, stop, cuts)
 
-    def _next_turn(self) -> int:
-        self._turn ^= 1
-        return self._turn
+    def _put(self, staged: Tensor, values: Tensor) -> None:
+        """Write to my staging."""
+        if not self._trials.measuring:
+            staged.copy_(values)
+            return
+        start = perf_counter()
+        staged.copy_(values)
+        self._trials.wrote(values.nbytes, perf_counter() - start)
 
-    def _whole_views(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The first `numel` elements of every rank's staging at the next turn."""
-        key = (dtype, numel, self._next_turn())
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):  # they are kept for callers that are in none
-                views = [self._staged(rank, key[2], dtype, 0, numel) for rank in range(self.size)]
-            self._views[key] = views
-        return views
+    def _staging_for(self, flat: Tensor) -> Staging:
+        """Through which parts a tensor of this size goes now."""
+        size = flat.nbytes
+        if size < self._part // 2:
+            return self._near
+        if self._trials.moves(size):
+            rates = torch.tensor(self._trials.rates(), dtype=torch.float64)
+            self.all_reduce(rates, _TIMES, None)
+            self._trials.settle(*rates.tolist())
+        return self._far_staging() if self._trials.far else self._near
 
-    def _staged(self, rank: int, turn: int, dtype: torch.dtype, start: int, numel: int) -> Tensor:
-        """`numel` elements from element `start` on in a rank's staging part of this turn."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        offset = self._staging + (2 * rank + turn) * self._part + start * dtype.itemsize
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
+    def _far_staging(self) -> Staging:
+        """The many parts, made when they are first used."""
+        if self._far is None:
+            parts = min(FAR_PARTS, _ALL_FAR_PARTS_BYTES // (self.size * self._part))
+            try:
+                memory = self.map_together(self.size * parts * self._part)
+            except SharedMemoryError:
+                self._trials.give_up()
+                return self._near
+            self._far = Staging(memory.numpy().data, self.size, parts)
+        return self._far
 
     def _scratch_tensors(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """This rank's own memory for the inner nodes of the tree."""

@@ -110,10 +110,12 @@ def deliver(batch: object, block: Block | None, deliveries: Deliveries) -> None:
 
 def block_of(values: object) -> Block | None:
     """The block that these inputs belong to; None when no batch was ever divided."""
+    if _latest is None:
+        return None
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and (block := known_block(leaf)) is not None:
             return block
-    return _latest.of_next_forward() if _latest is not None else None
+    return _latest.of_next_forward()
 
 
 def known_block(tensor: Tensor) -> Block | None:

@@ -104,7 +104,7 @@ class _InPlace:
 
     def __init__(self, parameters: Mapping[int, nn.Parameter], mark: Tensor) -> None:
         self.parameters = parameters
-        self._mark = mark
+        self._full = torch.cat([mark.new_ones(len(parameters)), mark])
         self._before: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._has = torch.empty(0)
@@ -121,19 +121,18 @@ class _InPlace:
         self.filled.add(index)
 
     def launch(self, way: Transport) -> None:
+        self._has = self._full.clone()
         taken: set[int] = set()
-        for index, parameter in self.parameters.items():
+        for k, (index, parameter) in enumerate(self.parameters.items()):
             if index not in self.filled:
                 self._sums[index] = torch.zeros_like(parameter)
+                self._has[k] = 0
                 continue
             grad = _present(parameter)
             memory = grad.untyped_storage().data_ptr()
             # Backward of a view of a parameter may leave one memory in two gradients.
             self._sums[index] = grad.clone() if memory in taken else grad
             taken.add(memory)
-        kind = next(iter(self._sums.values()))
-        flags = [index in self.filled for index in self._sums]
-        self._has = torch.cat([kind.new_tensor(flags), self._mark])
         travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
         way.all_reduce_each(travelling, "sum")
 

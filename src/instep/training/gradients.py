@@ -194,6 +194,7 @@ def _times(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor 
     result: list[Tensor | None] = []
     for root, grad in zip(roots, given, strict=True):
         if grad is None and root.numel() == 1:
-            grad = torch.ones_like(root)
-        result.append(None if grad is None else grad * weight)
+            result.append(torch.full_like(root, weight))
+        else:
+            result.append(None if grad is None else grad * weight)
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 
@@ -84,6 +84,14 @@ def _load(
     return [load(plan, of, way, wire(plan, of, compression), number) for plan in plans]
 
 
+class _Plan:
+    """The buckets for what is trained now, and where in them each parameter is."""
+
+    def __init__(self, cargoes: Sequence[Cargo]) -> None:
+        self.cargoes = cargoes
+        self.where = {index: cargo for cargo in cargoes for index in cargo.parameters}
+
+
 class Reducer:
     """Sums the gradients of some parameters over the ranks, bucket by bucket, during backward."""
 
@@ -101,9 +109,9 @@ class Reducer:
         self._number = next(_numbers)
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
-        self._plans: dict[tuple[object, ...], list[Cargo]] = {}
-        self._where: dict[int, Cargo] = {}
-        self._cargoes: list[Cargo] = []
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._where: Mapping[int, Cargo] = {}
+        self._cargoes: Sequence[Cargo] = ()
         self._launched = 0
         self._partial: set[int] = set()
         self._sparse: set[int] = set()
@@ -123,10 +131,11 @@ class Reducer:
             if p.requires_grad and not (i in self._sparse or self._hooks[i].observed(p))
         ]
         kinds = tuple((i, p.dtype, p.device) for i, p in live)
-        if kinds not in self._plans:
-            self._plans[kinds] = _load(live, self._aside, self._compression, self._number)
-        self._cargoes = self._plans[kinds]
-        self._where = {index: cargo for cargo in self._cargoes for index in cargo.parameters}
+        plan = self._plans.get(kinds)
+        if plan is None:
+            plan = _Plan(_load(live, self._aside, self._compression, self._number))
+            self._plans[kinds] = plan
+        self._cargoes, self._where = plan.cargoes, plan.where
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
         """A parameter's gradient of this backward has been computed (autograd calls this)."""
@@ -139,13 +148,12 @@ class Reducer:
         if not _under_way.communicating:
             self._keep(index)
             return grad
-        parameter = self._parameters[index]
-        if grad.is_sparse or self._hooks[index].observed(parameter):
+        cargo = self._where.get(index)
+        if cargo is None or grad.is_sparse:
             return self._sum_now(index, grad)
-        cargo = self._where[index]
         if index in cargo.filled:
             raise TrainingError(
-                f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward "
+                f"a parameter of shape {tuple(grad.shape)} got two gradients in one backward "
                 "(reentrant checkpointing of a shared parameter); use use_reentrant=False."
             )
         cargo.take(index, grad, partial=index in self._partial)

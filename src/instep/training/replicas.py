@@ -199,7 +199,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     stream = mixed(replica.seed, replica.steps)
     call = Call(block_of((args, kwargs)), replica.statistics, replica.dropout, stream)
     if module.training:
-        call.outer_generator = torch.get_rng_state()
+        call.outer_generator = torch.default_generator.get_state()
         torch.default_generator.manual_seed(mixed(stream, replica.transport.rank))
     calls.enter(call)
 
@@ -214,7 +214,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if replica.dropout == "global" and not replica.named:
             replica.named = True
             _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
-        torch.set_rng_state(call.outer_generator)
+        torch.default_generator.set_state(call.outer_generator)
     calls.mark(output, call)
 
 
