@@ -23,6 +23,7 @@ from instep.auto.patches import DIVISION
 from instep.auto.patching import Patched
 from instep.communication.transport import transport
 from instep.divided import modules, rows
+from instep.divided.alike import told_apart
 from instep.divided.rows import Rows
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
@@ -1167,3 +1168,41 @@ def test_ranks_that_differ_are_told_so() -> None:
         said = log.getvalue()
         assert "Linear whole: its parameters are not the same on rank 1 as on rank 0 (" in said
         assert "it is called with arguments that are not the same on rank 1 as on rank 0 (" in said
+
+
+@ranks(2)
+def test_ranks_that_round_differently_are_alike() -> None:
+    """On unlike processors, or on GPUs, what each rank computes for itself has other bits."""
+    x = torch.randn(6, 4)
+    model = nn.Sequential(nn.Linear(4, 30_000), nn.Linear(30_000, 3))
+    with dividing() as log, torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-6 * instep.rank)
+        model(x * (1 + 1e-6 * instep.rank))
+    assert log.getvalue() == ""
+    assert (modules.work.divided, modules.work.whole) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "same"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
+        (torch.tensor([True]), torch.tensor([False]), False),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.ones(70_000), torch.ones(70_000).index_fill(0, torch.tensor([69_999]), 2.0), False),
+        (torch.ones(3), torch.ones(3, 1), False),
+        (torch.ones(3), torch.ones(3).double(), False),
+        (torch.zeros(3), torch.zeros(3), True),
+        (torch.zeros(3), torch.tensor([0.0, 1e-9, 0.0]), False),
+        (torch.ones(2) * 1j, torch.ones(2) * -1j, False),
+        (torch.empty(0), torch.empty(0), True),
+        (1.0, 1.0 + 1e-9, False),
+        ("train", "train", True),
+        ("train", 3, False),
+    ],
+)
+@ranks(2)
+def test_what_counts_as_the_same_on_all_ranks(value: Any, other: Any, same: bool) -> None:
+    mine = [torch.ones(2), other if instep.rank else value]
+    why = told_apart(nn.Linear(1, 1), mine, transport())
+    assert (why is None) is same

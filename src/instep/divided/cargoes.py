@@ -66,7 +66,9 @@ class _Bucket:
         self.expected = 0
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self._like = parameters[0].new_empty(0)
-        self._mark = mark(self._like, self.order)
+        own = mark(self._like, self.order)
+        self._full = torch.cat([own.new_ones(len(parameters)), own])
+        """What travels behind the gradients where this rank has all of them."""
 
     def _add_to_grad(self, place: int, total: Tensor) -> None:
         parameter = self._parameters[place]()
@@ -96,17 +98,17 @@ class _InPlace(_Bucket):
             self._grads[place] = grad
 
     def launch(self, way: Transport) -> None:
+        self._has = self._full.clone()
         seen: set[int] = set()  # two parameters that are added up have one gradient
         for place, size in enumerate(self._sizes):
             grad = self._grads.get(place)
             if grad is None:
                 grad = self._like.new_zeros(size)
+                self._has[place] = 0
             if not _is_own(grad) or grad.untyped_storage().data_ptr() in seen:
                 grad = grad.clone(memory_format=torch.contiguous_format)
             seen.add(grad.untyped_storage().data_ptr())
             self._totals.append(grad)
-        held = [place in self._grads for place in range(len(self._sizes))]
-        self._has = torch.cat([self._like.new_tensor(held), self._mark])
         way.all_reduce_each([real(t) for t in (self._has, *self._totals)], "sum")
 
     def deliver(self) -> None:
@@ -128,7 +130,6 @@ class _Packed(_Bucket):
     def __init__(self, plan: Bucket, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters)
         self._plan = plan
-        self._full = torch.cat([self._like.new_ones(len(plan.slots)), self._mark])
         self._flat = self._like
         self._filled: set[int] = set()
         self._pending: Pending | None = None
