@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -34,9 +35,6 @@ from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import Reduction, find_reduction
 from instep.shm.resident import Resident, SharedBucket
 from instep.shm.works import IssueOrder
-
-_Step = Callable[[list[Tensor], timedelta | None], None]
-"""What a collective does with flat tensors, within a time limit."""
 
 
 class _Options(Protocol):
@@ -86,12 +84,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         Returns when it is done; the dispatcher takes longer than a small tensor.
         """
-        if (reduction := _reduction(op, tensors)) is None:
-            opts = AllreduceCoalescedOptions()
-            opts.reduceOp, opts.asyncOp = ReduceOp(op), False
-            super().allreduce_coalesced(tensors, opts).wait()
-        else:
-            self._run("all_reduce_coalesced", tensors, self._reducing_each(reduction), None, False)
+        self.allreduce_coalesced(tensors, _blocking(op)).wait()
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, past torch's dispatcher."""
@@ -104,7 +97,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -118,18 +111,19 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """all_reduce of each of several tensors of one dtype."""
         opts = opts or AllreduceCoalescedOptions()
-        if (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if (reduction := _reduction(opts.reduceOp, tensors)) is None:
             return super().allreduce_coalesced(tensors, opts)
-        return self._issue("all_reduce_coalesced", tensors, self._reducing_each(reduction), opts)
+        exchange, chosen = self._exchange, reduction
 
-    def _reducing_each(self, reduction: Reduction) -> _Step:
-        exchange = self._exchange
-        return lambda values, timeout: exchange.all_reduce_each(values, reduction, timeout)
+        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce_each(values, chosen, timeout)
+
+        return self._issue("all_reduce_coalesced", tensors, step, opts)
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
         opts = opts or ReduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
 
@@ -199,7 +193,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         opts = opts or ReduceScatterOptions()
         fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
         alike = fits and are_alike(inputs[0], outputs[0])
-        if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+        if not alike or (reduction := _reduction(opts.reduceOp, outputs)) is None:
             return super().reduce_scatter(outputs, inputs, opts)
         exchange, parts, chosen = self._exchange, inputs[0], reduction
 
@@ -223,7 +217,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """reduce_scatter_single for each of several pairs."""
         opts = opts or ReduceScatterOptions()
         fits = _divide(inputs, outputs, self.size())
-        if not fits or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+        if not fits or (reduction := _reduction(opts.reduceOp, outputs)) is None:
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -251,20 +245,16 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _issue(self, text: str, written: list[Tensor], step: _Step, opts: _Options) -> Work:
-        """`_run`, as torch's options have it."""
-        limit = opts.timeout
-        return self._run(text, written, step, limit if limit.days >= 0 else None, opts.asyncOp)
-
-    def _run(
+    def _issue(
         self,
         text: str,
         written: list[Tensor],
-        step: _Step,
-        timeout: timedelta | None,
-        is_async: bool,
+        step: Callable[[list[Tensor], timedelta | None], None],
+        opts: _Options,
     ) -> Work:
         """Run `step` on the flat memory of the tensors that it writes, in order of issue."""
+        limit = opts.timeout
+        timeout = limit if limit.days >= 0 else None
 
         def job() -> None:
             values = [flat(tensor) for tensor in written]
@@ -272,20 +262,23 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             for value, tensor in zip(values, written, strict=True):
                 write_back(value, tensor)
 
-        return self._order.issue(job, text, written, is_async)
+        return self._order.issue(job, text, written, opts.asyncOp)
 
 
-def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
-    return kind
+@cache
+def _blocking(op: ReduceOp.RedOpType) -> AllreduceCoalescedOptions:
+    opts = AllreduceCoalescedOptions()
+    opts.reduceOp, opts.asyncOp = ReduceOp(op), False
+    return opts
 
 
-def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
+def _reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction | None:
     """How to reduce these tensors in shared memory, or None if Gloo should answer."""
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
-    return find_reduction(op, first.dtype)
+    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return find_reduction(kind, first.dtype)
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
