@@ -249,7 +249,7 @@ def test_a_trial_measures_both_and_far_parts_must_be_clearly_faster():
             used[trials.far] += trials.measuring
             if trials.measuring:
                 trials.wrote(1 << 20, (far if trials.far else near) * (1 << 20))
-        assert used[False] == used[True] > 50
+        assert min(used.values()) > 20
         trials.settle(*trials.rates())
         assert (trials.far, trials.measuring) == (chosen, False)
 

@@ -56,13 +56,13 @@ class Staging:
         return views
 
 
-_FIRST_BYTES, _BETWEEN_BYTES = 256 << 20, 8 << 30
+_FIRST_BYTES, _BETWEEN_BYTES = 128 << 20, 2 << 30
 _PHASES = (
     # bytes, with far parts, measured
-    (32 << 20, False, False),
-    (96 << 20, False, True),
-    (32 << 20, True, False),
-    (96 << 20, True, True),
+    (8 << 20, False, False),
+    (24 << 20, False, True),
+    (16 << 20, True, False),
+    (32 << 20, True, True),
 )
 _SMALLEST_MEASURED_BYTES = 16 << 10
 _CLEARLY = 0.9
