@@ -165,13 +165,16 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     import torch
 
+    from instep.training import blocks, calls
+
+    torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
+    blocks._latest = calls._latest = None
     try:
         body: Any = importlib.import_module(module)
         for part in name.split("."):
             body = getattr(body, part)
         while hasattr(body, "__wrapped__"):
             body = body.__wrapped__
-        torch.manual_seed(0)  # whatever was drawn before
         return True, body(*args, **kwargs)
     except BaseException:  # everything that goes wrong on a rank is the parent's to report
         return False, traceback.format_exc()

@@ -120,9 +120,6 @@ def test_class_weights_taken_for_a_plain_mean_are_far_off():
 
 @ranks(1)
 def test_a_weight_before_any_forward_is_an_error():
-    from instep.training import calls
-
-    calls._latest = None
     with pytest.raises(TrainingError, match="call the model first"):
         instep.weight(3)
 
