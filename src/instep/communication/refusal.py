@@ -20,8 +20,10 @@ _COLLECTIVES = (
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
+    *("all_reduce_now", "all_gather_now"),
 )
-"""What torch's functions call on a process group, in this version of torch or another."""
+"""What torch's functions call on a process group, in this version of torch or another, and what
+instep's do past them."""
 
 
 @contextmanager

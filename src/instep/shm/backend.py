@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -84,7 +83,20 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         Returns when it is done; the dispatcher takes longer than a small tensor.
         """
-        self.allreduce_coalesced(tensors, _blocking(op)).wait()
+        if (reduction := _reduction(op, tensors)) is None:
+            opts = AllreduceCoalescedOptions()
+            opts.reduceOp, opts.asyncOp = ReduceOp(op), False
+            super().allreduce_coalesced(tensors, opts).wait()
+            return
+        exchange, chosen = self._exchange, reduction
+
+        def job() -> None:
+            values = [flat(tensor) for tensor in tensors]
+            exchange.all_reduce_each(values, chosen, None)
+            for value, tensor in zip(values, tensors, strict=True):
+                write_back(value, tensor)
+
+        self._order.run(job, "all_reduce_coalesced", tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, past torch's dispatcher."""
@@ -97,7 +109,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -111,7 +123,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """all_reduce of each of several tensors of one dtype."""
         opts = opts or AllreduceCoalescedOptions()
-        if (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().allreduce_coalesced(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -123,7 +135,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
         opts = opts or ReduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
 
@@ -193,7 +205,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         opts = opts or ReduceScatterOptions()
         fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
         alike = fits and are_alike(inputs[0], outputs[0])
-        if not alike or (reduction := _reduction(opts.reduceOp, outputs)) is None:
+        if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter(outputs, inputs, opts)
         exchange, parts, chosen = self._exchange, inputs[0], reduction
 
@@ -217,7 +229,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """reduce_scatter_single for each of several pairs."""
         opts = opts or ReduceScatterOptions()
         fits = _divide(inputs, outputs, self.size())
-        if not fits or (reduction := _reduction(opts.reduceOp, outputs)) is None:
+        if not fits or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -265,20 +277,17 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         return self._order.issue(job, text, written, opts.asyncOp)
 
 
-@cache
-def _blocking(op: ReduceOp.RedOpType) -> AllreduceCoalescedOptions:
-    opts = AllreduceCoalescedOptions()
-    opts.reduceOp, opts.asyncOp = ReduceOp(op), False
-    return opts
+def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
+    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return kind
 
 
-def _reduction(op: ReduceOp, tensors: Sequence[Tensor]) -> Reduction | None:
+def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
     """How to reduce these tensors in shared memory, or None if Gloo should answer."""
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
-    return find_reduction(kind, first.dtype)
+    return find_reduction(op, first.dtype)
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:

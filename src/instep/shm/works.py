@@ -131,14 +131,18 @@ class IssueOrder:
 
     def issue(self, job: Job, text: str, result: list[Tensor], is_async: bool) -> Work:
         """Run `job` now, or queue it if `is_async` (then return at once) or others are queued."""
-        if is_async or self._pending:
-            work = self._enqueue(job, text, result)
-            if not is_async:
-                work.wait()
-            return work
+        if is_async:
+            return self._enqueue(job, text, result)
+        self.run(job, text, result)
+        return Done(result)
+
+    def run(self, job: Job, text: str, result: list[Tensor]) -> None:
+        """Run `job` now, or wait for it in the queue behind others."""
+        if self._pending:
+            self._enqueue(job, text, result).wait()
+            return
         with self._running:
             self._run(job)
-        return Done(result)
 
     def close(self) -> None:
         """Leave the group after the jobs that are queued, which may take a moment."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from instep.training.buckets import plan_buckets
 from instep.training.cargoes import Cargo, load, real
 from instep.training.compressed import Compression, wire
 from instep.training.marks import LENGTH, check, mark
-from instep.training.seams import Function
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""
@@ -125,14 +124,20 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward has reached the first parameter: plan for what is trained now."""
-        live = [
-            (i, p)
-            for i, p in enumerate(self._parameters)
-            if p.requires_grad and not (i in self._sparse or self._hooks[i].observed(p))
-        ]
-        kinds = tuple((i, p.dtype, p.device) for i, p in live)
+        # In every step, for every parameter: what is looped over here, Python need not see.
+        kinds = (
+            tuple(map(_KIND, self._parameters)),
+            tuple(map(len, map(_HOOKS, self._parameters))),
+            tuple(map(bool, map(_LATER_HOOKS, self._parameters))),
+            frozenset(self._sparse),
+        )
         plan = self._plans.get(kinds)
         if plan is None:
+            live = [
+                (i, p)
+                for i, p in enumerate(self._parameters)
+                if p.requires_grad and not (i in self._sparse or _observed(p))
+            ]
             plan = _Plan(_load(live, self._aside, self._compression, self._number))
             self._plans[kinds] = plan
         self._cargoes, self._where = plan.cargoes, plan.where
@@ -252,11 +257,7 @@ class _Hook:
         handle = parameter.register_hook(self)
         parameter.requires_grad_(not frozen)
         # Before the user's: these shall see the sum.
-        _hooks_of(parameter).move_to_end(handle.id, last=False)
-
-    def observed(self, parameter: nn.Parameter) -> bool:
-        """Whether the user has hooks on this gradient too."""
-        return len(_hooks_of(parameter)) > 1 or bool(parameter._post_accumulate_grad_hooks)
+        _HOOKS(parameter).move_to_end(handle.id, last=False)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         if _under_way is None:  # torch.autograd.grad: the value goes to the user
@@ -264,6 +265,11 @@ class _Hook:
         return self._reducer.collect(self._index, grad)
 
 
-def _hooks_of(parameter: nn.Parameter) -> OrderedDict[int, Function]:
-    hooks: OrderedDict[int, Function] = parameter._backward_hooks  # type: ignore[assignment]
-    return hooks
+def _observed(parameter: nn.Parameter) -> bool:
+    """Whether the user has hooks on this gradient, beside ours."""
+    return len(_HOOKS(parameter)) > 1 or bool(_LATER_HOOKS(parameter))
+
+
+_KIND = attrgetter("requires_grad", "dtype", "device")
+_HOOKS = attrgetter("_backward_hooks")
+_LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
