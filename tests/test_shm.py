@@ -590,7 +590,10 @@ def test_a_killed_rank_is_named_by_ddp(tmp_path):
 def disagree(rank, store, size, first, second):
     join(rank, store, size)
     kind, dtype, numel = (first, second)[rank]
-    tensor = torch.ones(numel, dtype=getattr(torch, dtype))
+    return disagree_about(torch.ones(numel, dtype=getattr(torch, dtype)), kind)
+
+
+def disagree_about(tensor, kind):
     calls = {
         "sum": lambda: dist.all_reduce(tensor),
         "max": lambda: dist.all_reduce(tensor, ReduceOp.MAX),
@@ -616,6 +619,18 @@ def test_ranks_that_disagree_both_hear_both_sides(tmp_path, second, text):
             "DisagreementError: the ranks disagree about which collective comes next: "
             f"all_reduce(SUM, float32, 10 elements) on rank 0; {text} on rank 1."
         )
+
+
+def disagree_at_the_end_of_a_trial(rank, store, size):
+    join(rank, store, size)
+    trials = dist.group.WORLD._exchange._trials
+    trials._phase, trials._left = 3, 0
+    return disagree_about(torch.ones(1 << 20), ("sum", "barrier")[rank])
+
+
+def test_ranks_that_disagree_at_the_end_of_a_trial_hear_what_they_called(tmp_path):
+    for said in launch(tmp_path, 2, disagree_at_the_end_of_a_trial):
+        assert "all_reduce(SUM, float32, 1048576 elements) on rank 0; barrier on rank 1." in said
 
 
 def come_late(rank, store, size, fifo):

@@ -1,4 +1,4 @@
-"""The collectives themselves, over one mapping: signals, then two staging parts for each rank.
+"""The collectives themselves, over one mapping: signals, then each rank's staging.
 
 Whatever its size, a tensor goes through its rank's staging in chunks. A chunk takes one part and
 the next chunk the next one, so one meeting per chunk is enough: when a rank writes to a part again,
@@ -155,7 +155,7 @@ class Exchange:
         """Replace `flat` by that of rank `root`."""
         what = call("broadcast", flat.dtype, flat.numel(), root=root)
         raw = flat.view(torch.uint8)
-        for chunk in self._chunks(raw, self._part):
+        for chunk in self._chunks(raw, self._part, what, timeout):
             staged = chunk.staging.view(root, chunk.turn, torch.uint8, 0, chunk.stop - chunk.start)
             piece = raw[chunk.start : chunk.stop]
             if self.rank == root:
@@ -175,14 +175,14 @@ class Exchange:
         what = what or call("all_gather", flat.dtype, flat.numel())
         raw = flat.view(torch.uint8)
         if 0 < raw.numel() <= self._part:
-            views = self._staging_for(raw).views(torch.uint8, raw.numel())
+            views = self._staging_for(raw, what, timeout).views(torch.uint8, raw.numel())
             self._put(views[self.rank], raw)
             self.signals.meet(what, timeout)
             for output, view in zip(outputs, views, strict=True):
                 output.view(torch.uint8).copy_(view)
             return
         targets = [output.view(torch.uint8) for output in outputs]
-        for chunk in self._chunks(raw, self._part):
+        for chunk in self._chunks(raw, self._part, what, timeout):
             numel = chunk.stop - chunk.start
             views = [
                 chunk.staging.view(rank, chunk.turn, torch.uint8, 0, numel)
@@ -208,7 +208,7 @@ class Exchange:
         """
         what = what or call("reduce_scatter", out.dtype, out.numel(), reduction.name)
         room = self._room(out.dtype)
-        for chunk in self._chunks(out, room):
+        for chunk in self._chunks(out, room, what, timeout):
             numel = chunk.stop - chunk.start
             for other in self._others:
                 staged = chunk.staging.view(self.rank, chunk.turn, out.dtype, other * room, numel)
@@ -228,7 +228,8 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
     ) -> None:
         """Every rank reduces everything: one meeting, but each reads what all have staged."""
-        staging, longest = self._staging_for(flat), self._part // flat.itemsize
+        staging = self._staging_for(flat, what, timeout)
+        longest = self._part // flat.itemsize
         for piece in flat.split(longest) if flat.numel() > longest else (flat,):
             numel = piece.numel()
             views = staging.views(flat.dtype, numel)
@@ -242,7 +243,8 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int
     ) -> None:
         """Reduce `flat` chunk by chunk; the result goes to the ranks whose `root` is their own."""
-        chunks = list(self._chunks(flat, self._room(flat.dtype) * self.size))
+        longest = self._room(flat.dtype) * self.size
+        chunks = list(self._chunks(flat, longest, what, timeout))
         for step in range(len(chunks) + 2):
             if step >= 2 and root == self.rank:
                 self._fetch(flat, chunks[step - 2])
@@ -289,9 +291,11 @@ class Exchange:
         """
         return self._part // self.size // _ALIGNMENT * _ALIGNMENT // dtype.itemsize
 
-    def _chunks(self, flat: Tensor, longest: int) -> Iterator[_Chunk]:
+    def _chunks(
+        self, flat: Tensor, longest: int, what: Call, timeout: timedelta | None
+    ) -> Iterator[_Chunk]:
         """Cut a tensor into chunks, at least one, and take a turn for each."""
-        staging, numel = self._staging_for(flat), flat.numel()
+        staging, numel = self._staging_for(flat, what, timeout), flat.numel()
         for start in range(0, max(numel, 1), longest):
             stop = min(start + longest, numel)
             cuts = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
@@ -306,28 +310,33 @@ class Exchange:
         staged.copy_(values)
         self._trials.wrote(values.nbytes, perf_counter() - start)
 
-    def _staging_for(self, flat: Tensor) -> Staging:
-        """Through which parts a tensor of this size goes now."""
+    def _staging_for(self, flat: Tensor, what: Call, timeout: timedelta | None) -> Staging:
+        """Through which parts a tensor of this size goes now.
+
+        Where the ranks have to talk about it they meet before: whoever does not come, or comes for
+        something else, is named with the call that this is for.
+        """
         size = flat.nbytes
         if size < self._part // 2:
             return self._near
         if self._trials.moves(size):
+            self.signals.meet(what, timeout)
             rates = torch.tensor(self._trials.rates(), dtype=torch.float64)
-            self.all_reduce(rates, _TIMES, None)
+            self.all_reduce(rates, _TIMES, timeout)
             self._trials.settle(*rates.tolist())
-        return self._far_staging() if self._trials.far else self._near
+        if self._trials.far and self._far is None:
+            self.signals.meet(what, timeout)
+            self._far = self._new_far_staging()
+        return self._far if self._trials.far and self._far is not None else self._near
 
-    def _far_staging(self) -> Staging:
-        """The many parts, made when they are first used."""
-        if self._far is None:
-            parts = min(FAR_PARTS, _ALL_FAR_PARTS_BYTES // (self.size * self._part))
-            try:
-                memory = self.map_together(self.size * parts * self._part)
-            except SharedMemoryError:
-                self._trials.give_up()
-                return self._near
-            self._far = Staging(memory.numpy().data, self.size, parts)
-        return self._far
+    def _new_far_staging(self) -> Staging | None:
+        parts = max(NEAR_PARTS, min(FAR_PARTS, _ALL_FAR_PARTS_BYTES // (self.size * self._part)))
+        try:
+            memory = self.map_together(self.size * parts * self._part)
+        except SharedMemoryError:
+            self._trials.give_up()
+            return None
+        return Staging(memory.numpy().data, self.size, parts)
 
     def _scratch_tensors(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """This rank's own memory for the inner nodes of the tree."""
