@@ -123,7 +123,7 @@ class Exchange:
         """Replace `flat` by the reduction of all ranks' `flat`: the same bits on every rank."""
         numel = flat.numel()
         what = call("all_reduce", flat.dtype, numel, reduction.name)
-        if numel * flat.itemsize * self.size <= _AT_ONCE_BYTES or self.size == 2:
+        if self.size == 2 or flat.nbytes * self.size <= _AT_ONCE_BYTES:
             self._reduce_at_once(flat, reduction, what, timeout)
         else:
             self._reduce_by_shares(flat, reduction, what, timeout, self.rank)
@@ -229,8 +229,8 @@ class Exchange:
     ) -> None:
         """Every rank reduces everything: one meeting, but each reads what all have staged."""
         staging = self._staging_for(flat, what, timeout)
-        longest = self._part // flat.itemsize
-        for piece in flat.split(longest) if flat.numel() > longest else (flat,):
+        large = flat.nbytes > self._part
+        for piece in flat.split(self._part // flat.itemsize) if large else (flat,):
             numel = piece.numel()
             views = staging.views(flat.dtype, numel)
             self._put(views[self.rank], piece)
