@@ -33,7 +33,10 @@ from instep.shm.flat import are_alike, flat, is_plain, write_back
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import Reduction, find_reduction
 from instep.shm.resident import Resident, SharedBucket
-from instep.shm.works import IssueOrder
+from instep.shm.works import IssueOrder, Job
+
+_Step = Callable[[list[Tensor], timedelta | None], None]
+"""What a collective does with flat tensors, within a time limit."""
 
 
 class _Options(Protocol):
@@ -90,13 +93,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return
         exchange, chosen = self._exchange, reduction
 
-        def job() -> None:
-            values = [flat(tensor) for tensor in tensors]
-            exchange.all_reduce_each(values, chosen, None)
-            for value, tensor in zip(values, tensors, strict=True):
-                write_back(value, tensor)
+        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce_each(values, chosen, timeout)
 
-        self._order.run(job, "all_reduce_coalesced", tensors)
+        self._order.run(_job(tensors, step, None), "all_reduce_coalesced", tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, past torch's dispatcher."""
@@ -261,20 +261,25 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self,
         text: str,
         written: list[Tensor],
-        step: Callable[[list[Tensor], timedelta | None], None],
+        step: _Step,
         opts: _Options,
     ) -> Work:
         """Run `step` on the flat memory of the tensors that it writes, in order of issue."""
         limit = opts.timeout
-        timeout = limit if limit.days >= 0 else None
-
-        def job() -> None:
-            values = [flat(tensor) for tensor in written]
-            step(values, timeout)
-            for value, tensor in zip(values, written, strict=True):
-                write_back(value, tensor)
-
+        job = _job(written, step, limit if limit.days >= 0 else None)
         return self._order.issue(job, text, written, opts.asyncOp)
+
+
+def _job(written: list[Tensor], step: _Step, timeout: timedelta | None) -> Job:
+    """`step` on the flat memory of the tensors that it writes."""
+
+    def job() -> None:
+        values = [flat(tensor) for tensor in written]
+        step(values, timeout)
+        for value, tensor in zip(values, written, strict=True):
+            write_back(value, tensor)
+
+    return job
 
 
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
