@@ -12,7 +12,6 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from instep.shm.backend import InstepProcessGroup
 from instep.shm.joining import obstacle, plan
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count
-from instep.shm.staging import Trials
+from instep.shm.staging import TURNS, Staging
 from pool import ranks
 
 pytestmark = [
@@ -239,52 +238,57 @@ def test_results_stay_right_when_sizes_follow_each_other_at_random():
             dist.barrier(group=group())
 
 
-# Near and far parts of the staging
+# The staging
 
 
-def test_a_trial_measures_both_and_far_parts_must_be_clearly_faster():
-    for near, far, chosen in ((1.0, 0.8, True), (1.0, 0.95, False), (1.0, 2.0, False)):
-        trials, used = Trials(), {False: 0, True: 0}
-        while not trials.moves(1 << 20):
-            used[trials.far] += trials.measuring
-            if trials.measuring:
-                trials.wrote(1 << 20, (far if trials.far else near) * (1 << 20))
-        assert min(used.values()) > 20
-        trials.settle(*trials.rates())
-        assert (trials.far, trials.measuring) == (chosen, False)
+def staging_of(size):
+    return Staging(memoryview(bytearray(TURNS * size * 1000)), size)
 
 
-def test_without_memory_for_far_parts_nothing_is_tried_again():
-    trials = Trials()
-    while not trials.far:
-        assert not trials.moves(1 << 20)
-    trials.give_up()
-    assert not any(trials.moves(1 << 40) for _ in range(100))
-    assert not trials.far
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_stages_where_it_has_read(size):
+    staging = staging_of(size)
+    for _ in range(4 * size * TURNS):
+        use = staging.next_use()
+        before = use - TURNS
+        for rank in range(size):
+            read = {
+                staging.part(before, r, torch.uint8, 1).data_ptr() for r in {*range(size)} - {rank}
+            }
+            assert staging.part(use, rank, torch.uint8, 1).data_ptr() in read
+            for other in {*range(size)} - {rank}:
+                room = staging.room(use, rank, other, torch.uint8, 1)
+                read = staging.room(before, other, rank, torch.uint8, 1)
+                assert room.data_ptr() == read.data_ptr()
 
 
-SHORT_TRIAL = tuple((1 << 20, far, measured) for far in (False, True) for measured in (False, True))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_no_two_stretches_of_the_staging_overlap(size):
+    staging, everyone = staging_of(size), range(size)
+    whole, room = staging.part_bytes, staging.room_bytes // 4
+    for use in range(2 * size * TURNS):
+        uses = range(use, use + TURNS)  # while one is read the next is written
+        for pieces in (
+            [staging.part(u, w, torch.uint8, whole) for u in uses for w in everyone],
+            [
+                staging.room(u, w, r, torch.float32, room)
+                for u in uses
+                for w in everyone
+                for r in everyone
+            ],
+        ):
+            for number, piece in enumerate(pieces):
+                piece.fill_(number)
+            assert all(piece.eq(number).all() for number, piece in enumerate(pieces))
 
 
-@ranks(2, 3)
-def test_a_trial_changes_no_result_and_all_ranks_choose_alike():
-    exchange, size = group()._exchange, dist.get_world_size()
-    seen, order = set(), random.Random(7)
-    with mock.patch("instep.shm.staging._PHASES", SHORT_TRIAL):
-        for _ in range(2):
-            trials = exchange._trials = Trials()
-            trials._left = 0
-            for numel in [700_001, *order.choices([10, 131_072, 262_147, 700_001], k=40)]:
-                tensor = torch.full((numel,), dist.get_rank())
-                dist.all_reduce(tensor, group=group())
-                assert tensor.eq(size * (size - 1) // 2).all()
-                seen.add((trials.far, trials.measuring))
-                random_sequence(order.randrange(100), group())
-            assert trials._phase == -1
-    assert {(False, True), (True, False), (True, True)} <= seen
-    chosen = [None] * size
-    dist.all_gather_object(chosen, trials.far, group=group())
-    assert len(set(chosen)) == 1
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_kept_parts_are_those_of_the_next_use(size):
+    staging = staging_of(size)
+    for use in range(1, 4 * size * TURNS):
+        for writer, part in enumerate(staging.parts(torch.int32, 3)):
+            assert part.numel() == 3
+            assert part.data_ptr() == staging.part(use, writer, torch.int32, 3).data_ptr()
 
 
 # Order, threads, resident buckets
@@ -621,18 +625,6 @@ def test_ranks_that_disagree_both_hear_both_sides(tmp_path, second, text):
         )
 
 
-def disagree_at_the_end_of_a_trial(rank, store, size):
-    join(rank, store, size)
-    trials = dist.group.WORLD._exchange._trials
-    trials._phase, trials._left = 3, 0
-    return disagree_about(torch.ones(1 << 20), ("sum", "barrier")[rank])
-
-
-def test_ranks_that_disagree_at_the_end_of_a_trial_hear_what_they_called(tmp_path):
-    for said in launch(tmp_path, 2, disagree_at_the_end_of_a_trial):
-        assert "all_reduce(SUM, float32, 1048576 elements) on rank 0; barrier on rank 1." in said
-
-
 def come_late(rank, store, size, fifo):
     join(rank, store, size, timeout=timedelta(seconds=1 if rank == 0 else 600))
     if rank == 0:
@@ -783,25 +775,6 @@ def too_large_a_bucket(rank, store, size):
 def test_a_bucket_that_does_not_fit_is_refused_on_all_ranks_and_the_group_goes_on(tmp_path):
     for said in launch(tmp_path, 2, too_large_a_bucket):
         assert said.startswith("SharedMemoryError: 2 ranks cannot map 8388608 bytes")
-
-
-def too_little_for_far_parts(rank, store, size):
-    join(rank, store, size)
-    exchange = dist.group.WORLD._exchange
-    exchange._trials._left = 0
-    if rank == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    for _ in range(300):
-        tensor = torch.ones(1 << 18)
-        dist.all_reduce(tensor)
-        assert tensor.eq(size).all()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    dist.barrier()
-    return exchange._far, exchange._trials._left
-
-
-def test_where_far_parts_do_not_fit_the_near_ones_serve(tmp_path):
-    assert launch(tmp_path, 2, too_little_for_far_parts) == ["(None, inf)"] * 2
 
 
 def look_for_files(rank, store, size):

@@ -8,6 +8,7 @@ result to every rank's bucket. Nothing else moves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 
+from instep.errors import SharedMemoryError
 from instep.shm.calls import call
 from instep.shm.exchange import Exchange
-from instep.shm.mapping import round_up
+from instep.shm.mapping import Place, map_memory, new_memory, round_up
 from instep.shm.reduction import Reduction, find_reduction, reduce_into, scratch_count
 
 _BLOCK_BYTES = 256 << 10
+_COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
 _ALIGNMENT = 64  # bytes; a cache line has one writer
 
 
@@ -50,7 +53,7 @@ class SharedBucket:
         """Collective. Raises SharedMemoryError on all ranks if there is not so much memory."""
         self._exchange = exchange
         stride = round_up(max(numel, 1) * dtype.itemsize)
-        memory = exchange.map_together(stride * exchange.size)
+        memory = _map_together(exchange, stride * exchange.size)
         self.parts = [
             memory[rank * stride : (rank + 1) * stride].view(dtype)[:numel]
             for rank in range(exchange.size)
@@ -99,3 +102,28 @@ class SharedBucket:
             [part[lo : min(lo + length, stop)] for part in self.parts]
             for lo in range(start, stop, length)
         ]
+
+
+def _map_together(exchange: Exchange, size: int) -> Tensor:
+    """New memory that all ranks have mapped, or SharedMemoryError on all of them."""
+    problem, memory = "", None
+    with ExitStack() as held:
+        place = torch.full((2,), -1)
+        try:
+            if exchange.rank == 0:
+                made = held.enter_context(new_memory(size))
+                place = torch.tensor([made.pid, made.descriptor])
+        except OSError as error:
+            problem = str(error)
+        exchange.broadcast(place, 0, None)
+        pid, descriptor = place.tolist()
+        try:
+            if pid >= 0:
+                memory = map_memory(Place(pid, descriptor), size)
+        except OSError as error:
+            problem = str(error)
+        failed = torch.tensor([memory is None], dtype=torch.int32)
+        exchange.all_reduce(failed, _COUNT, None)
+    if memory is None or failed.item():
+        raise SharedMemoryError(size, int(failed.item()), problem)
+    return memory
