@@ -18,7 +18,7 @@ from instep.communication.transport import Pending, Transport
 from instep.errors import MixedSumsError
 from instep.training.buckets import Bucket
 from instep.training.cargoes import real
-from instep.training.marks import LENGTH, check, mark
+from instep.training.marks import LENGTH, all_present, check, mark
 
 _count = count()
 
@@ -66,8 +66,7 @@ class _Bucket:
         self.expected = 0
         self._parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self._like = parameters[0].new_empty(0)
-        own = mark(self._like, self.order)
-        self._full = torch.cat([own.new_ones(len(parameters)), own])
+        self._full = all_present(len(parameters), mark(self._like, self.order))
         """What travels behind the gradients where this rank has all of them."""
 
     def _add_to_grad(self, place: int, total: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from instep.communication.transport import Pending, Transport
 from instep.errors import MixedSumsError
 from instep.training.buckets import Bucket
-from instep.training.marks import LENGTH, check, mark
+from instep.training.marks import LENGTH, all_present, check, mark
 
 
 class Cargo(Protocol):
@@ -104,7 +104,7 @@ class _InPlace:
 
     def __init__(self, parameters: Mapping[int, nn.Parameter], mark: Tensor) -> None:
         self.parameters = parameters
-        self._full = torch.cat([mark.new_ones(len(parameters)), mark])
+        self._full = all_present(len(parameters), mark)
         self._before: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._has = torch.empty(0)
@@ -171,7 +171,7 @@ class _Packed:
         self.parameters = parameters
         self._wire = wire
         self._slots = {slot.index: slot for slot in plan.slots}
-        self._full = torch.cat([mark.new_ones(len(plan.slots)), mark])
+        self._full = all_present(len(plan.slots), mark)
         self._flat = mark.new_zeros(plan.numel + len(self._full))
         self._has = self._flat[plan.numel :]
         self._before: dict[int, Tensor] = {}

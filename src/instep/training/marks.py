@@ -29,6 +29,11 @@ def mark(like: Tensor, *meant: int) -> Tensor:
     return _mark(meant, like.dtype, like.device)
 
 
+def all_present(count: int, mark: Tensor) -> Tensor:
+    """What travels behind `count` gradients where a rank has them all: a one for each, the mark."""
+    return torch.cat([mark.new_ones(count), mark])
+
+
 @cache  # for a GPU would be waited for
 def _mark(meant: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     number = crc32(repr(meant).encode())
