@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mlp", "resnet18"])
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=15, help="timed blocks of each contender")
+    parser.add_argument("--blocks", type=int, default=31, help="timed blocks of each contender")
     parser.add_argument("--seconds", type=float, default=0.4, help="for each block, about")
     args = parser.parse_args()
     peers = ["none", *(peer for peer in args.peers if peer != "none")]
