@@ -31,7 +31,8 @@ from instep.auto.rows import (
 from instep.auto.sharing import Shared, Way, end, share
 from instep.auto.worth import Worth
 from instep.communication.apart import is_apart
-from instep.communication.transport import Lane, transport
+from instep.communication.lanes import Lane
+from instep.communication.transport import transport
 from instep.training.blocks import Block
 from instep.training.randomness import draws_nothing
 from instep.training.shards import ShardedLoader

@@ -1,14 +1,12 @@
 """What moves tensors and values between ranks: the only door to torch.distributed besides
-`rendezvous` and `groups` (and the shared-memory backend).
+`rendezvous`, `groups` and `lanes` (and the shared-memory backend).
 """
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -233,50 +231,6 @@ class _SharingMemory(_Together):
         if group is None:
             raise RendezvousError.parted()
         return group
-
-
-@dataclass(frozen=True)
-class _All:
-    works: Sequence[dist.Work | None]
-
-    def wait(self) -> None:
-        for work in self.works:
-            if work is not None:
-                work.wait()
-
-
-class Lane:
-    """A way of its own between all ranks, for one thread at a time: what goes on in other lanes, or
-    outside of them, may come in another order on each rank.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._tag = number
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value, pickled."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.tensor([mine.numel()]) for _ in range(self.size)]
-        self._swap(sizes)
-        texts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        texts[self.rank] = mine
-        self._swap(texts)
-        return [pickle.loads(text.numpy().tobytes()) for text in texts]
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        """Start to overwrite a contiguous `tensor` with root's."""
-        if self.rank != root:
-            return _All([dist.irecv(tensor, root, tag=self._tag)])
-        return _All([dist.isend(tensor, other, tag=self._tag) for other in self._others])
-
-    def _swap(self, parts: Sequence[Tensor]) -> None:
-        """Overwrite each other rank's part with what it sends."""
-        works = [dist.isend(parts[self.rank], other, tag=self._tag) for other in self._others]
-        works += [dist.irecv(parts[other], other, tag=self._tag) for other in self._others]
-        _All(works).wait()
 
 
 def transport(group: Group | None = None) -> Transport:
