@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
 from instep.errors import TrainingError
@@ -89,6 +90,27 @@ def check(kind, dtype, options, sizes, tolerance, **more):
         for _, theirs in parts:
             for name, value in state.items():
                 close(theirs[name], value)
+
+
+class WithoutNone(TorchDispatchMode):
+    """CUDA's kernel stops the program where one of these tensors is None."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.seen += 1
+            assert None not in args
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@ranks(2)
+def test_the_kernel_of_backward_gets_all_that_it_needs_on_a_gpu(affine):
+    layer = instep.replicate(nn.BatchNorm2d(4, affine=affine))
+    with WithoutNone() as kernel:
+        layer(torch.randn(3, 4, 5, 5).requires_grad_()).square().mean().backward()
+    assert kernel.seen == 1
 
 
 @ranks(2)

@@ -100,7 +100,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         x, weight, bias, mean, var = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
             return _differentiable_backward(ctx, grad, x, weight, bias)
-        dot, total = _own_sums(grad, x, weight, mean, var, ctx.eps)
+        dot, total = _own_sums(grad, x, mean, var, ctx.eps)
         sums = torch.stack((dot, total)).double()
         if ctx.ghost:
             sums.zero_()
@@ -198,7 +198,7 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _own_sums(
-    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
     if 1 < _side_by_side(x) < _SHORT:  # and here
@@ -206,9 +206,11 @@ def _own_sums(
         dot = (x - mean.view(shape)).mul_(grad).sum(dims)
         return dot * (var + eps).rsqrt(), grad.sum(dims)
     # Given statistics are constants to this kernel: what it calls the gradients of weight and
-    # bias are just these sums.
+    # bias are just these sums, whatever the weight. CUDA's takes neither None for what a forward
+    # would have saved, nor no weight.
+    one, nothing = torch.ones_like(mean), mean.new_empty(0)
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, mean, var, None, None, False, eps, [False, True, True]
+        grad, x, one, mean, var, nothing, nothing, False, eps, [False, True, True]
     )
     return dot, total
 
