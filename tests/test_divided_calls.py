@@ -555,6 +555,22 @@ def sparse_embedding(log: Log) -> None:
 
 
 @divided
+def channels_last_under_a_fused_optimizer(log: Log) -> None:
+    model = nn.Sequential(
+        nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 3, (1, 2)), nn.Conv2d(3, 3, (1, 2)), nn.Flatten()
+    )
+    model.double().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    log.begin(model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        log.loss(loss)
+        log.step(optimizer, model)
+
+
+@divided
 def checkpointed_layers(log: Log) -> None:
     class Saving(Around):
         def __init__(self) -> None:
@@ -1106,6 +1122,22 @@ def each_rank_another() -> None:
 def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
     with talking_over(backend):
         each_rank_another()
+
+
+@ranks(2)
+def channels_last() -> None:
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    with dividing():
+        model(torch.randn(4, 3, 5, 5)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gradients_lie_in_memory_as_their_parameters_do(backend: str) -> None:
+    with talking_over(backend):
+        channels_last()
 
 
 @ranks(3)

@@ -75,7 +75,12 @@ class _Bucket:
             return
         if total.shape != parameter.shape:
             total = total.view(parameter.shape)
-        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+        if parameter.grad is not None:
+            parameter.grad.add_(total)
+        elif total.stride() == parameter.stride():
+            parameter.grad = total
+        else:  # in the parameter's own order, as autograd has it: fused optimizers rely on that
+            parameter.grad = torch.empty_like(parameter).copy_(total)
 
 
 class _InPlace(_Bucket):

@@ -229,7 +229,7 @@ class _Packed:
         if before is not None:
             parameter.grad = before.add_(total)
         elif parameter.grad is None:
-            parameter.grad = total.clone()
+            parameter.grad = torch.empty_like(parameter).copy_(total)
         elif index not in self.filled:
             parameter.grad.add_(total)
         else:
