@@ -24,6 +24,7 @@ from instep.auto.patching import Patched
 from instep.communication.transport import transport
 from instep.divided import modules, rows
 from instep.divided.alike import told_apart
+from instep.divided.draws import WholeDraws
 from instep.divided.rows import Rows
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
@@ -568,6 +569,22 @@ def channels_last_under_a_fused_optimizer(log: Log) -> None:
         loss.backward()
         log.loss(loss)
         log.step(optimizer, model)
+
+
+class FusedDropout(nn.Module):
+    """As nn.Dropout on a GPU, where the mask has the order in memory of what is dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, 0.3, self.training)[0]
+
+
+@divided
+def fused_dropout_of_channels_last(log: Log) -> None:
+    model = nn.Sequential(
+        nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 3, (1, 2)), FusedDropout(), nn.Flatten()
+    )
+    model.to(memory_format=torch.channels_last)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
 @divided
@@ -1122,6 +1139,13 @@ def each_rank_another() -> None:
 def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
     with talking_over(backend):
         each_rank_another()
+
+
+def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:
+    q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with WholeDraws(Block(0, 2, 4), 0, None):  # type: ignore[arg-type]  # no way to ask anybody
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 
 @ranks(2)

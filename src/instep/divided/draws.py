@@ -7,6 +7,8 @@ the generators are in step afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class WholeDraws(TorchDispatchMode):
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
@@ -60,9 +62,9 @@ class WholeDraws(TorchDispatchMode):
         return self._own(whole, dim)
 
     def _dropped(self, func: Any, dim: int, x: Tensor, p: float, train: bool | None) -> Any:
-        ones = x.new_ones(self._whole_shape(x.shape, dim))
-        factor, mask = (self._own(t, dim) for t in func(ones, p, train))
-        return x * factor, mask
+        mask = self._own(func(self._blank(x, dim).zero_(), p, train)[1], dim)
+        scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
+        return x * mask * scale, mask
 
     def _batch_dim(self, shape: Any) -> int | None:
         """The dimension in which this has one entry, or some, per row."""
@@ -90,3 +92,12 @@ class WholeDraws(TorchDispatchMode):
 
     def _own(self, whole: Tensor, dim: int) -> Tensor:
         return own_rows(whole, self._block, dim, self._way)
+
+
+def _is_off(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is attention, or a recurrent layer, without dropout: then nothing is drawn."""
+    for argument, given in zip_longest(func._schema.arguments, args):
+        if argument.name in ("dropout_p", "dropout"):
+            value = kwargs.get(argument.name, argument.default_value) if given is None else given
+            return bool(value == 0)
+    return False
