@@ -268,8 +268,14 @@ def too_few_gpus():
     import torch
 
     torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     refused(DeviceError, "4 ranks on this host, but only 2 GPUs visible",
-            "file:///nowhere", rank=3, world_size=4)  # fmt: skip
+            "file:///nowhere", environ=told)  # fmt: skip
+    # On how many hosts these four are, nobody has said.
+    taken = []
+    torch.cuda.set_device = taken.append
+    refused(RendezvousError, "cannot meet at 'udp://x:1'", "udp://x:1", rank=3, world_size=4)
+    assert taken == [torch.device("cuda", 1)]
 
 
 def test_a_port_in_use():
@@ -297,6 +303,28 @@ def gpus_then_leave():
 def test_gpus_given_twice_are_found():
     claims = ["a, GPU-1", "b, GPU-1", "a, GPU-1"]
     assert rendezvous.ranks_by(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
+
+
+@pytest.mark.parametrize("devices", [["GPU-1", "GPU-2", "GPU-1"], ["GPU-1", "GPU-2", "GPU-3"]])
+def test_every_rank_is_told_of_a_gpu_given_twice_before_the_process_group_is_made(devices):
+    store, said = dist.HashStore(), {}
+
+    def claim(rank):
+        try:
+            rendezvous.claim(store, World(rank, 3, rank, 3), devices[rank])
+        except DeviceError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=claim, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shared = f"ranks 0, 2 share one GPU ({socket.gethostname()}, GPU-1); each rank needs its own. "
+    if len({*devices}) == 3:
+        assert said == {}
+    else:
+        assert [said[rank].startswith(shared) for rank in range(3)] == [True] * 3
 
 
 def test_no_thread_of_the_process_group_outlives_it(tmp_path):

@@ -98,6 +98,8 @@ def init(
     store, interface = open_store(method, world, timeout)
     _tell_interface(interface)
     attendant.attend(world, store)
+    if device.type == "cuda":
+        claim(store, world, str(torch.cuda.get_device_properties(device).uuid))
     dist.init_process_group(
         backend,
         store=store,
@@ -109,7 +111,6 @@ def init(
     _met[:] = [world]
     atexit.register(leave)
     _watched.add(id(dist.group.WORLD))
-    _no_device_twice(world, device)
     return world
 
 
@@ -201,7 +202,8 @@ def _take_device(world: World) -> torch.device:
     if str(knobs.DEVICE) == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = max(torch.cuda.device_count(), 1)
-    if 1 < count < world.local_size:
+    told = world.source != rollcall.BY_THE_SCRIPT  # which does not say how many are on this host
+    if told and 1 < count < world.local_size:
         raise DeviceError.too_few(world.local_size, count)
     device = torch.device("cuda", world.local_rank % count)
     torch.cuda.set_device(device)
@@ -222,14 +224,14 @@ def devices_set_too_late() -> str | None:
     return visible.set_too_late(said, at_start, uuids)
 
 
-def _no_device_twice(world: World, device: torch.device) -> None:
-    """A launcher may show each rank one GPU, and the same to two of them."""
-    if device.type != "cuda":
-        return
-    mine = f"{socket.gethostname()}, {torch.cuda.get_device_properties(device).uuid}"
-    claims: list[str] = [""] * world.size
-    dist.all_gather_object(claims, mine)
-    for claimed, ranks in ranks_by(claims).items():
+def claim(store: dist.Store, world: World, device: str) -> None:
+    """Raise DeviceError on all ranks where two have one accelerator. Before NCCL sees it.
+
+    A launcher may show each rank one GPU, and the same to two of them.
+    """
+    store.set(f"instep/device{world.rank}", f"{socket.gethostname()}, {device}")
+    claims = store.multi_get([f"instep/device{rank}" for rank in range(world.size)])
+    for claimed, ranks in ranks_by([str(each, "utf-8") for each in claims]).items():
         if len(ranks) > 1:
             raise DeviceError.shared(claimed, ranks)
 
