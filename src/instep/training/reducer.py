@@ -59,10 +59,14 @@ def collecting(backward: Backward) -> Iterator[None]:
 def sparse_sum(grad: Tensor) -> Tensor:
     """The sum over ranks of a sparse gradient. Collective."""
     mine = grad.coalesce()
-    parts = all_gather_object((mine.indices(), mine.values()))
+    # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
+    parts = all_gather_object((mine.indices().cpu(), mine.values().cpu()))
     indices, values = zip(*parts, strict=True)
     return torch.sparse_coo_tensor(
-        torch.cat(indices, dim=1), torch.cat(values), grad.shape, check_invariants=False
+        torch.cat(indices, dim=1).to(grad.device),
+        torch.cat(values).to(grad.device),
+        grad.shape,
+        check_invariants=False,
     ).coalesce()
 
 
