@@ -19,18 +19,20 @@ M = TypeVar("M", bound="_Sums")
 
 
 class _Sums:
-    """Running sums (float64, on the CPU) of this rank; the last one counts."""
+    """Running sums (float64) of this rank, on the device of its values: to bring each of them from
+    a GPU would be to wait for it. The last one counts."""
 
     def __init__(self, width: int) -> None:
         self._sums = torch.zeros(width + 1, dtype=torch.float64)
 
     def _add(self, sums: Tensor, count: float) -> None:
-        self._sums[:-1] += sums.detach().to("cpu", torch.float64)
+        self._sums = self._sums.to(sums.device)
+        self._sums[:-1] += sums.detach().double()
         self._sums[-1] += count
 
     def merge(self: M, other: M) -> M:
         """Add another metric's sums to this one's; returns itself."""
-        self._sums += other._sums
+        self._sums += other._sums.to(self._sums.device)
         return self
 
     def reset(self) -> None:
@@ -38,7 +40,7 @@ class _Sums:
         self._sums.zero_()
 
     def _averages(self) -> list[float]:
-        total = self._sums.clone()
+        total = self._sums.to("cpu", copy=True)  # a rank may have no values, and so no device
         transport().all_reduce(total, "sum").wait()
         averages: list[float] = (total[:-1] / total[-1]).tolist()
         return averages
