@@ -11,7 +11,6 @@ import inspect
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from instep.communication.collectives import all_reduce
@@ -48,7 +47,9 @@ def _inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     total = all_reduce(asked.summed(asked.given))
     if asked.how == "sum":
         return total
-    count = torch.as_tensor(asked.denominator(asked.given), device=total.device)
+    count = asked.denominator(asked.given)
+    if not isinstance(count, Tensor):  # filled in: a copy to a GPU would be waited for
+        count = total.new_full((), count)
     return total / all_reduce(count.detach().to(total.dtype))
 
 

@@ -62,7 +62,7 @@ def unscale(grads: Iterable[Tensor], scale: float) -> list[Tensor]:
     found = []
     for (_, device), group in kinds.items():
         flag = torch.zeros(1, device=device)
-        inverse = torch.tensor([1.0 / scale], device=device)
+        inverse = torch.full((1,), 1.0 / scale, device=device)  # a copy to a GPU is waited for
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
         found.append(flag)
     return found

@@ -159,6 +159,8 @@ class _Cargo:
         self.flat = self._mark.new_zeros(plan.numel + len(plan.slots) + LENGTH)
         self.ready: set[int] = set()
         """Of which parameters this backward has made a gradient."""
+        self._sent: list[bool] = []
+        """Of which slots this rank had a gradient: what it sent, it need not ask for."""
         self.pending: Pending | None = None
 
     @property
@@ -170,6 +172,7 @@ class _Cargo:
         """Send every `.grad` there is, times `factor`, and zeros for the rest."""
         self.flat.zero_()
         self.flat[-LENGTH:] = self._mark
+        self._sent = [parameters[slot.index].grad is not None for slot in self.plan.slots]
         for k, slot in enumerate(self.plan.slots):
             grad = parameters[slot.index].grad
             if grad is not None:
@@ -185,7 +188,9 @@ class _Cargo:
         self.pending.wait()
         check(self.flat[-LENGTH:], MixedSumsError.of_models())
         self.flat[: self.plan.numel].mul_(factor)
-        held = self.flat[self.plan.numel : -LENGTH].tolist()
+        # Asking a GPU means to wait for it.
+        asked = not all(self._sent)
+        held = self.flat[self.plan.numel : -LENGTH].tolist() if asked else self._sent
         for slot, ranks in zip(self.plan.slots, held, strict=True):
             parameter = parameters[slot.index]
             if not ranks:
