@@ -480,6 +480,25 @@ def test_complex_and_mixed_dtypes():
     same_as_one_process(complex_and_mixed, sizes=(3,))
 
 
+@ranks(2)
+def test_noise_of_a_gpus_generator_is_drawn_by_each_rank_and_leaves_no_trace():
+    of_gpu = torch.Generator().manual_seed(0)  # a stand-in
+
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 0 + torch.randn(3, generator=of_gpu)
+
+    with pytest.MonkeyPatch.context() as torch_on_a_gpu:
+        torch_on_a_gpu.setattr(torch.cuda, "is_initialized", lambda: True)
+        torch_on_a_gpu.setattr(torch.cuda, "current_device", lambda: 0)
+        torch_on_a_gpu.setattr(torch.cuda, "default_generators", (of_gpu,))
+        model = instep.replicate(Noisy(2, 3))
+        with pytest.warns(InstepWarning, match="Noisy draws random numbers of its own"):
+            noise = model(torch.zeros(1, 2)).detach()
+    assert not torch.equal(*instep.all_gather(noise))
+    assert of_gpu.get_state().equal(torch.Generator().manual_seed(0).get_state())
+
+
 def lbfgs(log):
     model = instep.replicate(net())
     log.begin(model)

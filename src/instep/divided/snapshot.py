@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from instep.training.randomness import GeneratorStates
+from instep.training.randomness import GeneratorStates, torch_generators
 
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -108,9 +108,7 @@ class TorchGenerators:
     """The states of torch's global generators."""
 
     def __init__(self) -> None:
-        self._states = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():
-            self._states.append(torch.cuda.get_rng_state())
+        self._states = [generator.get_state() for generator in torch_generators()]
 
     def same(self, other: TorchGenerators) -> bool:
         """Whether nothing was drawn between the two."""
@@ -119,9 +117,8 @@ class TorchGenerators:
 
     def restore(self) -> None:
         """Draw the same again."""
-        torch.set_rng_state(self._states[0])
-        for state in self._states[1:]:
-            torch.cuda.set_rng_state(state)
+        for generator, state in zip(torch_generators(), self._states, strict=False):
+            generator.set_state(state)
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:

@@ -7,7 +7,7 @@ its outputs until backward comes by.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
@@ -37,8 +37,8 @@ class Call:
     weight: float | None = None
     """What `instep.weight` stated: this rank's share of the batch's loss."""
 
-    outer_generator: Tensor | None = None
-    """The state of torch's generator before the call, to be set again after it."""
+    outer_generators: list[Tensor] = field(default_factory=list)
+    """The states of torch's generators before a call in training, to be set again after it."""
 
     @property
     def ghost(self) -> bool:

@@ -39,6 +39,18 @@ def mixed(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def torch_generators() -> list[torch.Generator]:
+    """Torch's global ones: the CPU's and, where one is in use, that of this rank's GPU."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+def seeded_state(kind: torch.Generator, seed: int) -> Tensor:
+    """The state of a generator of this kind that begins with `seed`."""
+    return torch.Generator(kind.device).manual_seed(seed).get_state()
+
+
 def seed_generators(seed: int) -> None:
     """Seed the global generators on the CPU: torch, numpy, random."""
     torch.default_generator.manual_seed(seed)

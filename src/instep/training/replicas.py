@@ -25,7 +25,7 @@ from instep.training.blocks import block_of
 from instep.training.calls import Call, Scope
 from instep.training.compressed import Compression, check_compression
 from instep.training.dropout import SEAMS as DROPOUT_SEAMS
-from instep.training.randomness import agreed_seed, mixed
+from instep.training.randomness import agreed_seed, mixed, seeded_state, torch_generators
 from instep.training.reducer import Reducer
 from instep.training.seams import Function, step_in, uncompiled
 
@@ -170,11 +170,14 @@ def _warn_of_layers(model: nn.Module) -> bool:
 
 
 def _warn_of_draws(model: nn.Module, call: Call, seed: int) -> None:
-    """Say so, where a call has drawn more from torch's generator than its dropout masks."""
+    """Say so, where a call has drawn more from torch's generators than its dropout masks."""
     expected = torch.Generator().manual_seed(seed)
     for _ in range(call.draws):
         torch.empty((), dtype=torch.int64).random_(generator=expected)
-    if not torch.equal(expected.get_state(), torch.get_rng_state()):
+    of_cpu, *of_gpu = torch_generators()
+    if not torch.equal(expected.get_state(), of_cpu.get_state()) or any(
+        not torch.equal(seeded_state(each, seed), each.get_state()) for each in of_gpu
+    ):
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
             "draws its own, so the numbers are not those of one process. Draw them outside, for "
@@ -199,8 +202,9 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     stream = mixed(replica.seed, replica.steps)
     call = Call(block_of((args, kwargs)), replica.statistics, replica.dropout, stream)
     if module.training:
-        call.outer_generator = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(mixed(stream, replica.transport.rank))
+        for generator in torch_generators():
+            call.outer_generators.append(generator.get_state())
+            generator.manual_seed(mixed(stream, replica.transport.rank))
     calls.enter(call)
 
 
@@ -210,11 +214,12 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if replica is None:
         return
     call = calls.leave()
-    if call.outer_generator is not None:
+    if call.outer_generators:
         if replica.dropout == "global" and not replica.named:
             replica.named = True
             _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
-        torch.default_generator.set_state(call.outer_generator)
+        for generator, state in zip(torch_generators(), call.outer_generators, strict=False):
+            generator.set_state(state)  # CUDA may have started meanwhile
     calls.mark(output, call)
 
 

@@ -15,7 +15,7 @@ from instep.communication.transport import transport
 from instep.divided.modules import work
 from instep.training import calls
 from instep.training.blocks import Block, known_block
-from instep.training.randomness import mixed
+from instep.training.randomness import mixed, seeded_state, torch_generators
 from instep.training.seams import Function
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
@@ -109,14 +109,17 @@ class Calls:
     def _drew(self) -> bool:
         """Whether the call that ends now has drawn random numbers.
 
-        A replica in training begins with its generator in a state of its own.
+        A replica in training begins with its generators in a state of their own.
         """
         replica = calls.current()
-        if replica is None or replica.outer_generator is None:
+        if replica is None or not replica.outer_generators:
             return generators_digest() != self._before
-        own = torch.Generator().manual_seed(mixed(replica.stream, transport().rank)).get_state()
-        moved = not torch.equal(own, torch.get_rng_state())
-        others_moved = generators_digest(replica.outer_generator) != self._before
+        seed = mixed(replica.stream, transport().rank)
+        moved = any(
+            not torch.equal(seeded_state(each, seed), each.get_state())
+            for each in torch_generators()
+        )
+        others_moved = generators_digest(replica.outer_generators) != self._before
         return replica.draws > 0 or moved or others_moved
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from instep.training.randomness import torch_generators
 from instep.verify.records import Print
 
 _WIDTH = 1024
@@ -58,16 +60,15 @@ def plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def generators_digest(of_torch: Tensor | None = None) -> str:
+def generators_digest(of_torch: Sequence[Tensor] = ()) -> str:
     """Equal exactly if every global generator of this process is in the same state.
 
     Args:
-        of_torch: what to take for the state of torch's generator on the CPU; default: its state.
+        of_torch: what to take for the states of torch's generators; default: their states.
     """
-    state = torch.get_rng_state() if of_torch is None else of_torch
-    digest = blake2b(state.numpy().tobytes(), digest_size=12)
-    if torch.cuda.is_initialized():
-        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    digest = blake2b(digest_size=12)
+    for state in of_torch or [generator.get_state() for generator in torch_generators()]:
+        digest.update(state.numpy().tobytes())
     numpy: Any = np.random.get_state(legacy=False)
     digest.update(numpy["state"]["key"].tobytes())
     digest.update(repr((numpy["state"]["pos"], random.getstate())).encode())
