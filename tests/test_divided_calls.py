@@ -25,6 +25,7 @@ from instep.communication.transport import transport
 from instep.divided import modules, rows
 from instep.divided.alike import told_apart
 from instep.divided.draws import WholeDraws
+from instep.divided.rounding import tolerance
 from instep.divided.rows import Rows
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
@@ -1139,6 +1140,17 @@ def each_rank_another() -> None:
 def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
     with talking_over(backend):
         each_rank_another()
+
+
+def test_rounding_on_a_gpu_is_that_of_tf32_unless_the_script_forbids_it() -> None:
+    assert tolerance(torch.float32, "cuda") == tolerance(torch.float16)
+    assert tolerance(torch.float64, "cuda") == tolerance(torch.float64)
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    try:
+        assert tolerance(torch.float32, "cuda") == tolerance(torch.float32)
+    finally:
+        convolutions.fp32_precision = before
 
 
 def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:

@@ -91,7 +91,8 @@ class Whole:
     def differs(self, ours: Snapshot) -> str | None:
         """What it has left otherwise than `ours`, in words; None where it is the same."""
         noise = self.noise.buffers if self.noise else 0.0
-        limit = tolerance(torch.float32)
+        devices = {buffer.device.type for buffer, _ in self.after.buffers.values()}
+        limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
         self._near(self.after.buffers_apart(ours), limit, noise, AT_MOST)
         return self.after.differs(ours, allowed(limit, noise, AT_MOST))
 

@@ -33,9 +33,18 @@ def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
     """How far two forwards may be apart that differ by rounding: relative, in the norm."""
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    elif device == "cuda" and dtype in (torch.float32, torch.complex64) and _may_be_tf32():
+        dtype = torch.float16  # of as many bits
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return _ROUNDING[dtype]
+
+
+def _may_be_tf32() -> bool:
+    """Whether convolutions or matrix products of float32 may compute in TF32 on a GPU: where an
+    algorithm does, which is chosen by the batch's shape too. PyTorch lets convolutions."""
+    cudnn: Any = torch.backends.cudnn  # torch's stub does not know `conv`
+    return "tf32" in (cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
 
 
 def tolerance_of(output: Tensor) -> float:
