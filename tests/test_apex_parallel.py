@@ -14,7 +14,7 @@ from instep.compat.apex.parallel import (
     create_syncbn_process_group,
 )
 from instep.errors import InstepWarning
-from pool import ranks
+from pool import ranks, talking_over
 
 pytestmark = pytest.mark.slow
 
@@ -326,3 +326,30 @@ def test_half_precision_and_no_running_statistics():
     output = layer(x[instep.rank].half())
     assert output.dtype is torch.float16
     torch.testing.assert_close(output.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+class Parting(nn.Module):
+    """What only rank 0 uses comes behind a layer whose backward talks, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.extra = SyncBatchNorm(3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.extra(x) if instep.rank == 0 else x
+
+
+@ranks(2)
+def gradients_beside_statistics():
+    model = DistributedDataParallel(Parting(), message_size=1)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(instep.rank))
+    model(x).square().mean().backward()
+    (mine, theirs) = instep.all_gather(model.module.extra.weight.grad)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gradients_of_unused_parameters_and_batch_statistics_do_not_meet(backend):
+    with talking_over(backend):
+        gradients_beside_statistics()

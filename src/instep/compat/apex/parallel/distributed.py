@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from instep.communication.transport import (
     Pending,
     Transport,
+    aside,
     broadcast_all,
     check_reachable,
     transport,
@@ -82,6 +83,9 @@ class DistributedDataParallel(nn.Module):
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_buffers: list[Tensor] = []
         self._way = transport()
+        self._aside = aside(self._way)
+        """Where the buckets travel: SyncBatchNorm talks in between, and where in between a bucket
+        is full depends on what this rank has used."""
         self._before = 1.0 / gradient_predivide_factor
         self._after = gradient_predivide_factor / self._way.size if gradient_average else 1.0
         self._off = False
@@ -123,7 +127,7 @@ class DistributedDataParallel(nn.Module):
                 "first was sent (reentrant checkpointing); use delay_allreduce=True."
             )
         cargo.ready.add(index)
-        if not self.delay_allreduce:
+        if not self.delay_allreduce and self._aside is not self._way:
             self._launch(full_only=True)
 
     def _launch(self, *, full_only: bool) -> None:
@@ -132,7 +136,7 @@ class DistributedDataParallel(nn.Module):
             cargo = self._cargoes[self._launched]
             if full_only and not cargo.full:
                 return
-            cargo.launch(self._trained, self._before, self._way)
+            cargo.launch(self._trained, self._before, self._aside)
             self._launched += 1
 
     def _finish(self) -> None:
