@@ -57,10 +57,13 @@ class LARC:
 
     @torch.no_grad()
     def _rescale(self, parameter: Tensor, rate: float, decay: float) -> None:
-        size, slope = parameter.norm(), parameter.grad.norm()  # type: ignore[union-attr]
-        if size == 0 or slope == 0:
-            return
+        grad = parameter.grad
+        assert grad is not None
+        size, slope = parameter.norm(), grad.norm()
         local = self.trust_coefficient * size / (slope + size * decay + self.eps)
         if self.clip:
             local = torch.clamp(local / rate, max=1)
-        parameter.grad.add_(parameter, alpha=decay).mul_(local)  # type: ignore[union-attr]
+        # Where either is zero the gradient stays. To ask a GPU for that is to wait for it.
+        either, zero = (size == 0) | (slope == 0), torch.zeros_like(size)
+        grad.addcmul_(parameter, torch.where(either, zero, decay))
+        grad.mul_(torch.where(either, zero + 1, local))
