@@ -159,9 +159,12 @@ class _Packed(_Bucket):
         assert self._pending is not None
         self._pending.wait()
         check(self._flat[-LENGTH:], MixedSumsError.of_models())
-        has = self._flat[self._plan.numel :].real
-        for place in range(len(self._plan.slots)):
-            if place in self._filled or has[place] > 0:
+        # Asking a GPU means to wait for it: only about what this rank has not, and once.
+        count = len(self._plan.slots)
+        full = len(self._filled) == count
+        held = [1.0] * count if full else self._flat[-LENGTH - count : -LENGTH].real.tolist()
+        for place, ranks in enumerate(held):
+            if ranks:
                 self._add_to_grad(place, self._part(place))
 
     def reset(self) -> None:

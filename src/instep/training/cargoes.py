@@ -210,8 +210,10 @@ class _Packed:
     def deliver(self, elsewhere: Set[int]) -> None:
         self._wire.arrive(self._flat)
         check(self._has[-LENGTH:], MixedSumsError.of_models())
-        for k, index in enumerate(self._slots):
-            if index not in elsewhere and (index in self.filled or self._has[k].real > 0):
+        # Asking a GPU means to wait for it: only about what this rank has not, and once.
+        held = [1.0] * len(self._slots) if self.full else self._has[:-LENGTH].real.tolist()
+        for index, ranks in zip(self._slots, held, strict=True):
+            if ranks and index not in elsewhere:
                 self._deliver(index)
 
     def reset(self) -> None:
