@@ -307,6 +307,8 @@ def check_reachable(tensor: Tensor) -> None:
         raise UnsuitableTensorError.not_a_tensor(tensor)
     if tensor.layout is not torch.strided:
         raise UnsuitableTensorError.not_dense(tensor.layout)
+    if tensor.is_cpu:  # and CUDA is not begun with for it
+        return
     reachable = ["cpu"]
     if torch.cuda.is_available():
         reachable.append(f"cuda:{torch.cuda.current_device()}")
