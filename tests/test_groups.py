@@ -1,5 +1,8 @@
 """Groups of ranks: only members talk, roots stay ranks of the world."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
@@ -78,3 +81,13 @@ def test_groups_that_overlap_do_not_mix_their_numbers():
         assert instep.all_reduce(torch.ones(()), group=everyone).item() == 3
         if instep.rank in pair:
             assert instep.all_reduce(torch.ones(()), group=pair).item() == 2
+
+
+@ranks(2)
+def test_a_group_waits_as_long_as_its_users_say():
+    with mock.patch.dict(os.environ, INSTEP_TIMEOUT="1"):
+        pair = instep.group([0, 1])
+    if instep.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)time"):
+            instep.all_reduce(torch.ones(1), group=pair)
+    instep.barrier()

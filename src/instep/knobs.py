@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 from instep.errors import LaunchVariablesError
 
@@ -53,3 +54,8 @@ DIST_FILE = Knob(
     "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
 )
 WATCH = Knob("INSTEP_WATCH", "on", "off: no process beside each rank that sees it die or hang.")
+
+
+def patience() -> timedelta:
+    """How long a collective or a rendezvous waits: INSTEP_TIMEOUT."""
+    return timedelta(seconds=int(TIMEOUT))

@@ -124,7 +124,7 @@ class Together:
         except RuntimeError:  # rank 0, who keeps the store, may have gone
             return True
         with suppress(RuntimeError):
-            self._store.wait([_NEVER], _patience())
+            self._store.wait([_NEVER], knobs.patience())
         return False
 
     def _leave_together(self) -> None:
@@ -136,7 +136,7 @@ class Together:
         self._store.set(f"{_DONE}{self.world.rank}", "")
         everybody = [f"{_DONE}{rank}" for rank in range(self.world.size)]
         with suppress(RuntimeError):  # rank 0 has gone: it waited for all
-            at_the_end(lambda: self._store.wait(everybody, _patience()))
+            at_the_end(lambda: self._store.wait(everybody, knobs.patience()))
 
     def _heard_once(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
@@ -149,13 +149,9 @@ class Together:
             self._hook(kind, error, frames)
 
 
-def _patience() -> timedelta:
-    return timedelta(seconds=int(knobs.TIMEOUT))
-
-
 def _meet() -> World:
     """With keys of its own: should the script start a process group, it finds none of ours."""
-    store, _ = open_store(None, launchers.detect(), _patience())
+    store, _ = open_store(None, launchers.detect(), knobs.patience())
     hook = sys.excepthook
     world = rendezvous.init(dist.PrefixStore("unedited", store))
     sys.excepthook = hook  # torch's puts the rank before each line of a traceback

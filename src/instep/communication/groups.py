@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from instep import knobs
 from instep.errors import NotAMemberError
 from instep.meeting import rendezvous
 
@@ -65,7 +66,7 @@ def group(ranks: Iterable[int]) -> Group:
         )
     if len(members) == 1:
         return Group(members)
-    handle = dist.new_group(list(members))
+    handle = dist.new_group(list(members), timeout=knobs.patience())
     return Group(members, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 

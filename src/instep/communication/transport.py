@@ -7,7 +7,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -280,7 +279,7 @@ def aside(way: Transport) -> Transport:
     world = dist.group.WORLD
     assert world is not None
     if world not in _asides:
-        _asides[world] = dist.new_group(timeout=timedelta(seconds=int(knobs.TIMEOUT)))
+        _asides[world] = dist.new_group(timeout=knobs.patience())
     return _Together(_asides[world])
 
 

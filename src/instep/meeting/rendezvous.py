@@ -90,7 +90,7 @@ def init(
     world = _asked_for(rank, world_size)
     if world.size == 1:
         return world
-    timeout = timeout or timedelta(seconds=int(knobs.TIMEOUT))
+    timeout = timeout or knobs.patience()
     device = _take_device(world)
     if device.type == "cpu":
         malloc.keep_what_is_freed()
