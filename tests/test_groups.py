@@ -5,8 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import instep
+from instep.communication.groups import Group
+from instep.communication.transport import transport
 from instep.errors import NotAMemberError
 from pool import ranks
 
@@ -91,3 +94,13 @@ def test_a_group_waits_as_long_as_its_users_say():
         with pytest.raises(RuntimeError, match=r"(?i)time"):
             instep.all_reduce(torch.ones(1), group=pair)
     instep.barrier()
+
+
+@ranks(2)
+def test_what_instep_itself_says_travels_where_the_group_can():
+    instep.barrier()
+    both, of_gpus = dist.new_group(backend="gloo"), dist.new_group(backend="cuda:gloo")
+    with mock.patch("torch.cuda.current_device", return_value=1):
+        ways = [transport(Group((0, 1), group)) for group in (both, of_gpus)]
+    assert [way.home for way in ways] == [torch.device("cpu"), torch.device("cuda", 1)]
+    assert transport().home == torch.device("cpu")

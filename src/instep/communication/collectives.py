@@ -128,7 +128,10 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
 
 def barrier(*, group: Group | None = None) -> None:
     """Return when every rank (of `group`) has come here. Raises NotAMemberError."""
-    transport(group).all_reduce(torch.zeros(()), "sum").wait()
+    way = transport(group)
+    here = torch.zeros((), device=way.home)
+    way.all_reduce(here, "sum").wait()
+    here.item()  # a GPU's own work is only queued until then
 
 
 def _way(tensor: Tensor, op: str, group: Group | None) -> Transport:

@@ -44,6 +44,8 @@ class Transport(Protocol):
     in_place: bool
     """Whether it is cheapest to reduce tensors where they lie, one by one, with the caller's own
     thread; else to pack them first, and let them travel while the caller goes on."""
+    home: torch.device
+    """Where what instep itself has to say can travel: the CPU, but for groups of NCCL alone."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start to reduce a contiguous `tensor` over all ranks into itself."""
@@ -91,6 +93,7 @@ class _Alone:
     """A world of one: nothing to move."""
 
     rank, size, in_place = 0, 1, True
+    home = torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return _Done()
@@ -137,6 +140,7 @@ class _Together:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.home = _home(group or dist.group.WORLD)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._held = None if group is None else weakref.ref(group)
 
@@ -281,6 +285,12 @@ def aside(way: Transport) -> Transport:
     if world not in _asides:
         _asides[world] = dist.new_group(timeout=knobs.patience())
     return _Together(_asides[world])
+
+
+def _home(group: dist.ProcessGroup | None) -> torch.device:
+    assert group is not None
+    kinds = [device.type for device in group._device_types]
+    return torch.device("cpu") if "cpu" in kinds else own_device(kinds[0])
 
 
 _instead: Transport | None = None

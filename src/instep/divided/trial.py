@@ -48,6 +48,7 @@ class _Cautious:
 
     def __init__(self, way: Transport) -> None:
         self.rank, self.size, self.in_place = way.rank, way.size, way.in_place
+        self.home = way.home
         self._way = way
         self._over = False
 
@@ -65,7 +66,7 @@ class _Cautious:
     def _agree(self, *step: object) -> None:
         if self._over:
             return
-        code = torch.tensor([crc32(repr(step).encode())])
+        code = torch.tensor([crc32(repr(step).encode())], device=self.home)
         if any(int(theirs) != int(code) for theirs in self._way.all_gather(code)):
             self._over = True
             raise PartedError

@@ -71,14 +71,11 @@ def weight(count: Tensor | float | None) -> None:
         call.weight = 0.0 if call.ghost else 1.0
         return
     way = transport()
-    mine = torch.zeros((), dtype=torch.float64) if call.ghost else _number(count)
+    mine = torch.as_tensor(0.0 if call.ghost else count).detach()
+    mine = mine.to(way.home, torch.float64).reshape(())
     total = mine.clone()
     way.all_reduce(total, "sum").wait()
     call.weight = (mine / total).item() if total else 0.0
-
-
-def _number(count: Tensor | float) -> Tensor:
-    return torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(())
 
 
 # ------------------------------------------------------------------------ the root of backward

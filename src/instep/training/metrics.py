@@ -40,8 +40,9 @@ class _Sums:
         self._sums.zero_()
 
     def _averages(self) -> list[float]:
-        total = self._sums.to("cpu", copy=True)  # a rank may have no values, and so no device
-        transport().all_reduce(total, "sum").wait()
+        way = transport()
+        total = self._sums.to(way.home, copy=True)  # a rank may have no values, and so no device
+        way.all_reduce(total, "sum").wait()
         averages: list[float] = (total[:-1] / total[-1]).tolist()
         return averages
 
