@@ -65,6 +65,17 @@ def test_precision_far_from_zero(dtype, kind):
     check(kind, dtype, {}, sizes=(2,), tolerance=1e-13 if dtype == torch.float64 else 3e-5)
 
 
+def test_weights_in_half_precision_as_well():
+    ((whole, _),) = run(1, norm_step, "2d large", torch.bfloat16, {})
+    parts = [kept for kept, _ in run(2, norm_step, "2d large", torch.bfloat16, {})]
+    for key, expected in whole.items():
+        theirs = [kept[key] for kept in parts]
+        for found in theirs if key.startswith("grad") else [torch.cat(theirs)]:
+            assert found.dtype is torch.bfloat16
+            apart = (found.double() - expected.double()).norm() / expected.double().norm()
+            assert apart < 0.02, (key, apart)
+
+
 def test_ranks_without_rows_take_part():
     check("2d", torch.float64, {}, sizes=(4,), tolerance=1e-12, rows=2)
 

@@ -89,7 +89,9 @@ class _GlobalBatchNorm(torch.autograd.Function):
         kind = _statistics_dtype(x)
         mean, var, count = _merged(way, _own(x, ghost))
         mean, var = mean.to(kind), var.to(kind)
-        output, _, _ = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)
+        # The kernels take weights in half precision with statistics in that only.
+        slope, offset = (t if t is None else t.to(kind) for t in (weight, bias))
+        output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, mean, var)
         ctx.eps, ctx.ghost, ctx.count, ctx.way = eps, ghost, count, way
         ctx.mark_non_differentiable(mean, var, count)
