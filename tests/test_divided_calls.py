@@ -98,11 +98,12 @@ def train(
     rows: int = 12,
     steps: int = 4,
     lr: float = 0.1,
+    fused: bool | None = None,
 ) -> None:
     """The loop that most scripts have."""
     everything = (model.double(), *(other.double() for other in others))
     parameters = [p for m in everything for p in m.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=fused)
     log.begin(*everything)
     for x, y in batches(steps, rows=rows):
         optimizer.zero_grad()
@@ -561,15 +562,8 @@ def channels_last_under_a_fused_optimizer(log: Log) -> None:
     model = nn.Sequential(
         nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 3, (1, 2)), nn.Conv2d(3, 3, (1, 2)), nn.Flatten()
     )
-    model.double().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    log.begin(model)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        log.loss(loss)
-        log.step(optimizer, model)
+    model.to(memory_format=torch.channels_last)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), fused=True)
 
 
 class FusedDropout(nn.Module):

@@ -252,14 +252,13 @@ def test_a_rank_stages_where_it_has_read(size):
         use = staging.next_use()
         before = use - TURNS
         for rank in range(size):
-            read = {
-                staging.part(before, r, torch.uint8, 1).data_ptr() for r in {*range(size)} - {rank}
-            }
+            others = {*range(size)} - {rank}
+            read = {staging.part(before, other, torch.uint8, 1).data_ptr() for other in others}
             assert staging.part(use, rank, torch.uint8, 1).data_ptr() in read
-            for other in {*range(size)} - {rank}:
+            for other in others:
                 room = staging.room(use, rank, other, torch.uint8, 1)
-                read = staging.room(before, other, rank, torch.uint8, 1)
-                assert room.data_ptr() == read.data_ptr()
+                room_read = staging.room(before, other, rank, torch.uint8, 1)
+                assert room.data_ptr() == room_read.data_ptr()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -594,10 +593,7 @@ def test_a_killed_rank_is_named_by_ddp(tmp_path):
 def disagree(rank, store, size, first, second):
     join(rank, store, size)
     kind, dtype, numel = (first, second)[rank]
-    return disagree_about(torch.ones(numel, dtype=getattr(torch, dtype)), kind)
-
-
-def disagree_about(tensor, kind):
+    tensor = torch.ones(numel, dtype=getattr(torch, dtype))
     calls = {
         "sum": lambda: dist.all_reduce(tensor),
         "max": lambda: dist.all_reduce(tensor, ReduceOp.MAX),
