@@ -16,7 +16,7 @@ test: .venv/ready lint
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not nightly"
 
 nightly: .venv/ready
-	INSTEP_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
+	DRAWN_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
 	$(BIN)/python -m pytest -m nightly
 
 quick: .venv/ready

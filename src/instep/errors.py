@@ -213,6 +213,17 @@ class LaunchVariablesError(LaunchError):
         return cls(f"{name}={value!r} is not a whole number. Set it to one, or unset it.")
 
     @classmethod
+    def unsuitable(cls, name: str, value: str, takes: str, meaning: str) -> LaunchVariablesError:
+        """A variable has a value that it does not take."""
+        return cls(f"{name} takes {takes}, not {value!r}. {meaning}")
+
+    @classmethod
+    def unknown(cls, name: str, near: str | None) -> LaunchVariablesError:
+        """A variable in instep's name that it does not know."""
+        advice = f"Did you mean {near}?" if near else "docs/variables.md lists what there is."
+        return cls(f"instep has no variable {name}. {advice}")
+
+    @classmethod
     def impossible(cls, source: str, what: str) -> LaunchVariablesError:
         """The numbers contradict each other."""
         return cls(
@@ -410,14 +421,6 @@ class BackendError(LaunchError):
         return cls(
             f"the backend 'mpi' needs a torch that was built from source with MPI; torch {torch} "
             "was not. Say 'nccl' (GPUs) or 'gloo' (CPUs): mpirun may start the ranks all the same."
-        )
-
-    @classmethod
-    def unknown(cls, name: str) -> BackendError:
-        """INSTEP_BACKEND with another word."""
-        return cls(
-            f"INSTEP_BACKEND={name} is unknown; it is auto, gloo or shm, for CPUs. "
-            "GPUs talk over NCCL."
         )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from instep import knobs
 from instep.auto.patching import Function
 from instep.communication.apart import is_within
-from instep.errors import LaunchVariablesError
 from instep.imports import after_import
 
 
@@ -27,8 +26,6 @@ def draw() -> int:
 def sow(seed: int) -> None:
     """Seed random, numpy and torch: the last two when they are imported, if they ever are."""
     global _seed, _drawn
-    if not 0 <= seed < 2**32:
-        raise LaunchVariablesError(f"{knobs.SEED.name}={seed} is not a seed from 0 to 2**32 - 1.")
     _seed, _drawn = seed, itertools.count()
     random.seed(seed)
     after_import("numpy.random", lambda module: module.seed(seed))

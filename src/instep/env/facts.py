@@ -53,7 +53,7 @@ def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
         "available": [name for name, there in _backends().items() if there],
         "set": {
             name: environ[name]
-            for name in (*_knobs(), *THREADS, *TALKING, visible.VISIBLE)
+            for name in (*(knob.name for knob in knobs.KNOBS), *THREADS, *TALKING, visible.VISIBLE)
             if name in environ
         },
     }
@@ -108,7 +108,3 @@ def _versions() -> dict[str, str]:
 def _warnings() -> list[str]:
     late = rendezvous.devices_set_too_late() if torch.cuda.is_initialized() else None
     return [late] if late else []
-
-
-def _knobs() -> list[str]:
-    return [knob.name for knob in vars(knobs).values() if isinstance(knob, knobs.Knob)]

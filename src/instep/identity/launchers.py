@@ -233,6 +233,16 @@ def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> plac
     return launcher.meeting(environ, world)
 
 
+def master_port(environ: Mapping[str, str] = os.environ) -> int:
+    """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise LaunchVariablesError.unsuitable(
+            "MASTER_PORT", str(port), "a port from 1 to 65535", "Where rank 0 listens."
+        )
+    return port
+
+
 def siblings(world: World) -> Siblings | None:
     """The ranks of this host; None where their launcher does not say which these are.
 

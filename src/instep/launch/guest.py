@@ -31,6 +31,7 @@ def prepare(command: Sequence[str]) -> None:
     where they meet. Starts this program again where strings would hash differently on the ranks.
     Raises LaunchError.
     """
+    knobs.check()
     world = launchers.detect()
     if world == World():
         return

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from instep import knobs
 from instep.errors import StartError
 from instep.failure import End, Failure, first_failure, report
 from instep.launch import links
@@ -84,6 +85,7 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
     signal n. Raises LaunchError when the job cannot be started. When it returns, no process of
     the job is left on this host.
     """
+    knobs.check()
     output = choose_output(job.output)
     party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
     with Mailbox() as mailbox:

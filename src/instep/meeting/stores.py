@@ -128,10 +128,7 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist
     if missing := [name for name in both if name not in environ]:
         raise LaunchVariablesError.half_set(world.source, present, missing)
     host = environ["MASTER_ADDR"]
-    try:
-        port = int(environ["MASTER_PORT"])
-    except ValueError:
-        raise LaunchVariablesError.not_a_number("MASTER_PORT", environ["MASTER_PORT"]) from None
+    port = launchers.master_port(environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return arrival.client(host, port)
     if (met_before := again(host, port)) is not None:
