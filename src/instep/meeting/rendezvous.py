@@ -9,6 +9,7 @@ import atexit
 import os
 import socket
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,8 +39,8 @@ _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
 _met: list[World] = []
 """The world whose ranks have met here: the launcher's variables need not be there any more."""
-_watched: set[int] = set()
-"""The process groups, by id, in which this rank is watched."""
+_watched: list[weakref.ref[dist.ProcessGroup]] = []
+"""The last process group in which this rank is watched."""
 
 
 def current() -> World:
@@ -109,8 +110,9 @@ def init(
         device_id=device if device.type == "cuda" else None,
     )
     _met[:] = [world]
+    atexit.unregister(leave)  # from an earlier meeting
     atexit.register(leave)
-    _watched.add(id(dist.group.WORLD))
+    _note_watched()
     return world
 
 
@@ -118,11 +120,16 @@ def join() -> None:
     """Meet the other ranks, unless that has happened; whoever made the group, it is watched."""
     if not dist.is_initialized():
         init()
-    elif id(dist.group.WORLD) not in _watched:
-        _watched.add(id(dist.group.WORLD))
+    elif not (_watched and _watched[0]() is dist.group.WORLD):
+        _note_watched()
         world = current()
         if world.size > 1:
             attendant.attend(world, store())
+
+
+def _note_watched() -> None:
+    assert dist.group.WORLD is not None
+    _watched[:] = [weakref.ref(dist.group.WORLD)]
 
 
 def alone() -> bool:

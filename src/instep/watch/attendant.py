@@ -99,6 +99,7 @@ class Attendant:
                 start_new_session=True,
             )
         watcher.returncode = 0  # it outlives this rank, which Popen would warn of
+        self._watcher = watcher.pid
         for fd in passed.values():
             os.close(fd)
         self._line = Line(ours)
@@ -112,7 +113,8 @@ class Attendant:
             supervised=JOB in os.environ,
             **(hub | passed),
         )
-        threading.Thread(target=self._listen, name="instep watch", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="instep watch", daemon=True)
+        self._listener.start()
         atexit.register(self._finish)
         if JOB not in os.environ:  # `instep run` sees for itself
             self._hook = sys.excepthook
@@ -121,8 +123,10 @@ class Attendant:
                 Finalize(None, self._child_ends, exitpriority=FIRST)
 
     def retire(self) -> None:
-        """This rank is about to meet the others anew."""
+        """This rank is about to meet the others anew. Of this watcher nothing is left."""
         self._line.say("retired")
+        self._listener.join(PATIENCE)
+        atexit.unregister(self._finish)
 
     # ----------------------------------------------------------------- what happens in this rank
 
@@ -157,7 +161,7 @@ class Attendant:
     # --------------------------------------------------------------------- what the watcher says
 
     def _listen(self) -> None:
-        while said := self._line.hear():
+        while (said := self._line.hear()) is not None:
             for words in said:
                 if words["word"] == "where":
                     self._line.say("stands", wait=wait_of_main_thread())
@@ -172,6 +176,9 @@ class Attendant:
                 elif words["word"] == "die":
                     self._die(words["text"])
         self._named.set()
+        self._line.hang_up()
+        with suppress(ChildProcessError):  # the script waits for all children itself
+            os.waitpid(self._watcher, 0)
 
     def _die(self, text: str) -> None:
         """The main thread is stuck, so it cannot raise an error."""
