@@ -223,6 +223,28 @@ def test_broadcast_from_every_root():
         assert torch.equal(hvd.broadcast_(turned, 0), torch.arange(6.0).view(2, 3).t())
 
 
+@ranks(2, 3)
+def test_a_thousand_tensors_are_broadcast_at_once():
+    broadcast_a_thousand(2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(20))
+@ranks(2, 3)
+def test_a_thousand_tensors_are_broadcast_at_once_a_hundred_times(part):
+    broadcast_a_thousand(5)
+
+
+def broadcast_a_thousand(times):
+    """More than the sockets between the ranks hold: each used to wait for the other to read."""
+    with initialized():
+        for time in range(times):
+            tensors = {f"tensor{k}": torch.tensor([k * hvd.rank()]) for k in range(1000)}
+            hvd.broadcast_parameters(tensors, time % hvd.size())
+            expected = [k * (time % hvd.size()) for k in range(1000)]
+            assert [tensor.item() for tensor in tensors.values()] == expected
+
+
 @ranks(1, 2, 3)
 def test_alltoall_with_splits_says_what_came_from_whom():
     with initialized():

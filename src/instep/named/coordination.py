@@ -7,7 +7,9 @@ not pass here.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -15,16 +17,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, Pipe, wait
+from multiprocessing.connection import Client, Connection, Listener
 from time import monotonic
 
 from instep.errors import NegotiationError
 from instep.identity.world import World
 from instep.meeting import rendezvous
-from instep.named.matching import Ledger, Verdict, Wish
+from instep.named.lines import CoordinatorEnd, RankEnd
+from instep.named.matching import Ledger, Verdict
 
 LEAVING = None
 """What a rank says last."""
+_END_SECONDS = 5.0
+"""How long the coordinator, at its end, waits for ranks to hear of it."""
 _meetings = 0
 """How often the ranks have met for this: the name of the next meeting in the store."""
 
@@ -43,13 +48,13 @@ class Patience:
 class Line:
     """What a rank says to the coordinator and hears from it."""
 
-    connection: Connection
+    end: RankEnd
     coordinator: threading.Thread | None = None
     """Where it works in this process."""
 
     def close(self) -> None:
-        """Once the end was heard. On rank 0 the coordinator has then ended too."""
-        self.connection.close()
+        """Once the end was heard. On rank 0 the coordinator then ends too."""
+        self.end.close()
         if self.coordinator is not None:
             self.coordinator.join()
 
@@ -61,47 +66,51 @@ def open_line(world: World, patience: Patience) -> Line:
     place = f"instep/coordinator/{_meetings}"
     if world.rank != 0:
         host, port, key = json.loads(rendezvous.store().get(place))
-        line = _undelayed(Client((host, port), authkey=bytes.fromhex(key)))
-        line.send(world.rank)
-        return Line(line)
-    ours, theirs = Pipe()
-    lines = [theirs, *_lines_of_others(world, place)]
-    coordinator = _Coordinator(lines, patience)
+        connection = Client((host, port), authkey=bytes.fromhex(key))
+        connection.send(world.rank)
+        return Line(RankEnd(_undelayed(connection)))
+    ours, theirs = socket.socketpair()
+    sockets = [theirs, *_sockets_of_others(world, place)]
+    coordinator = _Coordinator([CoordinatorEnd(each) for each in sockets], patience)
     thread = threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True)
     thread.start()
-    return Line(ours, thread)
+    return Line(RankEnd(ours), thread)
 
 
-def _lines_of_others(world: World, place: str) -> list[Connection]:
+def _sockets_of_others(world: World, place: str) -> list[socket.socket]:
     """Rank 0 says in the store where it listens, and waits for all."""
     store, key = rendezvous.store(), secrets.token_bytes(16)
     address = "127.0.0.1" if world.one_host else rendezvous.address_of_rank_0()
-    lines: dict[int, Connection] = {}
+    sockets: dict[int, socket.socket] = {}
     with Listener(
         ("127.0.0.1" if world.one_host else "", 0), backlog=world.size, authkey=key
     ) as listener:
         store.set(place, json.dumps([address, listener.address[1], key.hex()]))
-        while len(lines) < world.size - 1:
+        while len(sockets) < world.size - 1:
             with suppress(AuthenticationError, EOFError, ConnectionError):  # a stranger
-                line = _undelayed(listener.accept())
-                lines[line.recv()] = line
+                connection = listener.accept()
+                rank = connection.recv()
+                sockets[rank] = _undelayed(connection)
     store.delete_key(place)
-    return [lines[rank] for rank in range(1, world.size)]
+    return [sockets[rank] for rank in range(1, world.size)]
 
 
-def _undelayed(line: Connection) -> Connection:
-    """Each message goes at once (Nagle's algorithm would keep the second for 40 ms)."""
-    with socket.socket(fileno=socket.dup(line.fileno())) as same:
-        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return line
+def _undelayed(connection: Connection) -> socket.socket:
+    """Its socket. Each message goes at once (Nagle's algorithm would keep the second for 40 ms)."""
+    same = socket.socket(fileno=os.dup(connection.fileno()))
+    connection.close()
+    same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return same
 
 
 class _Coordinator:
     """Rank 0's thread. It ends when the first rank leaves, and tells all."""
 
-    def __init__(self, lines: Sequence[Connection], patience: Patience) -> None:
+    def __init__(self, lines: Sequence[CoordinatorEnd], patience: Patience) -> None:
         self._lines = lines
-        self._rank_of = {line: rank for rank, line in enumerate(lines)}
+        self._selector = selectors.DefaultSelector()
+        for rank, line in enumerate(lines):
+            self._selector.register(line, selectors.EVENT_READ, rank)
         self._ledger = Ledger(len(lines))
         self._patience = patience
 
@@ -109,31 +118,64 @@ class _Coordinator:
         """Listen until somebody leaves or the patience ends."""
         end: NegotiationError | None = None
         while end is None:
-            for line in wait(self._lines, self._interval()):
-                assert isinstance(line, Connection)
-                end = end or self._hear(line)
+            for rank in self._ready(self._interval()):
+                end = end or self._hear(rank)
             end = end or self._look_after_delays()
+        for rank in range(len(self._lines)):
+            self._send(rank, end)
+        self._wait_until_all_have_hung_up()
         for line in self._lines:
-            with suppress(OSError):
-                line.send(end)
             line.close()
+        self._selector.close()
 
-    def _hear(self, line: Connection) -> NegotiationError | None:
-        rank = self._rank_of[line]
+    def _ready(self, seconds: float | None) -> list[int]:
+        """Wait for ranks that have said something; meanwhile send what has not gone yet."""
+        heard = []
+        for key, events in self._selector.select(seconds):
+            rank = key.data
+            if events & selectors.EVENT_WRITE:
+                self._lines[rank].flush()
+                self._select(rank)
+            if events & selectors.EVENT_READ:
+                heard.append(rank)
+        return heard
+
+    def _hear(self, rank: int) -> NegotiationError | None:
         try:
-            said: Wish | None = line.recv()
+            wishes = self._lines[rank].receive()
         except (EOFError, OSError):
-            said = LEAVING
-        if said is LEAVING:
-            return NegotiationError.left(rank, len(self._lines))
-        for verdict in self._ledger.hear(rank, said, monotonic()):
-            self._tell(verdict)
+            wishes = [LEAVING]
+        for wish in wishes:
+            if wish is LEAVING:
+                return NegotiationError.left(rank, len(self._lines))
+            for verdict in self._ledger.hear(rank, wish, monotonic()):
+                self._tell(verdict)
         return None
 
     def _tell(self, verdict: Verdict) -> None:
         for rank in reversed(verdict.wish.members):  # this process last, it has the least far to go
-            with suppress(OSError):  # it has ended, and its line will say so
-                self._lines[rank].send(verdict)
+            self._send(rank, verdict)
+
+    def _send(self, rank: int, what: Verdict | NegotiationError) -> None:
+        self._lines[rank].send(what)
+        self._select(rank)
+
+    def _select(self, rank: int) -> None:
+        """Wake when there is room, too, where something has not gone yet."""
+        line = self._lines[rank]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
+        if self._selector.get_key(line).events != events:
+            self._selector.modify(line, events, rank)
+
+    def _wait_until_all_have_hung_up(self) -> None:
+        """A socket closed before it is read empty takes back what the other side has not read."""
+        limit = monotonic() + _END_SECONDS
+        while self._selector.get_map() and (left := limit - monotonic()) > 0:
+            for rank in self._ready(left):
+                try:
+                    self._lines[rank].receive()
+                except (EOFError, OSError):
+                    self._selector.unregister(self._lines[rank])
 
     def _interval(self) -> float | None:
         limits = [s for s in (self._patience.warn_after, self._patience.end_after) if s is not None]

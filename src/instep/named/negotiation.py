@@ -97,7 +97,7 @@ class Negotiator:
             if wish.key in self._tasks:
                 raise NameInFlightError(wish.name, self._tasks[wish.key].wish.line)
             self._tasks[wish.key] = task
-            self._say(wish)
+        self._say(wish)  # without the lock: whoever reads the answers needs it
         if self._line is None:
             for verdict in Ledger(1).hear(0, wish, 0.0):
                 self._settle(verdict)
@@ -106,8 +106,7 @@ class Negotiator:
     def close(self) -> None:
         """Leave; what is under way on any rank ends with an error."""
         if self._line is not None:
-            with self._lock:
-                self._say(LEAVING)
+            self._say(LEAVING)
             self._thread.join()
             self._line.close()
         for group in self._groups.values():
@@ -116,7 +115,7 @@ class Negotiator:
     def _say(self, what: Wish | None) -> None:
         if self._line is not None:
             with suppress(OSError):  # the coordinator has ended: the thread hears that too
-                self._line.connection.send(what)
+                self._line.end.send(what)
 
     def _serve(self) -> None:
         """The thread: execute what it is told, until the end."""
@@ -125,10 +124,11 @@ class Negotiator:
             torch.cuda.set_device(self._device)  # a new thread has the first one
         end: Verdict | NegotiationError
         try:
-            while isinstance(end := self._line.connection.recv(), Verdict):
+            while isinstance(end := self._line.end.receive(), Verdict):
                 self._settle(end)
         except (EOFError, OSError):
             end = NegotiationError.left(0, self.world.size)
+        self._line.end.hang_up()
         with self._lock:
             self._end = end
             left, self._tasks = self._tasks, {}
