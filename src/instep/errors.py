@@ -488,6 +488,50 @@ class UneditedError(LaunchError):
         )
 
     @classmethod
+    def cannot_tell(cls, what: str, kind: str, why: str) -> UneditedError:
+        """What rank 0 has done for all does not pickle."""
+        return cls(
+            f"rank 0 did this for all ranks: {what}; but what came of it, a value of type {kind}, "
+            f"cannot be sent to the others: {why}. Let it give text, bytes or plain values, or "
+            "run this script with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
+    def stream_of_command(cls, what: str) -> UneditedError:
+        """It wants the file descriptor of a stream that only rank 0 has."""
+        return cls(
+            f"this script asks for {what}, but only rank 0 has the command, and tells the other "
+            "ranks what it writes. Use read, readline, write or communicate; or run this script "
+            "with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
+    def pipe_to_command(cls, fd: int) -> UneditedError:
+        """It gives a command a pipe or socket, of which only rank 0 would hear anything."""
+        return cls(
+            f"this script gives a command a pipe or a socket of its own (file descriptor {fd}); "
+            "only rank 0 starts the command, and the other ranks would not hear from it. Use "
+            "subprocess.PIPE or a file; or run this script with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
+    def elsewhere(cls) -> UneditedError:
+        """A command that the script started is used where the ranks do different work."""
+        return cls(
+            "only rank 0 has this command, and it is used where the ranks do different work (in "
+            "a module's forward, a data loader or a forked process). Start it there, too; or run "
+            "this script with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
+    def asyncio_commands(cls) -> UneditedError:
+        """asyncio watches a command by its process id and file descriptors."""
+        return cls(
+            "this script starts commands by asyncio, which several ranks cannot share. Use "
+            "subprocess.run or Popen; or run this script with one rank (-n 1), or with --plain."
+        )
+
+    @classmethod
     def too_late(cls, reason: str) -> UneditedError:
         """It asks to be left alone after work was divided."""
         return cls(

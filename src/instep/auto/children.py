@@ -74,7 +74,7 @@ def _once(command: Any, do: Callable[[], T], *, here: bool = False) -> T:
     role = files.role()
     if role is not None and role.mentions_temporary(text):
         return do()
-    return _relay[0].once("a command", do, text, changes=True)
+    return _relay[0].once("a command", do, text, together=True)
 
 
 _LIBRARIES = tuple(

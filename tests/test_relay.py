@@ -1,0 +1,136 @@
+"""What rank 0 does for all ranks: once, whatever its size, and whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from instep.auto.relay import PIECE, Relay
+from instep.errors import DisagreementError, UneditedError
+
+SIZE = 3
+
+
+def on_all(body: Callable[[Relay, int], Any], store: dist.Store | None = None) -> list[Any]:
+    """What `body(relay, rank)` returns or raises on each rank; the ranks are threads."""
+    store = store or dist.HashStore()
+
+    def of(rank: int) -> Any:
+        try:
+            return body(Relay(store, rank, SIZE), rank)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(SIZE) as ranks:
+        return [done.result(20) for done in [ranks.submit(of, rank) for rank in range(SIZE)]]
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, 3 * PIECE + 1, 20 << 20])
+def test_a_value_of_any_size_arrives_and_is_deleted(size: int) -> None:
+    store = dist.HashStore()
+    told = on_all(lambda relay, rank: relay.once("a command", lambda: bytes([rank]) * size), store)
+    assert told == [bytes(size)] * SIZE
+    assert store.num_keys() == 0
+
+
+class Untold:
+    def __reduce__(self) -> tuple[object, ...]:
+        raise OSError("no way to say this")
+
+
+class UnreadError(Exception):
+    """Unpickling calls it with one argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(Untold(), "Untold"), (lambda: 0, "function"), (threading.Lock(), "lock")]
+)
+def test_a_value_that_does_not_pickle_is_an_error_on_all_ranks(value: object, kind: str) -> None:
+    for error in on_all(lambda relay, _: relay.once("a command", lambda: value)):
+        assert isinstance(error, UneditedError)
+        assert f"a value of type {kind}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "theirs"),
+    [
+        (FileNotFoundError(2, "No such file", "x"), FileNotFoundError),
+        (UnreadError(1, 2), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemExit(3), SystemExit),
+    ],
+)
+def test_an_exception_of_any_kind_is_raised_on_all_ranks(
+    error: BaseException, theirs: type[BaseException]
+) -> None:
+    def fails() -> None:
+        raise error
+
+    store = dist.HashStore()
+    first, *others = on_all(lambda relay, _: relay.once("a command", fails), store)
+    assert first is error
+    assert [type(other) for other in others] == [theirs] * 2
+    assert store.num_keys() == 0
+
+
+class Gathering:
+    """All are there when rank 0 opens a moment, and it goes on when all have entered it."""
+
+    def __init__(self) -> None:
+        self.entered: list[str] = []
+
+    def opened(self) -> str:
+        return "files"
+
+    def enter(self, told: str) -> None:
+        self.entered.append(told)
+
+
+def test_rank_0_goes_on_when_the_others_have_entered_the_moment() -> None:
+    moment, store = Gathering(), dist.HashStore()
+
+    def body(relay: Relay, rank: int) -> int:
+        for _ in range(3):
+            relay.once("a command", lambda: 0, together=True, moment=moment)
+        return len(moment.entered)
+
+    assert on_all(body, store)[0] == 3 * (SIZE - 1)
+    assert store.num_keys() == 0
+
+
+def test_lanes_have_numbers_of_their_own() -> None:
+    def body(relay: Relay, rank: int) -> list[str]:
+        lanes = ("a", "b") if rank else ("b", "a")
+        told = {name: relay.lane(name).once("reading", lambda n=name: f"{n}0") for name in lanes}
+        return [told["a"], told["b"]]
+
+    assert on_all(body) == [["a0", "b0"]] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "alike"),
+    [
+        ("mkdir run-12:55:03", "mkdir run-12:55:04", True),
+        ("rm /tmp/tmpabcdefgh/x", "rm /tmp/tmpijklmn_p/x", True),
+        ("git add x", "git commit", False),
+    ],
+)
+def test_ranks_mean_the_same_command_or_say_so(theirs: str, mine: str, alike: bool) -> None:
+    def body(relay: Relay, rank: int) -> int:
+        return relay.once("a command", lambda: rank, mine if rank else theirs)
+
+    first, *others = on_all(body)
+    assert first == 0
+    if alike:
+        assert others == [0, 0]
+    for error in () if alike else others:
+        assert isinstance(error, DisagreementError)
+        assert f"a command {theirs} on rank 0" in str(error)
