@@ -47,9 +47,9 @@ def part(n=12):
     return model, lambda: cross_entropy(model((mine := instep.shard(batch))[0]), mine[1])
 
 
-def same_on_one_rank(body):
-    (alone,) = run(1, body)
-    for results in run(2, body):
+def same_on_one_rank(body, *args):
+    (alone,) = run(1, body, *args)
+    for results in run(2, body, *args):
         for ours, theirs in zip(results, alone, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14), (ours, theirs)
 
@@ -196,3 +196,45 @@ def layouts():
 
 def test_gradients_of_any_layout():
     same_on_one_rank(layouts)
+
+
+def no_hook(layer):
+    """Its gradients travel in buckets."""
+
+
+def hook(layer):
+    """Its gradients are summed on the spot, for the hook to see."""
+    layer.weight.register_hook(torch.clone)
+
+
+def onto_what_was_there(prepare):
+    model, loss = part()
+    prepare(model[0])
+    loss().backward()
+    for _ in range(2):
+        with instep.no_sync():
+            loss().backward()
+    loss().backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+def reached_earlier_only(prepare):
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(4, 3) for _ in range(3)).double()
+    prepare(model[0])
+    instep.replicate(model)
+    batch = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    with instep.no_sync():
+        for head in model[:2]:
+            x, y = instep.shard(batch)
+            cross_entropy(head(x), y).backward()
+    x, y = instep.shard(batch)
+    cross_entropy(model[1](x), y).backward()
+    assert model[2].weight.grad is None
+    return tuple(p.grad for p in model[:2].parameters())
+
+
+@pytest.mark.parametrize("prepare", [no_hook, hook], ids=["in buckets", "on the spot"])
+@pytest.mark.parametrize("body", [onto_what_was_there, reached_earlier_only])
+def test_what_no_sync_has_left_counts_once(body, prepare):
+    same_on_one_rank(body, prepare)
