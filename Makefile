@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly bench lint clean
+.PHONY: demo test quick nightly mutants bench lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -21,6 +21,10 @@ nightly: .venv/ready
 
 quick: .venv/ready
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not launch and not nightly" -x -q
+
+# The map of build/mutants is made once, in the time of the whole suite; with --map, anew.
+mutants: .venv/ready
+	$(BIN)/python tests/mutation --json build/mutants/table.json $(MUTANTS)
 
 bench: .venv/ready .venv-peers/ready
 	$(BIN)/python benchmarks/bench.py
