@@ -118,6 +118,31 @@ def test_a_backward_that_was_interrupted_leaves_nothing_behind():
     torch.testing.assert_close(model.weight.grad, wanted, rtol=1e-5, atol=1e-6)
 
 
+def stopped_while_a_bucket_travels():
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_BUCKET_MIB", "0")  # a bucket for each parameter
+        instep.replicate(model, compression=PowerSGD(1))
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        hidden = model[0](torch.randn(4, 30))
+        hidden.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model[1](hidden).square().sum().backward()
+    model.zero_grad()
+    torch.manual_seed(0)
+    wanted = torch.outer(torch.randn(20), torch.randn(30))
+    (model[1].weight * wanted).sum().backward()
+    torch.testing.assert_close(model[1].weight.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_nor_does_one_that_was_interrupted_while_a_bucket_travelled():
+    with talking_over("gloo"):
+        run(2, stopped_while_a_bucket_travels)
+
+
 @ranks(2)
 def test_sixteen_bits_stay_the_sixteen_bits_that_they_are():
     model = instep.replicate(nn.Linear(3, 2).bfloat16(), compression="fp16")

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import instep
 from instep.errors import InstepWarning, TrainingError
+from instep.training import dropout
 from oracle import compare, same_as_one_process
 from pool import ranks, run
 
@@ -312,6 +313,18 @@ def test_alpha_dropout_keeps_mean_and_variance():
     y = model(torch.randn(2000, 500, generator=torch.Generator().manual_seed(0)))
     assert y.mean().item() == pytest.approx(0, abs=0.01)
     assert y.var().item() == pytest.approx(1, abs=0.01)
+    x = torch.randn(5, 3)
+    assert torch.equal(model.eval()(x), x)
+
+
+@ranks(2)
+def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
+    model = instep.replicate(nn.Dropout(0.5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropout, "_REMEMBERED", len(dropout._drawn) + 2)
+        for _ in range(5):
+            model(torch.ones(4))
+        assert len(dropout._drawn) == dropout._REMEMBERED
 
 
 @ranks(2)

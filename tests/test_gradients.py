@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import instep
 from detour import Detour
 from instep.communication.transport import transport
 from instep.compat.apex.parallel import DistributedDataParallel
-from instep.errors import MixedSumsError
+from instep.errors import MixedSumsError, TrainingError
 from oracle import compare
 from pool import run, talking_over
 from test_training import accumulating, branching, classify
@@ -238,3 +239,58 @@ def reached_earlier_only(prepare):
 @pytest.mark.parametrize("body", [onto_what_was_there, reached_earlier_only])
 def test_what_no_sync_has_left_counts_once(body, prepare):
     same_on_one_rank(body, prepare)
+
+
+def from_other_roots():
+    model, _ = part()
+    x = instep.shard(torch.randn(12, 4).double())
+    mean = torch.full((len(x), 3), 1 / len(x)).double()
+    model(x).backward(mean)
+    y = model(x)
+    torch.autograd.backward([y.square().mean(), y], [None, mean * y.detach()])
+    return tuple(p.grad for p in model.parameters())
+
+
+def test_backward_may_begin_anywhere_with_any_gradient():
+    same_on_one_rank(from_other_roots)
+
+
+def detour_again():
+    torch.manual_seed(3)
+    model = instep.replicate(Detour().double())
+    x, y = torch.randn(12, 4).double(), torch.randint(0, 3, (12,))
+    for marked in (11, 1):  # a row of the last rank's, then one of rank 0's
+        rows = x.clone()
+        rows[marked, 0] = 1000
+        mine, target = instep.shard((rows, y))
+        cross_entropy(model(mine), target).backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+def test_a_parameter_that_only_another_rank_uses_adds_up_as_all_others():
+    same_on_one_rank(detour_again)
+
+
+class Twice(nn.Module):
+    """The same layer in two checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def reentrant():
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(TrainingError, match="got two gradients in one backward"):
+        instep.replicate(Twice())(x).sum().backward()
+    with pytest.raises(TrainingError, match="inside of a reentrant checkpoint"):
+        checkpoint(instep.replicate(nn.Linear(3, 3)), x, use_reentrant=True).sum().backward()
+
+
+def test_what_reentrant_checkpoints_keep_from_being_summed_is_an_error():
+    run(2, reentrant)

@@ -134,3 +134,48 @@ def test_a_batch_by_hand_is_cut_in_place():
     assert mine.tolist() == list(range(r * 7 // n, (r + 1) * 7 // n))
     assert torch.equal(nested["y"], mine * 2)
     assert mine.data_ptr() == x.data_ptr() + x.element_size() * (r * 7 // n)
+
+
+@ranks(2, 3)
+def test_lists_of_a_batch_are_cut_as_its_tensors_are():
+    texts = list("abcdefg")
+    mine = instep.shard({"x": torch.arange(7), "text": texts, "of all": ["two", "words"]})
+    assert mine["text"] == [texts[k] for k in mine["x"].tolist()]
+    assert mine["of all"] == ["two", "words"]
+    assert instep.shard(texts) == mine["text"]
+
+
+@ranks(2)
+def test_a_generator_of_the_loaders_own_is_rank_0s():
+    own = torch.Generator().manual_seed(instep.rank)
+    (x,) = next(iter(instep.shard(DataLoader(numbers(40), 40, shuffle=True, generator=own))))
+    assert sorted(chain(*instep.all_gather_object(x.tolist()))) == list(range(40))
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index // (7 - index)
+
+
+@ranks(1, 2)
+def test_a_dataset_that_fails_does_so_in_the_loop():
+    batches = iter(instep.shard(DataLoader(Broken(), 4)))
+    next(batches)
+    if instep.rank == instep.world_size - 1:
+        with pytest.raises(ZeroDivisionError):
+            next(batches)
+
+
+@ranks(1, 2)
+def test_loaders_of_whole_batches_keep_their_length_and_may_be_iterated_by_hand():
+    rows = torch.arange(12).view(3, 4)
+    loader = instep.shard(DataLoader(rows, batch_size=None))
+    assert len(loader) == 3
+    for sharded in (loader, instep.shard(DataLoader(numbers(3), 2))):
+        batches = iter(sharded)
+        assert iter(batches) is batches
+    mine = slice(instep.rank * 4 // instep.world_size, (instep.rank + 1) * 4 // instep.world_size)
+    assert [x.tolist() for x in loader] == [row[mine] for row in rows.tolist()]

@@ -51,7 +51,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300, help="mutants to draw (0: the map only)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", nargs="+", default=PACKAGES, choices=PACKAGES)
-    parser.add_argument("--budget", type=float, default=60, help="seconds of tests per mutant")
+    parser.add_argument("--budget", type=float, default=40, help="seconds of tests per mutant")
     parser.add_argument("--parallel", type=int, default=2, help="copies at work at once")
     parser.add_argument("--map", action="store_true", help="make the map anew")
     parser.add_argument("--only", type=Path, help="only what is not killed in this table")

@@ -37,8 +37,16 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 SYMMETRIC = ("isinstance", "equal", "allclose", "min", "max", "gcd", "maximum", "minimum")
 """Whose first two arguments may be swapped, or cannot."""
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
-STRUCTURE = ("overload", "abstractmethod", "override", "final", "property", "contextmanager")
-"""Decorators without which nothing can even be called, or which only type checkers read."""
+STRUCTURE = (
+    "staticmethod",
+    "overload",
+    "abstractmethod",
+    "override",
+    "final",
+    "property",
+    "contextmanager",
+)
+"""Decorators without which nothing can be called, or the same, or which type checkers read."""
 
 # What no test can tell, or need not, and why. Everything else is mutated.
 UNSEEN_FUNCTIONS = {
@@ -54,6 +62,7 @@ UNSEEN_KEYWORDS = {
     "frozen": "keeps writers of our own out, and changes nothing for what is right",
     "slots": "saves memory",
     "stacklevel": "which line a warning shows",
+    "strict": "an assertion of ours about two lengths, in zip",
     "maxsize": "how much a cache may hold",
     "name": "how a thread is shown",
 }
@@ -182,6 +191,8 @@ class _Finder:
 
     def _simple(self, node: ast.stmt, at_top: bool) -> None:
         match node:
+            case ast.Raise() if node.exc and _names([node.exc]) == {"AssertionError"}:
+                return
             case ast.Raise():
                 self._replace(node, "pass", "raise left out")
                 return  # what an error says is not looked at

@@ -9,15 +9,11 @@ from instep.errors import DisagreementError
 from instep.meeting.rendezvous import ranks_by
 
 
-def agree(what: str, value: object, advice: str) -> None:
-    """Raise DisagreementError on all ranks unless `repr(value)` is the same on all. Collective."""
-    seen = ranks_by(transport().all_gather_object(repr(value)))
-    if len(seen) > 1:
-        raise DisagreementError(what, seen, advice)
-
-
 def agree_on_each(values: Sequence[tuple[str, object]], advice: str) -> None:
-    """Like `agree` for many named values; the error shows the first that differs. Collective."""
+    """Raise DisagreementError on all ranks unless each named value is the same on all, as text.
+
+    The error shows the first that differs. Collective.
+    """
     everybody = transport().all_gather_object([(name, str(value)) for name, value in values])
     longest = max(map(len, everybody))
     for k in range(longest):

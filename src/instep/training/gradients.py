@@ -21,7 +21,7 @@ from instep.errors import MixedBatchesError, TrainingError
 from instep.training import calls
 from instep.training.blocks import Block
 from instep.training.calls import Call, calls_below
-from instep.training.reducer import Backward, collecting, reducer_of
+from instep.training.reducer import Backward, collecting, reducer_of, under_way
 from instep.training.seams import Function
 
 _communicating = True
@@ -97,6 +97,8 @@ def backward(
     rest = (retain_graph, create_graph, grad_variables, inputs)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
+    if nested:
+        _check_that_an_outer_backward_sums(roots)
     if nested or not (reducer_of or _unequal_block()):
         original(tensors, grad_tensors, *rest)
         return
@@ -111,6 +113,15 @@ def backward(
         )
     whose = _one_call(forwards)
     _run(original, roots, _weighted(roots, grad_tensors, whose), rest, whose)
+
+
+def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
+    if not under_way() and reducer_of and calls_below(roots, reducer_of)[1]:
+        raise TrainingError(
+            "a replicated model was called inside of a reentrant checkpoint, where its gradients "
+            "are not summed over the ranks; use use_reentrant=False, or replicate the model that "
+            "calls the checkpoint."
+        )
 
 
 def _unequal_block() -> Block | None:

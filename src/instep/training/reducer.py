@@ -41,6 +41,11 @@ _numbers = count()
 """Of the reducers, in the order in which all ranks make them."""
 
 
+def under_way() -> bool:
+    """Whether a backward collects gradients now."""
+    return _under_way is not None
+
+
 @contextmanager
 def collecting(backward: Backward) -> Iterator[None]:
     """While autograd runs inside, gradients are collected; at the end `.grad` holds the sums."""
