@@ -214,6 +214,8 @@ def test_empty_zero_dimensional_and_conjugated_tensors_are_tensors_too(op):
         assert instep.broadcast(mine, n - 1).shape == shape
         assert [part.shape for part in instep.all_gather(mine)] == [shape] * n
         assert instep.reduce(mine, op, n - 1).shape == (shape if r == n - 1 else (0,))
+        if op != "mean":
+            assert instep.all_reduce(mine.to(torch.uint8), op).shape == shape
     assert instep.reduce_scatter(torch.ones(0, 2), op).shape == (0, 2)
     if op == "sum":
         conjugated = torch.tensor([1 + 2j]).conj()

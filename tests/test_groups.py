@@ -10,7 +10,7 @@ import torch.distributed as dist
 import instep
 from instep.communication.groups import Group
 from instep.communication.transport import transport
-from instep.errors import NotAMemberError
+from instep.errors import DisagreementError, NotAMemberError
 from pool import ranks
 
 
@@ -104,3 +104,11 @@ def test_what_instep_itself_says_travels_where_the_group_can():
         ways = [transport(Group((0, 1), group)) for group in (both, of_gpus)]
     assert [way.home for way in ways] == [torch.device("cpu"), torch.device("cuda", 1)]
     assert transport().home == torch.device("cpu")
+
+
+@ranks(3)
+def test_a_disagreement_in_a_group_names_the_ranks_of_the_world():
+    pair = instep.group([1, 2])
+    if instep.rank:
+        with pytest.raises(DisagreementError, match=r"4\).* on rank 1\D.*5\).* on rank 2\D"):
+            instep.all_gather(torch.ones(1, 3 + instep.rank), group=pair)

@@ -1,0 +1,99 @@
+"""Something that may fail on some ranks only is tried so that no rank is left waiting."""
+
+import pytest
+import torch
+
+import instep
+from instep.communication.objects import broadcast_object
+from instep.communication.transport import transport
+from instep.divided.trial import attempt
+from instep.errors import UndividedError
+from pool import ranks, run
+
+OTHERS = "another rank fails or takes another branch"
+
+
+def talk(way):
+    """A bit of everything; returns what this rank got."""
+    mine = torch.arange(3.0) + instep.rank
+    total = mine.clone()
+    way.all_reduce_each([total], "sum")
+    last = instep.world_size - 1
+    got = [
+        total,
+        instep.all_reduce(mine, "max"),
+        instep.reduce(mine, root=last),
+        instep.broadcast(mine, last),
+        *instep.all_gather(mine),
+        *instep.all_to_all(mine),
+    ]
+    if instep.rank == 0:
+        instep.send(mine, last)
+        way.send_object("an object", last)
+    elif instep.rank == last:
+        got.append(instep.recv(0))
+        got.append(torch.tensor(len(way.receive_object(0))))
+    objects = [instep.all_gather_object(instep.rank), broadcast_object(instep.rank, last)]
+    return [tensor.tolist() for tensor in got], objects
+
+
+@ranks(2, 3)
+def test_every_collective_is_itself_in_a_trial():
+    assert attempt(talk, transport()) == (talk(transport()), "")
+    tried = []
+    attempt(tried.append, transport())
+    assert talk(tried[0]) == talk(transport()), "once it has ended, a trial is a plain transport"
+
+
+def different(step):
+    """Rank 1 does something else than the others; nobody waits for ever."""
+    one = torch.ones(2)
+    steps = {
+        "all_reduce": lambda way, odd: way.all_reduce(one, "max" if odd else "sum"),
+        "all_reduce_each": lambda way, odd: way.all_reduce_each([one] * (1 + odd), "sum"),
+        "all_reduce_each by op": lambda way, odd: way.all_reduce_each(
+            [one], "sum" if odd else "max"
+        ),
+        "reduce": lambda way, odd: way.reduce(one, "sum", int(odd)),
+        "broadcast": lambda way, odd: way.broadcast(one, int(odd)),
+        "broadcast of another shape": lambda way, odd: way.broadcast(torch.ones(2 + odd), 0),
+        "all_gather": lambda way, odd: way.all_gather(torch.ones(2 + odd)),
+        "exchange": lambda way, odd: way.all_gather(one) if odd else way.exchange([one], [2]),
+        "all_gather_object": lambda way, odd: odd or way.all_gather_object(1),
+        "broadcast_object": lambda way, odd: way.broadcast_object(1, int(odd)),
+    }
+    odd = instep.rank == 1
+    result, why = attempt(lambda way: (steps[step](way, odd), "something")[1], transport())
+    return result, why
+
+
+STEPS = [
+    *("all_reduce", "all_reduce_each", "all_reduce_each by op", "reduce", "broadcast"),
+    *("broadcast of another shape", "all_gather", "exchange", "all_gather_object"),
+    "broadcast_object",
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ranks_that_take_another_step_all_stop(step):
+    for result, why in run(3, different, step):
+        assert result is None
+        assert why in (OTHERS, "another rank fails")
+
+
+def fail_on_rank_1(error):
+    def action(way):
+        if instep.rank == 1:
+            raise error
+        return instep.all_reduce(torch.ones(1))
+
+    return attempt(action, transport())
+
+
+def test_a_rank_that_fails_says_why_and_the_others_go_on():
+    assert run(3, fail_on_rank_1, ValueError("so it is.")) == [
+        (None, OTHERS),
+        (None, "it cannot be computed for some of its rows (ValueError: so it is)"),
+        (None, OTHERS),
+    ]
+    assert run(3, fail_on_rank_1, UndividedError("it has reasons"))[1] == (None, "it has reasons")
