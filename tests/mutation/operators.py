@@ -66,6 +66,27 @@ UNSEEN_KEYWORDS = {
     "maxsize": "how much a cache may hold",
     "name": "how a thread is shown",
 }
+UNSEEN_CONSTANTS = {
+    "_SECONDS": "how long or how often one waits or looks: a matter of speed",
+    "_BYTES": "from which size on another way is taken: a matter of speed, the result is the same",
+    "_SPINS": "how long one waits before one sleeps: a matter of speed",
+    "_SHARE": "how long one sleeps: a matter of speed",
+    "_MOMENT": "how often one looks",
+    "_FIRST": "how often one looks",
+    "_LONGEST": "how often one looks",
+    "PATIENCE": "how long one waits for what never comes",
+    "_ALIGNMENT": "cache lines: a matter of speed",
+    "_REMEMBERED": "a cap on memory; one more is as good",
+    "_KEPT_VIEWS": "a cap on memory; one more is as good",
+    "_LOOKED_AT": "a cap on time; one more is as good",
+    "_ENTRIES": "a cap on time; one more is as good",
+    "_TRIED": "how many batches are timed; one more is as good",
+    "_DIRECTIONS": "how many projections are compared; one more is as good",
+    "LARGE": "from which size on another way is taken: a matter of speed",
+    "SAMPLES": "which calls are proven again; one more is as good",
+    "PIECE": "in what pieces a message travels: the result is the same",
+}
+"""Constants of a module, by how their names end: one more or less changes no result."""
 UNSEEN_DECORATORS = {
     "cache": "computes again what it has computed",
     "lru_cache": "computes again what it has computed",
@@ -203,6 +224,10 @@ class _Finder:
                 pass
             case ast.Assign(targets=[ast.Name(id="__all__")]):
                 return
+            case ast.Assign(targets=[target]) if at_top and ast.unparse(target).rstrip(
+                ")"
+            ).endswith(tuple(UNSEEN_CONSTANTS)):
+                return
             case ast.Assign() | ast.AnnAssign() if at_top:
                 pass  # left out, the file cannot be imported
             case ast.AnnAssign(value=None):
@@ -232,7 +257,9 @@ class _Finder:
         match node:
             case ast.JoinedStr() | ast.Lambda(body=ast.JoinedStr()):
                 return  # positions in f-strings are not the file's
-            case ast.Call() if _names([node.func]) & UNSEEN_CALLS.keys():
+            case ast.Call() if _names([node.func]) & UNSEEN_CALLS.keys() or _is_error(node.func):
+                return
+            case ast.Call(func=ast.Attribute(value=value)) if _is_error(value):
                 return
             case ast.Call():
                 self._call(node)
@@ -279,7 +306,7 @@ class _Finder:
         if isinstance(node.func, ast.Name) and node.func.id in CALLED:
             self._replace(node.func, CALLED[node.func.id], "another function")
         plain = not any(isinstance(argument, ast.Starred) for argument in node.args[:2])
-        if len(node.args) >= 2 and plain and not _names([node.func]) & set(SYMMETRIC):
+        if len(node.args) >= 2 and plain and _names([node.func]).isdisjoint(SYMMETRIC):
             changed = copy.copy(node)
             changed.args = [node.args[1], node.args[0], *node.args[2:]]
             self._replace(node, changed, "arguments swapped")
@@ -326,6 +353,11 @@ def _names(nodes: list[ast.expr]) -> set[str]:
         elif isinstance(called, ast.Name):
             names.add(called.id)
     return names
+
+
+def _is_error(node: ast.expr) -> bool:
+    """Whether this is the class of an error, whose words are put together from what follows."""
+    return isinstance(node, ast.Name) and node.id.endswith(("Error", "Warning"))
 
 
 def _is_ellipsis(node: ast.stmt) -> bool:

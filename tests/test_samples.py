@@ -1,0 +1,304 @@
+"""What samples of an unedited script are made of, how they travel, and whether that pays. Pure."""
+
+import functools
+import math
+import random
+import warnings
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from instep.auto import kinds
+from instep.auto.generators import own_generator
+from instep.auto.parcels import CannotTravelError, pack, unpack
+from instep.auto.worth import Worth, pays
+
+# ----------------------------------------------------------------------------- their kinds
+
+
+def sample(k):
+    return {
+        "image": torch.full((2, 3), float(k)),
+        "array": np.arange(4, dtype=np.int16) + k,
+        "label": k,
+        "weight": k / 2,
+        "flag": k % 2 == 0,
+        "number": np.float32(k),
+        "name": f"row {k}",
+        "raw": str(k).encode(),
+        "nested": (torch.tensor(k), [k, (k, f"{k}")]),
+    }
+
+
+def same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        return all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return one == other
+
+
+def test_samples_of_one_kind_are_found_again_in_what_they_were_collated_to():
+    samples = [sample(k) for k in range(3)]
+    kind = kinds.common_kind(samples)
+    whole = default_collate(samples)
+    assert same(kinds.collated_of(kind, kinds.leaves_of(kind, whole)), whole)
+    for row, expected in enumerate(samples):
+        found = kinds.sample_of(kind, kinds.leaves_of(kind, whole), row)
+        assert same(found, expected)
+        found["image"].zero_()
+        found["array"][:] = 9
+    assert same(whole, default_collate([sample(k) for k in range(3)])), "samples share no memory"
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+ALIKE = [
+    (torch.ones(2), torch.zeros(2)),
+    (np.ones(2), np.zeros(2)),
+    ({"a": 1, 2: "x"}, {"a": 2, 2: "y"}),
+    ((1, 2.0), (3, 4.0)),
+]
+DIFFERENT = [
+    (1, 1.0),
+    (1, True),
+    (torch.ones(2), torch.ones(3)),
+    (torch.ones(2), torch.ones(2).double()),
+    (np.ones(2), np.ones((2, 1))),
+    (np.ones(2), np.ones(2, np.float32)),
+    (np.float32(1), np.float64(1)),
+    ((1, 2), [1, 2]),
+    ((1, 2), (1, 2, 3)),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
+UNKNOWN = [
+    None,
+    object(),
+    torch.ones(2, requires_grad=True),
+    torch.ones(2).to_sparse(),
+    torch.ones(2, device="meta"),
+    NESTED,
+    torch.ones(2).as_subclass(Sub),
+    np.ma.ones(2),
+    np.array(["text"]),
+    np.ones(2, complex),
+    np.complex64(1),
+    np.str_("text"),
+    {1.5: 1},
+    {"a": None},
+    type("Dict", (dict,), {})(a=1),
+    type("List", (list,), {})([1]),
+    [1, [object()]],
+]
+
+
+def test_kinds_are_equal_where_default_collate_would_do_the_same():
+    for pair in ALIKE:
+        assert kinds.common_kind(pair) == kinds.kind_of(pair[0])
+    for pair in DIFFERENT:
+        assert kinds.common_kind(pair) is None
+        assert None not in map(kinds.kind_of, pair)
+    for value in UNKNOWN:
+        assert kinds.common_kind([value, value]) is None
+    assert kinds.common_kind([]) is None
+
+
+# --------------------------------------------------------------------------------- packed
+
+
+def travelled():
+    gaps = torch.arange(12.0).view(3, 4)[:, ::2]
+    return [
+        torch.arange(6).view(2, 3),
+        torch.arange(6).view(2, 3).t(),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        gaps,
+        torch.ones(0, 3),
+        torch.tensor(5, dtype=torch.int8),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([True, False]),
+        torch.ones(3, dtype=torch.bfloat16),
+        np.arange(5, dtype=np.uint8),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(6.0)[::2],
+        np.array(["a", "b"]),
+        {"a": (1, "text", None), "b": [torch.ones(1), np.zeros(1)]},
+    ]
+
+
+def test_values_travel_as_they_are():
+    for ours, theirs in zip(travelled(), unpack(pack(travelled())), strict=True):
+        assert same(ours, theirs)
+    strides = [t.stride() for t in unpack(pack(travelled())) if isinstance(t, torch.Tensor)]
+    assert strides[:4] == [(3, 1), (1, 3), (60, 1, 15, 3), (2, 1)]
+
+
+def test_what_arrives_may_be_written_to_without_touching_its_neighbour():
+    one, other = unpack(pack([torch.ones(3), torch.ones(3)]))
+    one.zero_()
+    assert one._base is None
+    assert other.tolist() == [1, 1, 1]
+
+
+def test_the_memory_lies_beside_the_pickle_in_whole_cache_lines():
+    parcel = pack([torch.ones(1000), np.ones(1000)])
+    assert len(parcel.pickled) < 1000
+    assert len(parcel.memory) == 4032 + 8000
+
+
+def test_digests_are_equal_for_equal_values():
+    assert pack(travelled()).digest() == pack(travelled()).digest()
+    others = [1, 2, torch.ones(2), torch.zeros(2), torch.ones(2, 1), np.ones(2), [torch.ones(2)]]
+    assert len({pack(value).digest() for value in others}) == len(others)
+
+
+def test_what_cannot_travel_says_why():
+    with pytest.raises(CannotTravelError, match="a tensor on meta"):
+        pack([torch.ones(1, device="meta")])
+    with pytest.raises(CannotTravelError, match="requires a gradient"):
+        pack({"a": torch.ones(1, requires_grad=True)})
+    with pytest.raises(CannotTravelError, match=r"it does not pickle: .*lambda"):
+        pack(lambda: 1)
+
+
+# ------------------------------------------------------------------ generators of their own
+
+_module_rng = np.random.default_rng(0)
+
+
+def draws_from_the_module(x):
+    return x + _module_rng.random()
+
+
+def bound_to(rng):
+    def draw(x):
+        return x + rng.random()
+
+    return draw
+
+
+def not_yet_bound():
+    def draw():
+        return later
+
+    if False:
+        later = 1
+    return draw
+
+
+class Holding:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+class Drawing:
+    def __getitem__(self, index):
+        return _module_rng.random()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "where"),
+    [
+        (Holding(rng=np.random.default_rng(0)), "self.rng"),
+        (Holding(rng=random.Random(0)), "self.rng"),
+        (Holding(rng=np.random.RandomState(0)), "self.rng"),
+        (Holding(rng=torch.Generator()), "self.rng"),
+        (Holding(kept={"a": [1, (np.random.PCG64(0),)]}), "self.kept['a'][1][0]"),
+        (Holding(kept=deque([random.Random(0)])), "self.kept[0]"),
+        (Holding(kept={random.Random(0)}), "self.kept[0]"),
+        (Holding(transform=draws_from_the_module), "_module_rng"),
+        (Holding(transform=bound_to(random.Random(0))), "rng"),
+        (Holding(draw=random.Random(0).random), None),
+        (Holding(draw=Holding(rng=random.Random(0)).__init__), "self.draw.__self__.rng"),
+        (Holding(draw=functools.partial(max, random.Random(0))), "self.draw[0]"),
+        (Holding(draw=functools.partial(max, key=random.Random(0))), "self.draw['key']"),
+        (Drawing(), "_module_rng"),
+        (Holding(rng=torch.default_generator, other=random._inst), None),
+        (Holding(draw=not_yet_bound(), x=torch.ones(2), kind=Drawing, module=random), None),
+        (Holding(long=[*range(16), random.Random(0)]), None),
+        (Holding(**{f"a{k}": object() for k in range(2100)}, z=random.Random(0)), None),
+        (torch.utils.data.TensorDataset(torch.ones(3)), None),
+    ],
+)
+def test_a_generator_of_a_data_sets_own_is_found(dataset, where):
+    assert own_generator(dataset) == where
+
+
+def test_a_data_set_that_holds_itself_is_looked_at_once():
+    dataset = Holding()
+    dataset.me = [dataset]
+    assert own_generator(dataset) is None
+
+
+# ----------------------------------------------------------------------- whether it pays
+
+
+def test_the_1st_2nd_4th_8th_batch_proves_it():
+    worth = Worth(ranks=2, workers=0)
+    asked = [worth.ask() for _ in range(9)]
+    assert [proving for _, proving in asked] == [k in (1, 2, 4, 8) for k in range(1, 10)]
+    assert all(exchanging for exchanging, _ in asked)
+    alone = Worth(ranks=1, workers=0)
+    assert [alone.ask() for _ in range(3)] == [(False, False)] * 3
+
+
+def test_there_may_be_no_choice():
+    worth = Worth(ranks=2, workers=0)
+    worth.force(exchanging=False)
+    assert worth.ask() == (False, False)
+    worth = Worth(ranks=2, workers=0)
+    worth.force(exchanging=True)
+    for _ in range(4):
+        worth.learn(10, 0.0, 10)  # would not pay
+    assert worth.ask() == (True, True)
+
+
+def test_three_batches_are_timed_and_the_best_counts():
+    slow, quick = Worth(ranks=2, workers=0), Worth(ranks=2, workers=0)
+    for worth, seconds in ((slow, [9.0, 0.1, 9.0]), (quick, [9.0, 9.0, 1e-4])):
+        for taken in seconds:
+            assert worth.exchanging
+            worth.learn(0, 0.0, 0)  # an empty batch tells nothing
+            worth.learn(10, taken, 100)
+    assert slow.exchanging
+    assert not quick.exchanging
+    assert [quick.ask() for _ in range(3)] == [(True, True), (True, True), (False, False)]
+
+
+def test_the_largest_batch_and_the_workers_count():
+    large = Worth(ranks=2, workers=0)
+    for nbytes in (10**9, 1, 1):
+        large.learn(10, 0.1, nbytes)
+    assert not large.exchanging
+    for workers, pays_still in ((4, True), (60, False)):
+        worth = Worth(ranks=2, workers=workers)
+        for _ in range(3):
+            worth.learn(10, 0.1, 1)
+        assert worth.exchanging == pays_still
+
+
+@given(
+    seconds=st.floats(0, 10),
+    nbytes=st.integers(0, 10**10),
+    count=st.integers(1, 1000),
+    size=st.integers(2, 9),
+)
+def test_it_pays_where_the_loading_saved_is_longer_than_the_exchange(seconds, nbytes, count, size):
+    saved = seconds * (1 - math.ceil(count / size) / count)
+    assert pays(seconds, nbytes, count, size) == (saved > 1e-3 + nbytes * 1e-9)
