@@ -1,0 +1,59 @@
+"""What is typed at rank 0's terminal is read by an unedited script on every rank."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from test_unedited_world import RUN, Place
+
+SCRIPT = """
+    import os, sys
+    from view import view
+
+    seen = [input("name? "), os.read(0, 100).decode(), sys.stdin.readline(), os.isatty(0)]
+    seen += [tuple(os.get_terminal_size(0)), os.isatty(1)]
+    try:
+        input()
+    except EOFError as error:
+        seen.append("no more")
+    view(seen)
+    print(seen)
+"""
+TYPED = b"Ada\nread as it is\nby the line\n\x04"
+
+
+def at_a_terminal(place, name, *command):
+    ours, theirs = pty.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
+        os.write(ours, TYPED)
+        for made in (name, f"{name}-views"):
+            (place.folder / made).mkdir()
+        return subprocess.run(
+            [*command, str(place.folder / f"{name}-views")],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=place.folder / name,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.launch
+def test_what_is_typed_reaches_every_rank(tmp_path):
+    place = Place(tmp_path)
+    script = place.script(SCRIPT)
+    plain = at_a_terminal(place, "plain", sys.executable, script)
+    done = at_a_terminal(place, "n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    seen = ["Ada", "read as it is\n", "by the line\n", True, [77, 24], False, "no more"]
+    assert place.views("n2") == [seen, seen]
