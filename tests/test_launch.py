@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,6 +112,32 @@ def test_rank_0_holds_the_socket_at_which_the_others_find_it(launch: Launch) -> 
     """)
     assert launch.run("-n", 3, script).stderr == ""
     assert launch.event() == [["rank 1", "rank 2"]]
+
+
+@pytest.mark.parametrize("begins", ["dist.init_process_group('gloo', timeout=limit)", "init()"])
+def test_a_script_may_say_itself_where_its_ranks_meet(launch: Launch, begins: str) -> None:
+    """Rank 0 listened on the socket of `instep run`, whatever the script said; rank 1 did not."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = launch.script(f"""
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="{port}")
+        import socket
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from instep import init
+        limit = timedelta(seconds=20)
+        {begins}
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        socket.create_connection(("localhost", {port})).close()
+        dist.barrier()
+        tell(rank, total.item())
+        dist.destroy_process_group()
+    """)
+    ended = launch.run("-n", 2, script, environ={"INSTEP_TIMEOUT": "20"})
+    assert ended.returncode == 0, ended.stderr
+    assert launch.events(2) == [[0, 2.0], [1, 2.0]]
 
 
 AS_PYTHON = """

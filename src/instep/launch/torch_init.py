@@ -7,7 +7,6 @@ is answered with what to do.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from functools import wraps
@@ -56,10 +55,8 @@ def _on_one_address(store: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    held = os.environ.pop(launchers.STORE_FD, None)
-    if held is not None and str(port) == os.environ.get("MASTER_PORT"):
-        listener = socket.socket(fileno=int(held))
-    else:
+    listener = listening.handed_down(port)
+    if listener is None:
         listener = listening.reserve(host, port, one_host=launchers.detect().one_host)
     listener.listen(socket.SOMAXCONN)
     return listener

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 from instep.errors import PortInUseError, RendezvousError
+from instep.identity import launchers
 from instep.meeting import interfaces
 
 ANYWHERE = "0.0.0.0"
@@ -16,6 +18,25 @@ ANYWHERE = "0.0.0.0"
 def only(hosts: Sequence[str]) -> str:
     """The one address to listen at; all, where it is not known at which one others will come."""
     return hosts[0] if len(hosts) == 1 else ANYWHERE
+
+
+def handed_down(port: int) -> socket.socket | None:
+    """The socket that `instep run` has bound to this port for rank 0.
+
+    Whoever asks again gets none, nor whoever asks for a port that the script has chosen itself.
+    """
+    told = os.environ.get(launchers.STORE_FD)
+    if told is None:
+        return None
+    try:
+        listener = socket.socket(fileno=int(told))
+    except OSError:  # in a child of rank 0, which has not inherited it
+        return None
+    if listener.getsockname()[1:2] == (port,):
+        del os.environ[launchers.STORE_FD]
+        return listener
+    listener.detach()
+    return None
 
 
 def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:

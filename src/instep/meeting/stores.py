@@ -27,7 +27,7 @@ from instep.identity import launchers, places
 from instep.identity.siblings import Siblings
 from instep.identity.world import World
 from instep.meeting import interfaces, notice, rollcall
-from instep.meeting.listening import ANYWHERE, only, reserve, resolve
+from instep.meeting.listening import ANYWHERE, handed_down, only, reserve, resolve
 from instep.meeting.vigil import Vigil
 
 
@@ -133,11 +133,8 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist
         return arrival.client(host, port)
     if (met_before := again(host, port)) is not None:
         return met_before
-    handed_down = environ.get(launchers.STORE_FD)
-    if world.rank == 0 and handed_down is not None:
-        store = arrival.serve(socket.socket(fileno=int(handed_down)))
-    else:
-        store = _tcp_store(host, port, arrival)
+    held = handed_down(port) if world.rank == 0 else None
+    store = arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
     _kept[host, port] = store
     return store
 
