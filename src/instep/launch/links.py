@@ -8,6 +8,7 @@ what that means.
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import time
@@ -16,12 +17,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from instep import knobs
 from instep.failure import SIGHT, End, Failure
 from instep.launch.hosts import Party
 
 Message = dict[str, Any]
 FAILING: Message = {"failing": True}
 """A rank has failed, or a host is lost: end yours."""
+_ASKS: Message = {"asks": True}
+_ANSWERS: Message = {"answers": True}
+_ASK = 1.0
+"""Seconds after which a supervisor that has nothing else to do asks whether the others still run.
+One that Ctrl-Z has stopped keeps its line, and says nothing."""
+_NOTICE, _ENDING = 3.0, 6.0
+"""Seconds without an answer until one line says so, and until it is lost where the job has failed
+or was asked to end; else INSTEP_TIMEOUT says when."""
 
 
 def asked(signal: int) -> Message:
@@ -48,6 +58,9 @@ class Links:
         self._outcomes: dict[int, Outcome] = {}
         self._said: list[Message] = []
         self._verdict: Message | None = None
+        self._heard: dict[int, float] = {}
+        """When each was last heard, since this host's ranks have ended."""
+        self._noticed = False
         for line in party.lines.values():
             _notice_a_cut(line)
 
@@ -66,6 +79,8 @@ class Links:
             return self._hang_up(node)
         *whole, self._begun[node] = (self._begun[node] + data).split(b"\n")
         messages = [json.loads(line) for line in whole]
+        if _ASKS in messages:
+            self._send(_ANSWERS)
         return [message for message in messages if not self._file(node, message)]
 
     def say(self, message: Message) -> None:
@@ -75,7 +90,11 @@ class Links:
             self._send(message)
 
     def conclude(self, mine: Outcome) -> Outcome:
-        """The ranks of this host have ended: wait for all, and return how all have ended."""
+        """The ranks of this host have ended: wait for all, and return how all have ended.
+
+        A host whose supervisor does not answer for long is lost.
+        """
+        self._heard = dict.fromkeys(self._open, time.monotonic())
         if self._party.node == 0:
             self._outcomes[0] = mine
             self._wait(lambda: len(self._outcomes) + len(self._lost) == len(self._party.sizes))
@@ -95,9 +114,31 @@ class Links:
             with selectors.DefaultSelector() as selector:
                 for node, line in self._open.items():
                     selector.register(line, selectors.EVENT_READ, node)
-                for key, _ in selector.select():
-                    for message in self.hear(key.data):
-                        self.say(message)
+                ready = [key.data for key, _ in selector.select(_ASK)]
+            for node in ready:
+                self._heard[node] = time.monotonic()
+                for message in self.hear(node):
+                    self.say(message)
+            if not ready:
+                self._send(_ASKS)
+            for node in [*self._open]:
+                self._judge(node, time.monotonic() - self._heard[node])
+
+    def _judge(self, node: int, silent: float) -> None:
+        """Whether the supervisor of host `node`, who was `silent` for these seconds, is lost."""
+        name = self._party.names[node]
+        limit = _ENDING if self._said else float(int(knobs.TIMEOUT))
+        if silent > limit:
+            text = (
+                f"The `instep run` of {name} has not answered for {silent:.0f} s; it was stopped "
+                "(Ctrl-Z), or hangs."
+            )
+            for message in self._hang_up(node, text):
+                self.say(message)
+        elif silent > _NOTICE and not self._noticed:
+            self._noticed = True
+            report = f"instep: waits for the `instep run` of {name}, which does not answer"
+            os.write(2, f"{report}; has it been stopped (Ctrl-Z)?\n".encode())
 
     def _file(self, node: int, message: Message) -> bool:
         """Keep what belongs to the end; whether that is all there is to do."""
@@ -106,17 +147,18 @@ class Links:
         elif "verdict" in message:
             self._verdict = message["verdict"]
         else:
-            return False
+            return message in (_ASKS, _ANSWERS)
         return True
 
-    def _hang_up(self, node: int) -> list[Message]:
+    def _hang_up(self, node: int, text: str = "") -> list[Message]:
         """A supervisor ends its line when all is over, or when it dies."""
         self._open.pop(node).close()
         if node in self._outcomes or self._verdict is not None:
             return []
         party = self._party
         first = sum(party.sizes[:node])
-        self._lost.append(Failure(first, time.time() - SIGHT, 1, lost_host=party.names[node]))
+        name = party.names[node]
+        self._lost.append(Failure(first, time.time() - SIGHT, 1, text=text, lost_host=name))
         return [FAILING]
 
     def _sum(self) -> Outcome:
