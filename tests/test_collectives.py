@@ -291,3 +291,16 @@ def test_what_does_not_fit_together_is_an_error_on_every_rank():
     with pytest.raises(UnsuitableTensorError, match=r"one dtype on one device, not torch\.float"):
         instep.scatter([torch.ones(1).to(FLOATS[r]) for r in range(instep.world_size)])
     instep.barrier()
+
+
+@ranks(1, 2, 3)
+def test_what_nobody_wants_a_gradient_of_requires_none():
+    n, last = instep.world_size, instep.world_size - 1
+    x = torch.ones(n, 2)
+    results = [
+        *(instep.all_reduce(x, op) for op in ("sum", "mean", "min", "product")),
+        *(instep.reduce(x), instep.reduce_scatter(x), instep.broadcast(x, last)),
+        *(*instep.all_gather(x), *instep.all_gather(x[instep.rank :])),
+        *(*instep.gather(x, last), instep.scatter([x] * n), *instep.all_to_all(x)),
+    ]
+    assert not any(result.requires_grad for result in results)

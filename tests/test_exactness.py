@@ -317,6 +317,22 @@ def test_alpha_dropout_keeps_mean_and_variance():
     assert torch.equal(model.eval()(x), x)
 
 
+@ranks(1, 2)
+def test_dropout_functions_have_torchs_defaults():
+    class Defaults(nn.Module):
+        def forward(self, x):
+            f = nn.functional
+            feature = f.feature_alpha_dropout(x), f.alpha_dropout(x)
+            return f.dropout(x), f.alpha_dropout(x, training=True), *feature
+
+    x = torch.ones(1000)
+    dropped, alpha, *same = instep.replicate(Defaults())(x)
+    assert 0.4 < (dropped == 0).double().mean().item() < 0.6
+    assert 0.4 < (alpha < 0).double().mean().item() < 0.6
+    assert all(torch.equal(y, x) for y in same)
+    assert torch.equal(x, torch.ones(1000))
+
+
 @ranks(2)
 def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
     model = instep.replicate(nn.Dropout(0.5))

@@ -85,7 +85,7 @@ _MARK = "instep.call"
 
 def mark(outputs: object, call: Call) -> None:
     """Remember on the autograd graph itself that these outputs come from `call`."""
-    for leaf in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
+    for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_MARK] = call
 

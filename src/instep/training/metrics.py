@@ -103,7 +103,7 @@ class Accuracy(_Sums):
             )
         if _ghost(target):
             return
-        best = scores.detach().topk(min(max(self.topk), scores.shape[1]), dim=1).indices
+        best = scores.detach().topk(min(max(self.topk), scores.shape[1])).indices
         hits = (best == target.unsqueeze(1)).double()
         self._add(torch.stack([hits[:, :k].sum() for k in self.topk]), len(target))
 
