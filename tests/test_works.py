@@ -1,0 +1,96 @@
+"""What a collective of the shared-memory backend hands back, and what it leaves to Gloo."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceOp,
+    distributed_c10d,
+)
+
+from instep.errors import CollectiveTimeoutError
+from pool import ranks
+from test_shm import all_gather_single, group
+
+pytestmark = pytest.mark.slow
+
+
+@ranks(2, 3)
+def test_a_blocking_collective_is_over_when_it_returns():
+    options = AllreduceOptions()
+    options.asyncOp = False
+    x = torch.ones(3)
+    work = group().allreduce([x], options)
+    total = [dist.get_world_size()] * 3
+    assert x.tolist() == total
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait()
+    assert work.result()[0] is x
+    assert work.get_future().wait()[0] is x
+
+
+@ranks(2, 3)
+def test_a_collective_under_way_can_be_asked_how_it_does():
+    rank, n, store = dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store()
+    x = torch.ones(3) + rank
+    if rank == n - 1:
+        store.wait(["the others have asked"])
+    work = group().allreduce([x])
+    if rank != n - 1:
+        assert not work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is None
+        with pytest.raises(CollectiveTimeoutError, match="all_reduce"):
+            work.wait(timedelta(milliseconds=1))
+        if store.add("asked", 1) == n - 1:
+            store.set("the others have asked", "1")
+    future = work.get_future()
+    assert work.wait(timedelta(seconds=40))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is x
+    assert torch.equal(future.wait()[0], x)
+    assert x.tolist() == [n * (n + 1) / 2] * 3
+    group().barrier().wait()
+    if rank == 0:
+        for key in ("asked", "the others have asked"):
+            store.delete_key(key)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG], ids=str)
+@ranks(2, 3)
+def test_several_tensors_may_be_reduced_in_one_call(op):
+    options = AllreduceCoalescedOptions()
+    options.reduceOp = op
+    rank, n = dist.get_rank(), dist.get_world_size()
+    one, other = torch.full((3,), float(rank)), torch.arange(4.0).view(2, 2) * rank
+    group().allreduce_coalesced([one, other], options).wait()
+    whole = {ReduceOp.SUM: n * (n - 1) / 2, ReduceOp.MAX: n - 1, ReduceOp.AVG: (n - 1) / 2}[op]
+    assert one.tolist() == [whole] * 3
+    assert other.tolist() == [[0, whole], [2 * whole, 3 * whole]]
+    again = [torch.ones(1), torch.ones(2)]
+    group().allreduce_coalesced(again).wait()
+    assert torch.cat(again).tolist() == [n] * 3
+
+
+@ranks(2)
+def test_what_it_does_not_know_is_answered_by_gloo():
+    rank = dist.get_rank()
+    sparse = torch.eye(3).to_sparse() * (rank + 1)
+    dist.all_reduce(sparse, group=group())
+    assert torch.equal(sparse.to_dense(), torch.eye(3) * 3)
+    with pytest.raises((RuntimeError, ValueError)):
+        group().allreduce_coalesced([torch.ones(1), torch.ones(1).double()]).wait()
+    with pytest.raises((RuntimeError, ValueError)):
+        group().allgather([[torch.ones(1)] * 2], [torch.ones(1).double()]).wait()
+    with pytest.raises((RuntimeError, ValueError)):
+        all_gather_single(torch.ones(3), torch.ones(2), group=group())
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group())
+    assert total.item() == 2, "the group goes on"
