@@ -165,10 +165,11 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     import torch
 
-    from instep.training import blocks, calls
+    from instep.training import batches, calls
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
-    blocks._latest = calls._latest = None
+    batches.forget()
+    calls._latest = None
     try:
         body: Any = importlib.import_module(module)
         for part in name.split("."):

@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -44,7 +45,7 @@ def epochs_of(kind, n, batch_size, drop_last, workers):
     assert len(sharded) == len(loader)
     assert sharded.dataset is data
     assert (sharded.batch_size, sharded.drop_last) == (loader.batch_size, loader.drop_last)
-    from instep.training.blocks import known_block
+    from instep.training.batches import known_block
 
     epochs = []
     for _ in range(2):
@@ -179,3 +180,27 @@ def test_loaders_of_whole_batches_keep_their_length_and_may_be_iterated_by_hand(
         assert iter(batches) is batches
     mine = slice(instep.rank * 4 // instep.world_size, (instep.rank + 1) * 4 // instep.world_size)
     assert [x.tolist() for x in loader] == [row[mine] for row in rows.tolist()]
+
+
+class Unreadable(Dataset):
+    """A data set whose last sample rank 0 cannot read."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == 4 and instep.rank == 0:
+            raise OSError("unreadable")
+        return torch.full((2,), float(index))
+
+
+@ranks(2)
+def test_a_ghost_that_cannot_be_read_leaves_the_batch_before_it_as_it_was():
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    (first, ghost) = list(instep.shard(DataLoader(Unreadable(), 4)))
+    model(first).mean().backward()
+    whole = torch.arange(4.0).mean()
+    torch.testing.assert_close(model.weight.grad, whole.expand(1, 2))
+    model.zero_grad()
+    model(ghost).mean().backward()  # rank 0 has no row of it, rank 1 the sample 4
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 4.0))

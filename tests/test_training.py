@@ -327,3 +327,30 @@ def test_the_pool_reports_a_rank_that_fails_and_goes_on():
     with pytest.raises(RankError, match="on purpose"):
         run(2, fail_on_rank_1)
     assert run(2, instep.all_gather_object, 1) == [[1, 1], [1, 1]]
+
+
+@ranks(2)
+def test_a_hook_of_the_users_that_raises_before_an_inner_call_leaves_the_outer_call_alone():
+    inner, data = nn.Linear(2, 2, bias=False), torch.arange(12.0).view(6, 2)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(2, 1, bias=False)
+
+        def forward(self, x):
+            with pytest.raises(ValueError, match="of the user's"):
+                inner(x)
+            return self.scale(x)
+
+    model = instep.replicate(Outer())
+    instep.replicate(inner)
+
+    def refuse(module, args):
+        raise ValueError("of the user's")
+
+    inner.register_forward_pre_hook(refuse, prepend=True)
+    model(instep.shard(data)).mean().backward()
+    torch.testing.assert_close(model.scale.weight.grad, data.mean(0, keepdim=True))
+    with pytest.raises(ValueError, match="of the user's"):
+        inner(data)

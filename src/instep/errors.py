@@ -42,6 +42,7 @@ InstepError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
     ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
     ├── MixedSumsError            gradients of different parameters added up by different ranks
+    ├── UnknownBatchError         nothing tells which batch a forward belongs to
     ├── MixedBatchesError         two batches of different weights in one backward
     └── PrecisionError            (RuntimeError) mixed precision; see instep.precision.errors
 
@@ -52,7 +53,7 @@ What a caller may also catch as a built-in (ValueError, TypeError) says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from instep.fates import arrivals, named
 
@@ -912,6 +913,21 @@ class MixedSumsError(TrainingError):
             f"a parameter of shape {shape} with a gradient hook was used on this rank, while "
             "another rank used another one. What has hooks must be used on every rank in each "
             "step, or on none."
+        )
+
+
+class UnknownBatchError(TrainingError):
+    """A forward may belong to batches of different sizes, and nothing tells to which."""
+
+    def __init__(self, rows: Sequence[int], batches: Sequence[tuple[int, int]]) -> None:
+        seen = ", ".join(map(str, rows)) or "no"
+        listed = ", ".join(f"one of {total} samples ({count} here)" for total, count in batches)
+        super().__init__(
+            f"a forward's inputs have {seen} rows on this rank, and they may belong to different "
+            f"batches: {listed}. Its gradient must be weighted by the batch's share, so pass the "
+            "model the tensors that the sharded loader yields or views of them; or divide the "
+            "other tensors by instep.shard; or, if something loads ahead on its way to the "
+            "model, shard that: instep.shard(prefetcher)."
         )
 
 

@@ -45,7 +45,7 @@ class Region:
         """Inside, this call is under way: for its forward, and for what backward computes again."""
         global _current, _inside
         draws = WholeDraws(self.block, self.division.batch_dim, self.way) if self.drawing else None
-        calls.enter(Call(self.block, statistics="global"))
+        calls.enter(Call.of(self.block, statistics="global"))
         before, _current, _inside = _current, self, True
         try:
             with apart(), draws or nullcontext():

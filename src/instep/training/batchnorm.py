@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.communication.collectives import all_reduce
 from instep.communication.transport import Pending, applied, through, transport
 from instep.errors import TrainingError
-from instep.training.calls import current_block
+from instep.training.calls import current_batch
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 
@@ -57,13 +57,12 @@ def batch_norm(
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
     """
-    block = current_block()
-    ghost = block is not None and block.empty
+    ghost = current_batch().ghost
     output: Tensor
     output, mean, var, count = applied(
         _GlobalBatchNorm, input, weight, bias, eps, ghost, way or transport()
     )
-    _refuse_single_value(count, input)
+    _refuse_single_value(count, input, ghost)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -169,9 +168,10 @@ class _Mute(torch.autograd.Function):
         return applied(_Mute, grads[0], False), None
 
 
-def _refuse_single_value(count: Tensor, x: Tensor) -> None:
-    # Only where the count lies on the host: reading it from a GPU would stall the stream.
-    if count.is_cpu and count < 2:
+def _refuse_single_value(count: Tensor, x: Tensor, ghost: bool) -> None:
+    # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
+    few = ghost or x.numel() < 2 * x.shape[1]
+    if few and count < 2:
         raise TrainingError(
             "batch normalisation in training needs more than one value per channel, but all "
             f"ranks together hold {int(count)} (this rank's input is {tuple(x.shape)})."

@@ -1,8 +1,6 @@
-"""Which rows of a batch are this rank's, and which batch a forward belongs to.
+"""Which rows of a batch are this rank's.
 
-Rank r of N holds the contiguous block [r*n//N, (r+1)*n//N) of a batch of n samples. The block is
-remembered for the batch's tensors themselves; where a script hands the model something else (a
-copy on the GPU, noise of the batch's size), the order in which batches were taken tells.
+Rank r of N holds the contiguous block [r*n//N, (r+1)*n//N) of a batch of n samples.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.errors import CannotShardError
 
@@ -59,72 +56,6 @@ class Block:
     def rows(self, batch: list[T]) -> list[T]:
         """This rank's samples; for an empty block one ghost sample, which must leave no trace."""
         return batch[:1] if self.empty else batch[self.start : self.stop]
-
-
-class Deliveries:
-    """The batches that a loop has taken from one iterator, in order.
-
-    `taken` counts the loop's requests, `ahead` how many batches it had fetched beyond the first
-    when it first called a model: a prefetching loop stays that far ahead until the data end.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[Block] = []
-        self._dropped = 0
-        self._taken = 0
-        self._ahead: int | None = None
-
-    def take(self, block: Block | None) -> None:
-        """The loop asked for a batch and got `block`'s, or learnt that there are no more."""
-        self._taken += 1
-        if block is not None:
-            self._blocks.append(block)
-        if self._ahead is not None:
-            outdated = max(0, len(self._blocks) - self._ahead - 1)
-            del self._blocks[:outdated]
-            self._dropped += outdated
-
-    def of_next_forward(self) -> Block:
-        """The block of the batch that the loop works on now."""
-        if self._ahead is None:
-            self._ahead = self._taken - 1
-        index = self._taken - 1 - self._ahead - self._dropped
-        return self._blocks[min(index, len(self._blocks) - 1)]
-
-
-_of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_latest: Deliveries | None = None
-
-
-def deliver(batch: object, block: Block | None, deliveries: Deliveries) -> None:
-    """Note that a loop has taken `batch` (or, with no block, reached the end of the data)."""
-    global _latest
-    deliveries.take(block)
-    if block is None:
-        return
-    _latest = deliveries
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            _of_tensor[leaf] = block
-
-
-def block_of(values: object) -> Block | None:
-    """The block that these inputs belong to; None when no batch was ever divided."""
-    if _latest is None:
-        return None
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and (block := known_block(leaf)) is not None:
-            return block
-    return _latest.of_next_forward()
-
-
-def known_block(tensor: Tensor) -> Block | None:
-    """The block whose tensor, or view of it, this is."""
-    for candidate in (tensor, tensor._base):
-        if candidate is not None and candidate in _of_tensor:
-            block: Block = _of_tensor[candidate]
-            return block
-    return None
 
 
 def tensors_of(batch: object) -> list[Tensor]:

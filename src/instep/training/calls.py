@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.training.blocks import Block, block_of
+from instep.training.batches import Candidates, batch_of
+from instep.training.blocks import Block
 
 Scope = Literal["global", "rank"]
 """Whether something is that of the whole batch, or of each rank's rows."""
@@ -24,8 +25,8 @@ Scope = Literal["global", "rank"]
 class Call:
     """One call of a replicated model, or a backward through some."""
 
-    block: Block | None
-    """The rows that it works on; None where no batch was ever divided."""
+    batch: Candidates
+    """The batches that it may belong to."""
     statistics: Scope | None = None
     """Where batch statistics come from."""
     dropout: Scope = "rank"
@@ -37,13 +38,30 @@ class Call:
     weight: float | None = None
     """What `instep.weight` stated: this rank's share of the batch's loss."""
 
+    model: object = None
+    """Whose call it is."""
     outer_generators: list[Tensor] = field(default_factory=list)
     """The states of torch's generators before a call in training, to be set again after it."""
+
+    @classmethod
+    def of(cls, block: Block | None, statistics: Scope | None = None) -> Call:
+        """A call that works on the rows of `block`."""
+        return cls(Candidates((block,)), statistics)
+
+    @property
+    def block(self) -> Block | None:
+        """The rows that it works on; None where no batch was ever divided.
+
+        Collective in some cases; raises UnknownBatchError (see Candidates.resolve).
+        """
+        if len(self.batch.blocks) > 1:
+            self.batch = Candidates((self.batch.resolve(),))
+        return self.batch.blocks[0]
 
     @property
     def ghost(self) -> bool:
         """Whether this rank has no rows and only takes part."""
-        return self.block is not None and self.block.empty
+        return self.batch.ghost
 
 
 _under_way: list[Call] = []
@@ -72,10 +90,10 @@ def latest() -> Call | None:
     return current() or _latest
 
 
-def current_block() -> Block | None:
-    """The rows that this rank works on now."""
+def current_batch() -> Candidates:
+    """The batches that this rank may be at work on now."""
     call = current()
-    return block_of(()) if call is None else call.block
+    return batch_of(()) if call is None else call.batch
 
 
 # ------------------------------------------------------------------------ marks on the graph

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.communication.transport import transport
 from instep.errors import MixedBatchesError, TrainingError
-from instep.training import calls
+from instep.training import batches, calls
 from instep.training.blocks import Block
 from instep.training.calls import Call, calls_below
 from instep.training.reducer import Backward, collecting, reducer_of, under_way
@@ -126,7 +126,7 @@ def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
 
 def _unequal_block() -> Block | None:
     """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
-    block = calls.current_block() if averaged_elsewhere else None
+    block = calls.current_batch().resolve() if averaged_elsewhere else None
     return None if block is None or block.count * block.size == block.total else block
 
 
@@ -138,12 +138,13 @@ def _for_an_average(
     if block is None or not calls_below(roots, averaged_elsewhere)[1]:
         original(roots, grad_tensors, *rest)
         return
-    calls.enter(Call(block))
+    calls.enter(Call.of(block))
     try:
         weight = block.count * block.size / block.total
         original(roots, _times(roots, grad_tensors, weight), *rest)
     finally:
         calls.leave()
+        batches.end_step()
 
 
 def _run(
@@ -164,6 +165,7 @@ def _run(
             original(roots, weighted, *rest)
     finally:
         calls.leave()
+        batches.end_step()
 
 
 def _one_call(forwards: list[Call]) -> Call:
@@ -172,7 +174,7 @@ def _one_call(forwards: list[Call]) -> Call:
     All ranks decide alike: by the batches' sizes, never by their own share.
     """
     if not forwards:
-        return Call(calls.current_block())
+        return Call(calls.current_batch())
     stated = [call for call in forwards if call.weight is not None]
     first, *others = stated or forwards
     shares = _shares(first.block)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from instep.communication.transport import transport
-from instep.training.blocks import known_block
-from instep.training.calls import current_block
+from instep.training.batches import batch_of, known_block
+from instep.training.calls import current
 
 M = TypeVar("M", bound="_Sums")
 
@@ -114,5 +114,8 @@ class Accuracy(_Sums):
 
 def _ghost(values: Tensor) -> bool:
     """Whether these come from a sample that only keeps this rank's loop running."""
-    block = known_block(values) or current_block()
-    return block is not None and block.empty
+    call = current()
+    block = known_block(values)
+    if block is not None or call is None:
+        return batch_of(values).ghost
+    return call.batch.ghost

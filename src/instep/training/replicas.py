@@ -21,7 +21,7 @@ from instep.communication.agreement import agree_on_each
 from instep.communication.transport import Transport, broadcast_all, check_reachable, transport
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
 from instep.training import batchnorm, calls, gradients
-from instep.training.blocks import block_of
+from instep.training.batches import batch_of
 from instep.training.calls import Call, Scope
 from instep.training.compressed import Compression, check_compression
 from instep.training.dropout import SEAMS as DROPOUT_SEAMS
@@ -200,7 +200,9 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _adopt(module, replica)
     replica.steps += module.training
     stream = mixed(replica.seed, replica.steps)
-    call = Call(block_of((args, kwargs)), replica.statistics, replica.dropout, stream)
+    call = Call(
+        batch_of((args, kwargs)), replica.statistics, replica.dropout, stream, model=replica
+    )
     if module.training:
         for generator in torch_generators():
             call.outer_generators.append(generator.get_state())
@@ -211,9 +213,11 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @uncompiled
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
-    if replica is None:
+    call = calls.current()
+    # A hook of the user's that came first and raised has kept `_enter` from running.
+    if replica is None or call is None or call.model is not replica:
         return
-    call = calls.leave()
+    calls.leave()
     if call.outer_generators:
         if replica.dropout == "global" and not replica.named:
             replica.named = True

@@ -9,13 +9,17 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.communication.objects import broadcast_object
 from instep.communication.transport import transport
 from instep.errors import CannotShardError, ShardedTwiceError
 from instep.meeting import rendezvous
-from instep.training.blocks import Block, Deliveries, cut, deliver, known_block, rows_of, tensors_of
+from instep.training import batches
+from instep.training.batches import BatchTracker, deliver, was_delivered
+from instep.training.blocks import Block, cut, rows_of, tensors_of
 from instep.training.randomness import (
     Sample,
     SeededDataset,
@@ -66,16 +70,14 @@ def shard(what: Any) -> Any:
 
 # ------------------------------------------------------------------------------- one batch
 
-_by_hand = Deliveries()
-
 
 def _sharded_batch(batch: T) -> T:
     total = rows_of(batch)
-    if any(known_block(tensor) for tensor in tensors_of(batch)):
+    if any(was_delivered(tensor) for tensor in tensors_of(batch)):
         raise ShardedTwiceError
     block = replace(_place(), total=total)
     mine = cut(batch, block)
-    deliver(mine, block, _by_hand)
+    deliver(mine, block)
     return mine
 
 
@@ -224,7 +226,7 @@ class Delivering(Generic[T]):
         self._batches = batches
         self._planned = planned
         self._aside = aside
-        self._deliveries = Deliveries()
+        self._tracker = BatchTracker(self)
         self._last: T | None = None
 
     def __iter__(self) -> Delivering[T]:
@@ -235,13 +237,14 @@ class Delivering(Generic[T]):
             try:
                 batch = self._load()
             except StopIteration:
-                deliver(None, None, self._deliveries)
+                batches.end(self._tracker)
                 raise
             self._last = batch
             block = self._planned.popleft()
             if _wanted(block):
-                deliver(batch, block, self._deliveries)
+                deliver(batch, block, self._tracker)
                 return batch
+            batches.skip(block, self._tracker)
 
     def _load(self) -> T:
         try:
@@ -252,10 +255,21 @@ class Delivering(Generic[T]):
         except StopIteration:
             raise
         except Exception:
-            # A ghost's own error is nobody's: any batch keeps this rank's loop running.
+            # The rank whose sample it is fails too; any sample keeps this rank's loop running. The
+            # loop may still hold the batch before, so its tensors must not become a ghost's.
             if self._last is None or not (self._planned and self._planned[0].empty):
                 raise
-            return self._last
+            return _first_row(self._last)
+
+
+def _first_row(batch: T) -> T:
+    """A copy of a batch's first sample."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf[:1].clone() if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    first: T = tree_map(copied, batch)
+    return first
 
 
 # ------------------------------------------------------------------- a loader, by its batches
@@ -293,7 +307,7 @@ class Slicing(Generic[T]):
         self._batches = batches
         self._stream = stream
         self._place = place
-        self._deliveries = Deliveries()
+        self._tracker = BatchTracker(self)
 
     def __iter__(self) -> Slicing[T]:
         return self
@@ -304,13 +318,14 @@ class Slicing(Generic[T]):
                 with self._stream.drawing():
                     batch = next(self._batches)
             except StopIteration:
-                deliver(None, None, self._deliveries)
+                batches.end(self._tracker)
                 raise
             block = replace(self._place, total=rows_of(batch))
             if _wanted(block):
                 mine = cut(batch, block)
-                deliver(mine, block, self._deliveries)
+                deliver(mine, block, self._tracker)
                 return mine
+            batches.skip(block, self._tracker)
 
 
 def _wanted(block: Block) -> bool:

@@ -14,7 +14,8 @@ from instep.auto.patching import Patch, Patched
 from instep.communication.transport import transport
 from instep.divided.modules import work
 from instep.training import calls
-from instep.training.blocks import Block, known_block
+from instep.training.batches import known_block
+from instep.training.blocks import Block
 from instep.training.randomness import mixed, seeded_state, torch_generators
 from instep.training.seams import Function
 from instep.verify.fingerprints import generators_digest, row_hashes

@@ -1,0 +1,326 @@
+"""Which batch a forward belongs to.
+
+The batch's own tensors tell, and whatever shares their memory: views, `detach()`, NumPy arrays.
+Where a script hands the model other tensors (a copy on the GPU, noise of the batch's size), the
+order of its requests leaves one batch in a plain loop, and some in a loop that loads ahead or uses
+several loaders. Of these the number of rows decides. Where it does not, that is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from instep.communication.transport import transport
+from instep.errors import UnknownBatchError
+from instep.training.blocks import Block, tensors_of
+
+_REMEMBERED = 1024
+"""Of so many batches of one iterator the sizes are kept."""
+
+
+class BatchTracker:
+    """The batches that a loop has requested from one iterator, and how far behind them it works.
+
+    A loop that loads ahead works on a batch some requests after its own; how many, its first
+    forward tells. `iterator` is whose batches these are, held weakly.
+    """
+
+    def __init__(self, iterator: object) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._blocks: deque[Block] = deque(maxlen=_REMEMBERED)
+        self._delivered = 0
+        self._requests = 0
+        self._thread = threading.get_ident()
+        self._ahead: tuple[int, int] | None = None
+        """The fewest and the most requests that can lie between a batch's own and its forward."""
+        self._observed = False
+        """Whether forwards have told these bounds, and not just the number of requests."""
+
+    def request(self, block: Block | None) -> int:
+        """The loop gets `block` (None: there are no more batches); returns its index."""
+        self._requests += 1
+        self._thread = threading.get_ident()
+        if block is not None:
+            self._blocks.append(block)
+            self._delivered += 1
+        return self._delivered - 1
+
+    def observe(self, index: int) -> None:
+        """The loop works on batch `index`."""
+        ahead = self._requests - 1 - index
+        if self._ahead is None or not self._observed:
+            self._ahead = ahead, ahead
+        else:
+            fewest, most = self._ahead
+            self._ahead = min(fewest, ahead), max(most, ahead)
+        self._observed = True
+
+    def assume_forward(self) -> None:
+        """The loop works on one of the batches that it has requested so far."""
+        if self._ahead is None:
+            self._ahead = 0, self._requests - 1
+            self._observed = self._requests == 1
+
+    def candidates(self) -> list[Block]:
+        """The batches that the loop may work on now, oldest first; none after its end."""
+        if self.in_other_thread:
+            return list(self._blocks)
+        fewest, most = self._ahead or (0, self._requests - 1)
+        latest = self._requests - 1 - (self._delivered - len(self._blocks))
+        first, last = max(latest - most, 0), min(latest - fewest, len(self._blocks) - 1)
+        return [self._blocks[k] for k in range(first, last + 1)]
+
+    @property
+    def in_other_thread(self) -> bool:
+        """Whether a thread of the script's requests batches: then their order tells nothing."""
+        return self._thread != threading.get_ident()
+
+    @property
+    def latest(self) -> Block | None:
+        """The batch that was delivered last."""
+        return self._blocks[-1] if self._blocks else None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether another loop's request shows that this one has been left."""
+        return self._iterator() is None
+
+
+class HandmadeTracker(BatchTracker):
+    """The batches that a script has cut itself, by `instep.shard(tensors)`.
+
+    Those cut since the last backward are candidates for the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self)
+        self._step_over = False
+
+    def request(self, block: Block | None) -> int:
+        """The script has cut a batch."""
+        if self._step_over:
+            self._blocks.clear()
+            self._step_over = False
+        return super().request(block)
+
+    def end_step(self) -> None:
+        """A backward has used what was cut before."""
+        self._step_over = True
+
+    def observe(self, index: int) -> None:
+        """Nothing follows for the other batches of the step."""
+
+    def assume_forward(self) -> None:
+        """Nothing follows for the other batches of the step."""
+
+    def candidates(self) -> list[Block]:
+        """The batches of this step."""
+        return list(self._blocks)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a loop's request shows that these are no longer in use."""
+        return self._step_over
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The batches that a forward may belong to (None: to no batch), and the rows of its inputs."""
+
+    blocks: tuple[Block | None, ...]
+    rows: frozenset[int] = frozenset()
+    alike: bool = True
+    """Whether all ranks have the same candidates, in the same order."""
+
+    @property
+    def ghost(self) -> bool:
+        """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
+        sparse = any(block is not None and block.total < block.size for block in self.blocks)
+        block = self.resolve() if sparse else None
+        return block is not None and block.empty
+
+    def resolve(self) -> Block | None:
+        """The one batch. Raises UnknownBatchError.
+
+        Collective where batches of different sizes give some rank the same number of rows.
+        """
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
+        if self.alike and not self._told_apart_by_each_rank():
+            fits = _on_all_ranks(fits)
+        fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
+        if len(fitting) == 1:
+            return fitting[0]
+        shares = {_shares(block) for block in self.blocks}
+        if len(shares) == 1:
+            return self.blocks[-1]
+        if None in self.blocks and self.rows and not fitting:
+            return None
+        raise UnknownBatchError(
+            sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
+        )
+
+    def _told_apart_by_each_rank(self) -> bool:
+        """Whether the number of rows tells these batches apart on every rank by itself."""
+        if None in self.blocks:
+            return False
+        blocks = [block for block in self.blocks if block is not None]
+        return all(
+            len({_rows(Block(rank, block.size, block.total)) for block in blocks}) == len(blocks)
+            for rank in range(blocks[0].size)
+        )
+
+
+def _rows(block: Block) -> int:
+    """Of how many rows this rank's part is; a ghost is one."""
+    return max(block.count, 1)
+
+
+def _shares(block: Block | None) -> tuple[float, ...]:
+    size = transport().size
+    return (1 / size,) * size if block is None else block.shares()
+
+
+def _on_all_ranks(fits: list[bool]) -> list[bool]:
+    """Which are true on every rank. Collective."""
+    way = transport()
+    counts = torch.tensor(fits, dtype=torch.int64, device=way.home)
+    way.all_reduce(counts, "sum").wait()
+    return [count == way.size for count in counts.tolist()]
+
+
+# ------------------------------------------------------------------- the batches' own tensors
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The bytes of a storage that a delivered tensor covers."""
+
+    first: int
+    end: int
+    tensor: TensorWeakRef
+    block: Block
+    tracker: BatchTracker
+    index: int
+
+
+_delivered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The delivered tensors themselves, with their blocks."""
+_parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
+"""What was delivered of each storage, by its address."""
+_trackers: list[BatchTracker] = []
+"""Of the iterators that a loop may be at work on; the one that was asked last is the last."""
+_handmade = HandmadeTracker()
+
+
+def deliver(batch: object, block: Block, tracker: BatchTracker = _handmade) -> None:
+    """Note that a loop has requested `batch` and works on it now or later."""
+    index = _request(tracker, block)
+    for leaf in tensors_of(batch):
+        _delivered[leaf] = block
+        covered = _bytes_of(leaf)
+        if covered is not None:
+            storage = leaf.untyped_storage()
+            if storage._cdata not in _parts:
+                _parts[storage._cdata] = StorageWeakRef(storage), []
+            part = _Part(*covered, TensorWeakRef(leaf), block, tracker, index)
+            _parts[storage._cdata][1].append(part)
+
+
+def skip(block: Block, tracker: BatchTracker) -> None:
+    """Note that a loop has passed over a batch of which this rank has no rows."""
+    _request(tracker, block)
+
+
+def end(tracker: BatchTracker) -> None:
+    """Note that a loop has reached the end of the data."""
+    _request(tracker, None)
+
+
+def end_step() -> None:
+    """Note that a backward was made."""
+    _handmade.end_step()
+
+
+def forget() -> None:
+    """Forget every batch."""
+    _trackers.clear()
+    _parts.clear()
+    _delivered.clear()
+
+
+def _request(tracker: BatchTracker, block: Block | None) -> int:
+    _trackers[:] = [t for t in _trackers if t is not tracker and not t.outdated] + [tracker]
+    for address, (storage, parts) in list(_parts.items()):
+        # One storage may hold the whole data set: a batch that is gone is not looked for there.
+        parts[:] = [p for p in parts if p.tracker is not tracker or p.tensor() is not None]
+        if not parts or storage.expired():
+            del _parts[address]
+    return tracker.request(block)
+
+
+def was_delivered(tensor: Tensor) -> bool:
+    """Whether this very tensor is a part of a batch that is divided already."""
+    return tensor in _delivered
+
+
+def known_block(tensor: Tensor) -> Block | None:
+    """The block that this tensor is a part of, in memory."""
+    part = _part_of(tensor)
+    block: Block | None = _delivered.get(tensor) if part is None else part.block
+    return block
+
+
+def batch_of(values: object) -> Candidates:
+    """The batches that these inputs may belong to: one, if they are a part of it in memory."""
+    tensors = tensors_of(values)
+    for tensor in tensors:
+        part = _part_of(tensor)
+        if part is not None:
+            part.tracker.observe(part.index)
+        block = known_block(tensor)
+        if block is not None:
+            return Candidates((block,))
+    return _candidates(frozenset(tensor.shape[0] for tensor in tensors if tensor.dim()))
+
+
+def _candidates(rows: frozenset[int]) -> Candidates:
+    """The batches that the order of requests leaves."""
+    at_work = [tracker for tracker in _trackers if tracker.candidates()]
+    if len(at_work) == 1:
+        at_work[0].assume_forward()
+    blocks: list[Block | None] = [b for tracker in at_work for b in tracker.candidates()]
+    if not at_work:
+        blocks = [_trackers[-1].latest, None] if _trackers else [None]
+    alike = not any(tracker.in_other_thread for tracker in at_work)
+    return Candidates(tuple(dict.fromkeys(blocks)), rows, alike)
+
+
+def _part_of(tensor: Tensor) -> _Part | None:
+    covered = _bytes_of(tensor) if _parts else None
+    if covered is None:
+        return None
+    _, parts = _parts.get(tensor.untyped_storage()._cdata, (None, []))
+    first, end = covered
+    return next((part for part in reversed(parts) if part.first <= first and end <= part.end), None)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The first byte that a tensor covers in its storage, and the one behind its last.
+
+    None where it covers none, or has no storage (a sparse tensor).
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first, width = int(tensor.storage_offset()), tensor.element_size()
+    return first * width, (first + reach + 1) * width

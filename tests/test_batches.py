@@ -1,0 +1,264 @@
+"""Which batch a forward belongs to: by the tensors, by the order of requests, by the rows."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import instep
+from instep.errors import UnknownBatchError
+from instep.training import batches
+from instep.training.batches import BatchTracker, Candidates, batch_of, deliver
+from instep.training.blocks import Block
+from pool import ranks
+
+
+class Loop:
+    """Stands for an iterator: a tracker holds it weakly."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_delivered():
+    batches.forget()
+    yield
+    batches.forget()
+
+
+@settings(deadline=None)
+@given(totals=st.lists(st.integers(2, 9), min_size=1, max_size=9), ahead=st.integers(0, 3))
+def test_a_loop_that_loads_ahead_may_work_on_the_right_batch_whatever_it_hands_over(totals, ahead):
+    batches.forget()
+    loop = Loop()
+    tracker, source = BatchTracker(loop), iter(totals)
+
+    def request():
+        total = next(source, None)
+        if total is None:
+            batches.end(tracker)
+        else:
+            deliver((), Block(0, 2, total), tracker)
+        return total
+
+    loaded = [request() for _ in range(ahead + 1)]
+    while (total := loaded.pop(0)) is not None:
+        copy = torch.ones(Block(0, 2, total).count, 3)
+        assert Block(0, 2, total) in batch_of(copy).blocks
+        if ahead == 0:
+            assert len(batch_of(copy).blocks) == 1
+        loaded.append(request())
+        if None in loaded[: ahead + 1] and len(totals) <= ahead:
+            return
+
+
+@settings(deadline=None)
+@given(totals=st.lists(st.integers(2, 9), min_size=3, max_size=9), ahead=st.integers(0, 2))
+def test_a_loop_whose_first_model_got_the_batch_itself_is_known_for_good(totals, ahead):
+    batches.forget()
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    loaded = []
+    for k, total in enumerate(totals):
+        loaded.append(torch.ones(4, 3))
+        deliver(loaded[-1], Block(0, 2, total), tracker)
+        if k >= ahead:
+            assert batch_of(loaded[k - ahead]).resolve() == Block(0, 2, totals[k - ahead])
+            assert batch_of(torch.ones(1)).resolve() == Block(0, 2, totals[k - ahead])
+
+
+def test_the_batchs_own_tensors_and_what_shares_their_memory_are_recognised():
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    first, second = torch.ones(4, 3), torch.ones(5, 3)
+    deliver({"x": first}, Block(0, 2, 8), tracker)
+    deliver([second], Block(0, 2, 11), tracker)
+    for same in (
+        first,
+        first.view(12),
+        first.detach(),
+        first[1:].T,
+        torch.from_numpy(first.numpy()),
+    ):
+        assert batch_of((same,)).blocks == (Block(0, 2, 8),)
+    assert batch_of({"input": second}).blocks == (Block(0, 2, 11),)
+
+
+def test_parts_of_one_data_set_in_memory_are_told_apart():
+    data = torch.ones(20, 3)
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    first, second = data[0:4], data[8:13]
+    deliver(first, Block(0, 2, 8), tracker)
+    deliver(second, Block(0, 2, 11), tracker)
+    assert batch_of(first.flatten()).resolve() == Block(0, 2, 8)
+    assert batch_of(second[1:].unsqueeze(0)).resolve() == Block(0, 2, 11)
+    assert len(batch_of(data).blocks) == 2, "the whole data set is no batch"
+
+
+def test_what_is_remembered_of_an_endless_loop_is_bounded():
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    data = torch.ones(8, 3)
+    for _ in range(3000):
+        deliver(data[:4], Block(0, 2, 8), tracker)
+        deliver(torch.ones(4), Block(0, 2, 8), tracker)
+    assert len(tracker.candidates()) == 1024
+    assert sum(len(parts) for _, parts in batches._parts.values()) < 5
+
+
+def test_a_finished_loop_inside_another_is_no_candidate():
+    training, evaluation = Loop(), Loop()
+    outer, inner = BatchTracker(training), BatchTracker(evaluation)
+    deliver((), Block(0, 2, 64), outer)
+    batch_of(torch.ones(32))
+    deliver((), Block(0, 2, 100), inner)
+    assert set(batch_of(torch.ones(50)).blocks) == {Block(0, 2, 64), Block(0, 2, 100)}
+    assert batch_of(torch.ones(50)).resolve() == Block(0, 2, 100)
+    assert batch_of(torch.ones(32)).resolve() == Block(0, 2, 64)
+    batches.end(inner)
+    del evaluation
+    deliver((), Block(0, 2, 20), outer)
+    assert batch_of(torch.ones(7)).blocks == (Block(0, 2, 20),)
+
+
+def test_of_two_loaders_the_rows_decide_and_where_they_cannot_it_is_an_error():
+    loops = Loop(), Loop()
+    labelled, unlabelled = (BatchTracker(loop) for loop in loops)
+    deliver((), Block(1, 3, 9), labelled)
+    deliver((), Block(1, 3, 20), unlabelled)
+    assert batch_of(torch.ones(3, 4)).resolve() == Block(1, 3, 9)
+    assert batch_of(torch.ones(7, 4)).resolve() == Block(1, 3, 20)
+    with pytest.raises(
+        UnknownBatchError, match=r"9 samples \(3 here\), one of 20 samples \(7 here\)"
+    ):
+        batch_of(torch.ones(5, 4)).resolve()
+
+
+def test_batches_that_every_rank_divides_alike_need_not_be_told_apart():
+    loops = Loop(), Loop()
+    for loop, total in zip(loops, (64, 448), strict=True):
+        deliver((), Block(0, 2, total), BatchTracker(loop))
+    assert batch_of(torch.ones(5, 4)).resolve().share == 0.5
+
+
+def test_a_model_that_is_called_before_any_batch_belongs_to_none():
+    assert batch_of(torch.ones(3)).resolve() is None
+
+
+def linear_gradient(rows, weight):
+    """The gradient of (x @ w).square().mean() by one process."""
+    w = weight.clone().requires_grad_()
+    (rows @ w.T).square().mean().backward()
+    return w.grad
+
+
+def check_gradient(model, rows, mine):
+    model.zero_grad()
+    model(mine).square().mean().backward()
+    expected = linear_gradient(rows, model.weight.detach())
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+def line(rows):
+    return torch.arange(float(rows * 2)).view(rows, 2).sin()
+
+
+@ranks(2, 3)
+def test_a_model_that_is_first_called_on_a_later_ragged_batch_gets_that_batchs_gradient():
+    data = line(15)
+    early = instep.replicate(nn.Linear(2, 1, bias=False))
+    late = instep.replicate(nn.Linear(2, 1, bias=False))
+    loader = instep.shard(DataLoader(TensorDataset(data), 4))
+    for step, (x,) in enumerate(loader):
+        whole = data[4 * step : 4 * step + 4]
+        check_gradient(early, whole, x)
+        if step == 3:
+            check_gradient(late, whole, x.clone())
+
+
+@ranks(2, 3)
+def test_a_loop_that_loads_ahead_and_copies_gets_each_batchs_gradient():
+    data = line(11)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    iterator = iter(instep.shard(DataLoader(TensorDataset(data), 4)))
+    following = next(iterator)[0].clone()
+    for step in range(3):
+        x, following = following, next(iterator, (None,))[0]
+        following = None if following is None else following.clone()
+        check_gradient(model, data[4 * step : 4 * step + 4], x)
+
+
+@ranks(2, 3)
+def test_batches_of_which_some_rank_has_the_same_number_of_rows_are_told_apart_by_all():
+    data = line(7)  # batches of 4 and 3: on 2 ranks one of them has 2 rows of both
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    loaded = [x.clone() for (x,) in instep.shard(DataLoader(TensorDataset(data), 4))]
+    check_gradient(model, data[4:], loaded[1])
+    check_gradient(model, data[:4], loaded[0])
+
+
+@ranks(2)
+def test_a_generator_first_and_a_discriminator_after_share_the_batch():
+    data = line(10)
+    generator, discriminator = (instep.replicate(nn.Linear(2, 2, bias=False)) for _ in range(2))
+    for (x,) in instep.shard(DataLoader(TensorDataset(data), 4)):
+        noise = line(2 * len(x))  # as many rows as the whole batch
+        generator.zero_grad()
+        discriminator(generator(instep.shard(noise).clone())).square().mean().backward()
+        weight = generator.weight.detach().clone().requires_grad_()
+        (noise @ weight.T @ discriminator.weight.detach().T).square().mean().backward()
+        torch.testing.assert_close(generator.weight.grad, weight.grad)
+
+
+@ranks(2)
+def test_two_batches_cut_by_hand_are_told_apart_where_both_are_copied():
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    for _ in range(2):
+        large, small = line(9), line(5)
+        mine = [instep.shard(large).clone(), instep.shard(small).clone()]
+        check_gradient(model, small, mine[1])
+        check_gradient(model, large, mine[0])
+
+
+@ranks(2)
+def test_a_forward_after_the_data_have_ended_belongs_to_the_last_batch_or_to_none():
+    data = line(7)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    for (x,) in instep.shard(DataLoader(TensorDataset(data), 4)):
+        check_gradient(model, data[:4] if len(x) == 2 and x[0, 0] in data[:4] else data[4:], x)
+    check_gradient(model, data[4:], x.clone())
+    other = torch.arange(10.0).view(5, 2)
+    check_gradient(model, other, other)  # of no batch: each rank has all of it, and counts alike
+
+
+@ranks(2)
+def test_batches_that_a_thread_requests_are_told_apart_by_their_rows():
+    data = line(13)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    loaded = []
+
+    def load():
+        loaded.extend(x.clone() for (x,) in instep.shard(DataLoader(TensorDataset(data), 5)))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    for step in (2, 0, 1):
+        check_gradient(model, data[5 * step : 5 * step + 5], loaded[step])
+
+
+@ranks(2)
+def test_a_forward_whose_batch_cannot_be_known_is_an_error_at_its_backward():
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    loaded = [x.clone() for (x,) in instep.shard(DataLoader(TensorDataset(line(13)), 5))]
+    output = model(torch.ones(9, 2))  # an evaluation of something else, say, is no error
+    assert len(loaded) == 3
+    with pytest.raises(UnknownBatchError, match="9 rows on this rank"):
+        output.mean().backward()
+
+
+def test_candidates_of_one_batch_need_no_rows():
+    assert Candidates((Block(0, 2, 3),)).resolve() == Block(0, 2, 3)
