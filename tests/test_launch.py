@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import instep
+from instep import cli
 from instep.launch.environment import threads_per_rank
 from launching import Launch
 
@@ -390,7 +392,15 @@ TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
         (["-n", "0", "train.py"], "not '0'"),
         (["-n", "-2", "train.py"], "not '-2'"),
         (["-n", "x", "train.py"], "not 'x'"),
-        (["train.py"], "-n"),
+        (["train.py"], "say how many ranks: instep run -n 2 train.py"),
+        (["train.py", "-n", "2"], "-n comes before the script: instep run -n 2 train.py"),
+        (["train.py", "-np", "2"], "-np comes before the script"),
+        (["-n", "2", "--pllain", "train.py"], "no option --pllain; did you mean --plain?"),
+        (["-n", "2", "--nodes", "2", "train.py"], "did you mean --nnodes?"),
+        (["-n", "2", "python", "train.py"], "Leave python out"),
+        (["-n", "2", "note.ipynb"], "it is a notebook. Call instep.spawn in it"),
+        (["-n", "2", "folder.module"], "If the module is meant, write -m folder.module."),
+        (["-n", "2", "/dev/zero"], "it is no ordinary file"),
         (["-n", "2"], "nothing to run"),
         (["-n", "2", "-m"], "nothing to run"),
         (["-n", "2", "nowhere.py"], "nowhere.py: there is no such file"),
@@ -412,6 +422,9 @@ def test_what_cannot_be_done_is_said_in_one_line(
     launch: Launch, arguments: list[str], said: str
 ) -> None:
     launch.script("tell('ran')")
+    (launch.folder / "note.ipynb").touch()
+    (launch.folder / "folder" / "module.py").parent.mkdir()
+    (launch.folder / "folder" / "module.py").touch()
     result = launch.run(*arguments)
     assert result.returncode == 2
     assert result.stdout == ""
@@ -419,6 +432,33 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert result.stderr.count("\n") == 1
     assert said in result.stderr
     assert launch.no_event()
+
+
+@pytest.mark.parametrize("ranks", ["-np 2", "--nproc 2", "--nproc-per-node=2", "-n2"])
+def test_other_launchers_words_for_the_number_of_ranks_are_taken(
+    launch: Launch, ranks: str
+) -> None:
+    script = launch.script("tell(rank, size)")
+    assert launch.run(*ranks.split(), script).returncode == 0
+    assert launch.events(2) == [[0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "usage: instep "),
+        ("help", "usage: instep "),
+        ("help run", "usage: instep run -n N"),
+        ("--version", f"instep {instep.__version__}\n"),
+    ],
+)
+def test_whoever_asks_the_command_for_nothing_is_helped(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words.split())
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith(said)
 
 
 TASKS = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}

@@ -11,6 +11,11 @@ import instep
 from pool import ranks, run
 
 
+def test_accuracy_takes_one_k_too() -> None:
+    assert instep.Accuracy(5).topk == (5,)
+    assert instep.Accuracy(topk=(1, 5)).topk == (1, 5)
+
+
 def evaluate(n, batch_size):
     generator = torch.Generator().manual_seed(3)
     scores, target = torch.randn(n, 7, generator=generator), torch.arange(n) % 7

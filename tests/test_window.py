@@ -1,6 +1,8 @@
 """The shop window: its three lists are one."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import instep
@@ -24,3 +26,12 @@ def test_what_is_promised_is_what_type_checkers_and_users_get():
     assert values == {"world", *instep._OF_THE_WORLD}
     assert sorted({*homes, *values}) == instep.__all__
     assert all(getattr(instep, name) is not None for name in instep.__all__)
+
+
+def test_mixed_precision_is_there_without_an_import_of_its_own():
+    found = subprocess.run(
+        [sys.executable, "-c", "import instep; print(instep.precision.prepare.__module__)"],
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.startswith("instep.precision."), found.stderr

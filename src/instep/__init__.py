@@ -124,16 +124,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(f"instep.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-    if name == "world" or name in _OF_THE_WORLD:
-        current = import_module("instep.meeting.rendezvous").current()
-        return current if name == "world" else getattr(current, _OF_THE_WORLD[name])
-    raise AttributeError(f"module 'instep' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from instep import precision as precision
+else:  # type checkers would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            value = getattr(import_module(f"instep.{_HOMES[name]}"), name)
+            globals()[name] = value
+            return value
+        if name == "world" or name in _OF_THE_WORLD:
+            current = import_module("instep.meeting.rendezvous").current()
+            return current if name == "world" else getattr(current, _OF_THE_WORLD[name])
+        if name == "precision":
+            return import_module("instep.precision")
+        raise AttributeError(f"module 'instep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "precision"]

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
 from instep.launch import local_rank
+from instep.version import __version__
 
 COMMANDS = {
     "run": "instep.launch.command",
@@ -32,6 +34,16 @@ WITH_VALUE which of their options take the next word as their value."""
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
+    def parse_known_args(self, *given: Any, **named: Any) -> tuple[Any, list[str]]:
+        """As argparse does, but an option that does not exist is an error, with the nearest one."""
+        asked, unknown = super().parse_known_args(*given, **named)
+        if unknown and unknown[0].startswith("-"):
+            word = unknown[0].partition("=")[0]
+            near = get_close_matches(word, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise CommandLineError(f"there is no option {word}{hint} See {self.prog} --help.")
+        return asked, unknown
+
     def error(self, message: str) -> NoReturn:
         raise CommandLineError(f"{message}. See {self.prog} --help.")
 
@@ -46,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = local_rank.without(sys.argv[1:] if argv is None else argv)
     plain = words[:1] == ["--plain"]
     words = words[plain:]
+    if words[:1] == ["help"] or not words:
+        words = [*words[1:2], "--help"]
     name = words[0] if words else ""
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
         return _run_here(words, plain)
@@ -62,8 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_here(words: Sequence[str], plain: bool) -> int:
     from instep.launch import guest, program  # the supervisor of ranks does without
+    from instep.launch.job import check_script
 
     try:
+        if words[0] != "-m":
+            check_script(words[0])
         guest.prepare(words)
     except LaunchError as error:
         return _refuse(error)
@@ -94,6 +111,7 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def _parser(name: str) -> argparse.ArgumentParser:
     """A parser for the command of this name; for all of them where there is none."""
     parser = _Parser("instep", description="Write for one process, run on many.")
+    parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for known, home in COMMANDS.items():
         if name not in COMMANDS or name == known:

@@ -87,6 +87,14 @@ class CommandLineError(LaunchError):
         return cls(f"{flag} takes the number of ranks, a whole number from 1 up, not {value!r}.")
 
     @classmethod
+    def no_number_of_ranks(cls, program: Sequence[str]) -> CommandLineError:
+        """No -n, or one behind the script's name, where it is the script's."""
+        late = next((word for word in program[1:] if word in ("-n", "-np", "--nproc")), None)
+        script = program[0] if program and program[0] != "-m" else "train.py"
+        what = f"{late} comes before the script" if late else "say how many ranks"
+        return cls(f"{what}: instep run -n 2 {script}")
+
+    @classmethod
     def several_hosts(cls, why: str) -> CommandLineError:
         """--nnodes, --node-rank and --master that do not go together."""
         return cls(
@@ -109,9 +117,9 @@ class CommandLineError(LaunchError):
         return cls("nothing to run: name a script.py, or -m and a module.")
 
     @classmethod
-    def script(cls, path: str, why: str) -> CommandLineError:
+    def script(cls, path: str, why: str, advice: str = "Name a Python script.") -> CommandLineError:
         """A script that cannot be run."""
-        return cls(f"cannot run {path}: {why}. Name a Python script.")
+        return cls(f"cannot run {path}: {why}. {advice}")
 
     @classmethod
     def output_folder(cls, path: str, why: str) -> CommandLineError:

@@ -41,7 +41,9 @@ what each rank loads of every batch of an unedited script.
 own (the default): its rows; what is random in a sample does not depend on who loads it.
 whole: everything, with the random numbers of plain Python"""
 
-WITH_VALUE = ("-n", "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
+_RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
+"""The number of ranks, as other launchers call it too."""
+WITH_VALUE = (*_RANKS, "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
 
 
@@ -59,7 +61,7 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(command=run)
     parser.add_argument(
-        "-n", required=True, type=_number_of_ranks, metavar="N", help="how many ranks on this host"
+        *_RANKS, dest="n", type=_number_of_ranks, metavar="N", help="how many ranks on this host"
     )
     parser.add_argument("--plain", action="store_true", help="divide nothing of the script")
     parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
@@ -78,6 +80,8 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises LaunchError."""
+    if asked.n is None:
+        raise CommandLineError.no_number_of_ranks(program)
     load = {knobs.LOAD.name: asked.load} if asked.load else {}
     job = Job(
         asked.n,
@@ -121,7 +125,8 @@ def _mention_findings(job: Job) -> None:
     script = job.command[0]
     findings = severe_findings(script) if job.hosts.node == 0 else []
     if findings:
-        codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
+        named = dict.fromkeys(f"{finding.code} ({finding.name})" for finding in findings)
+        codes = ", ".join(named)
         print(f"instep: {codes} in this script; see: instep check {script}", file=sys.stderr)
 
 

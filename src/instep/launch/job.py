@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,13 +37,29 @@ class Job:
         if not self.command or self.command == ("-m",):
             raise CommandLineError.nothing_to_run()
         if self.command[0] != "-m":
-            _check_script(self.command[0])
+            check_script(self.command[0])
 
 
-def _check_script(path: str) -> None:
+def check_script(path: str) -> None:
+    """Raise CommandLineError unless this is a file that may be a Python script."""
     if os.path.isdir(path):
         raise CommandLineError.script(path, "it is a directory")
     if not os.path.exists(path):
-        raise CommandLineError.script(path, "there is no such file")
+        raise CommandLineError.script(path, "there is no such file", _instead_of(path))
+    if not os.path.isfile(path):  # each rank reads it
+        raise CommandLineError.script(path, "it is no ordinary file")
+    if path.endswith(".ipynb"):
+        advice = "Call instep.spawn in it, or make a script: jupyter nbconvert --to script."
+        raise CommandLineError.script(path, "it is a notebook", advice)
     if not os.access(path, os.R_OK):
         raise CommandLineError.script(path, "it may not be read")
+
+
+def _instead_of(path: str) -> str:
+    """What to do about a program that is no file."""
+    if re.fullmatch(r"python[\d.]*", os.path.basename(path)):
+        return f"Leave {path} out: the script's name comes first."
+    module = os.path.join(*path.split("."))
+    if "." in path and (os.path.isfile(f"{module}.py") or os.path.isdir(module)):
+        return f"If the module is meant, write -m {path}."
+    return "Name a Python script."

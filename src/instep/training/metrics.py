@@ -81,7 +81,8 @@ class Mean(_Sums):
 class Accuracy(_Sums):
     """The fraction of all samples whose target is among the k highest scores, for each k."""
 
-    def __init__(self, topk: Sequence[int] = (1,)) -> None:
+    def __init__(self, topk: int | Sequence[int] = (1,)) -> None:
+        topk = (topk,) if isinstance(topk, int) else topk
         if not topk or min(topk) < 1:
             raise ValueError(f"topk holds ranks from 1 on, such as (1, 5); got {tuple(topk)!r}.")
         super().__init__(len(topk))
