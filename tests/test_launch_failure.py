@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -344,7 +345,7 @@ def test_a_job_inside_a_rank_goes_with_it(launch: Launch) -> None:
         process.kill()
     launch.wait_until_gone(family)
     for left in launch.temporary.iterdir():  # the inner job's guard was killed with it
-        left.rmdir()
+        shutil.rmtree(left)
 
 
 @pytest.mark.parametrize("hang_up", [socket.socket.close, lambda ours: ours.shutdown(1)])
@@ -378,6 +379,99 @@ def test_a_job_goes_on_without_its_guard(launch: Launch) -> None:
         guard.kill()
         launch.call(2)
         assert launch.end_of(process).returncode == 0
+
+
+PEERLESS = """
+import os, sys, torch, instep
+def end(how):
+    if how == "exit":
+        sys.exit(0)
+    if how == "_exit":
+        os._exit(0)
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    try:
+        raise ValueError("boo")
+    finally:
+        instep.broadcast(torch.ones(3), 0)
+instep.barrier()
+if instep.rank == 1:
+    end(sys.argv[1])
+instep.all_reduce(torch.ones(2))
+"""
+EARLY = (
+    "instep: rank 1 of 2 ended with exit code 0 while rank 0 waited for it; rank 0 was stopped\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "head", "line"),
+    [
+        ("exit", EARLY + "It left at {}:5.\nTraceback", "all_reduce(torch.ones(2))"),
+        ("_exit", EARLY + "It was last seen at {}:", "all_reduce(torch.ones(2))"),
+        ("kill", "instep: rank 1 of 2 was killed by SIGKILL; rank 0 was stopped\nIt was last ", ""),
+        ("finally", "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace", "boo"),
+    ],
+)
+def test_the_rank_is_named_that_others_wait_for(
+    launch: Launch, how: str, head: str, line: str
+) -> None:
+    path = launch.folder / "train.py"
+    path.write_text(PEERLESS)
+    result = launch.run("-n", 2, path, how)
+    assert head.format(path) in result.stderr
+    assert line in result.stderr
+    assert "ValueError: boo\nAfter that: DisagreementError: " in result.stderr or how != "finally"
+    assert result.stderr.count("/src/instep/") <= 2
+    assert result.returncode == (137 if how == "kill" else 1)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("os.abort()", "SIGABRT"),
+        ("raise KeyboardInterrupt", "SIGINT"),
+    ],
+)
+def test_a_death_by_a_signal_names_the_line(launch: Launch, ending: str, said: str) -> None:
+    script = launch.script(f"if rank == 0: forever()\n{ending}")
+    last = len(Path(script).read_text().splitlines())
+    stderr = launch.run("-n", 2, script).stderr
+    assert f"rank 1 of 2 was killed by {said}" in stderr
+    assert f'File "{script}", line {last} in <module>' in stderr.replace(", in", " in")
+    assert stderr.count('  File "') == 1
+
+
+def test_an_exception_that_cannot_say_what_it_is(launch: Launch) -> None:
+    script = launch.script("""
+        class Mute(Exception):
+            def __str__(self):
+                raise RuntimeError
+        if rank == 0:
+            forever()
+        raise Mute
+    """)
+    stderr = launch.run("-n", 2, script).stderr
+    assert stderr.startswith("instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\n")
+    assert stderr.endswith("raise Mute\nMute: <exception str() failed>\n")
+
+
+def test_who_only_says_that_another_failed_is_not_the_first() -> None:
+    complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
+    cause = Failure(1, 10.5, 1, raised=True)
+    ends = [End(0, 10.2, 1, stopped=False), End(1, 11.0, 1, stopped=False)]
+    assert first_failure(ends, [complaint, cause]) is cause
+
+
+def test_who_left_while_another_waited_is_the_first() -> None:
+    complaint = Failure(0, 10.0, 1, raised=True, text="gone\n", follows=True, missed=1)
+    ends = [End(0, 10.2, 1, stopped=False), End(1, 9.0, 0, stopped=False, told="There.\n")]
+    first = first_failure(ends, [complaint])
+    assert first is not None
+    early = "instep: rank 1 of 2 ended with exit code 0 while rank 0 waited for it"
+    assert report(first, ends, 2) == f"{early}; rank 0 was stopped\nThere.\ngone\n"
+    assert first.exit_code == 1
 
 
 def test_the_earliest_failure_is_the_first() -> None:

@@ -793,7 +793,9 @@ class BrokenGroupError(CollectiveError, RuntimeError):
 class PeerDiedError(BrokenGroupError):
     """A rank's process ended while another waited for it."""
 
-    def __init__(self, peer: str, call: str) -> None:
+    def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
+        self.rank = rank
+        """That rank, where it is known."""
         CollectiveError.__init__(
             self, f"{peer} died; this rank was waiting for it in {call}. Its own output says why."
         )
@@ -802,7 +804,9 @@ class PeerDiedError(BrokenGroupError):
 class PeerLeftError(BrokenGroupError):
     """A rank destroyed its process group while another waited for it."""
 
-    def __init__(self, peer: str, call: str) -> None:
+    def __init__(self, peer: str, call: str, rank: int | None = None) -> None:
+        self.rank = rank
+        """That rank, where it is known."""
         CollectiveError.__init__(
             self,
             f"{peer} destroyed its process group; this rank was waiting for it in {call}. "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instep.fates import headline, how_it_ended, shell_code
+from instep.fates import ended_early, headline, how_it_ended, shell_code
 
 SIGHT = 0.1
 """Seconds. A death is seen later than it happens, and a peer may have complained in between: a
@@ -30,6 +30,12 @@ class Failure:
     """Its traceback, or the message of its SystemExit."""
     lost_host: str = ""
     """The host whose supervisor does not answer any more, if that is the failure."""
+    follows: bool = False
+    """Whether it only says that another rank failed, left, or did something else."""
+    missed: int | None = None
+    """The rank that had ended while this one waited for it, if that is the failure."""
+    waiting: int | None = None
+    """The rank that waited for this one, which had ended with exit code 0."""
 
     def write(self, path: Path) -> None:
         """Leave it at `path`, whole or not at all."""
@@ -54,6 +60,10 @@ class Failure:
         """What happened, as a predicate."""
         if self.lost_host:
             return f"was lost with its host {self.lost_host}"
+        if self.waiting is not None:
+            return ended_early(self.waiting)
+        if self.code < 0:
+            return how_it_ended(self.code)
         return f"failed (exit code {self.code})" if self.raised else how_it_ended(self.code)
 
 
@@ -68,24 +78,40 @@ class End:
     """The exit code; -n for signal n."""
     stopped: bool
     """Whether the supervisor had already told it to."""
+    told: str = ""
+    """What else is known of how it ended, as lines."""
+    left: bool = False
+    """Whether it had come to the end of its program, with exit code 0."""
+
+    @property
+    def in_peace(self) -> bool:
+        """Whether nobody made it end, and its exit code is 0, or was to be."""
+        return self.left or (self.code == 0 and not self.stopped)
 
 
 def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | None:
     """The failure that the others followed from; None when nobody failed."""
     spoke = {failure.rank for failure in written}
-    silent = [end for end in ends if end.code != 0 and end.rank not in spoke]
+    ended = {end.rank: end for end in ends}
+    silent = [end for end in ended.values() if end.code != 0 and end.rank not in spoke]
     unasked = [end for end in silent if not end.stopped]
     candidates = [
         *written,
-        *(Failure(end.rank, end.time - SIGHT, end.code) for end in unasked),
-    ] or [Failure(end.rank, end.time, end.code) for end in silent]
-    return min(candidates, key=lambda failure: (failure.time, failure.rank), default=None)
+        *(Failure(end.rank, end.time - SIGHT, end.code, text=end.told) for end in unasked),
+    ] or [Failure(end.rank, end.time, end.code, text=end.told) for end in silent]
+    first = min(candidates, key=lambda each: (each.follows, each.time, each.rank), default=None)
+    missed = ended.get(first.missed) if first and first.missed is not None else None
+    if first is None or missed is None or not missed.in_peace:
+        return first
+    text = missed.told + first.text
+    return replace(first, rank=missed.rank, missed=None, waiting=first.rank, text=text)
 
 
 def report(first: Failure, ends: Sequence[End], size: int) -> str:
     """What the user reads last: who of `size` ranks failed, how, what became of the others."""
-    finished = [end.rank for end in ends if end.code == 0 and not end.stopped]
-    stopped = [end.rank for end in ends if end.rank not in (first.rank, *finished)]
+    others = [end for end in ends if end.rank != first.rank]
+    finished = [end.rank for end in others if end.code == 0 and not end.stopped]
+    stopped = [end.rank for end in others if end.rank not in finished]
     sentence = headline(first.rank, size, str(first), finished, stopped)
     text = first.text.rstrip(os.linesep)
     return "\n".join([sentence, *([text] if text else [])]) + "\n"

@@ -13,6 +13,11 @@ def how_it_ended(code: int | None) -> str:
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
+def ended_early(waiting: int) -> str:
+    """As a predicate: a rank ended as one that has finished, and this other one waited for it."""
+    return f"ended with exit code 0 while rank {waiting} waited for it"
+
+
 def shell_code(code: int | None) -> int:
     """As a shell has it: 128 + n for signal n. 1 where nobody was told."""
     return 1 if code is None else code if code >= 0 else 128 - code

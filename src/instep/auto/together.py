@@ -30,6 +30,7 @@ from instep.identity import launchers
 from instep.identity.world import World
 from instep.meeting import rendezvous
 from instep.meeting.stores import open_store
+from instep.tracebacks import in_words
 from instep.watch.whereabouts import at_the_end
 
 PATIENCE = 1.5
@@ -142,7 +143,7 @@ class Together:
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         """For sys.excepthook."""
-        heard = issubclass(kind, KeyboardInterrupt) or self.failing(f"{kind.__name__}: {error}")
+        heard = self.failing(in_words(error))
         if heard and self.world.rank != 0:
             self._streams.leave()
         if heard:

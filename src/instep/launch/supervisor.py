@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from instep import knobs
 from instep.errors import StartError
 from instep.failure import End, Failure, first_failure, report
+from instep.lastseen import LastSeen
 from instep.launch import links
 from instep.launch.environment import rank_environment
 from instep.launch.guard import Guard, end_ranks
@@ -94,10 +95,16 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
             _run_ranks(job, party, watch, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
+            ends = [_told(end, LastSeen(file)) for end, file in zip(watch.ends, files, strict=True)]
         mailbox.obey()
         output.finish(failures)
-        whole = watch.links.conclude(Outcome(watch.ends, failures))
+        whole = watch.links.conclude(Outcome(ends, failures))
         return _conclude(job, party, watch.asked, whole)
+
+
+def _told(end: End, seen: LastSeen) -> End:
+    """With what the rank's files say of its end."""
+    return replace(end, told=seen.told(end.code, end.time), left=seen.left())
 
 
 def _new_folder() -> tempfile.TemporaryDirectory[str]:

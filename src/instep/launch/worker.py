@@ -7,9 +7,9 @@ is a socket to the supervisor.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from types import TracebackType
 
 from instep.failure import Failure
 from instep.identity.launchers import FAILURE_FILE, STORE_FD
+from instep.lastseen import LastSeen, expect_crash
 from instep.launch import program
 from instep.launch.line import FAILED, GO, READY
+from instep.tracebacks import in_words, is_consequence, line_of, origin, shown
 
 LINES = "lines"
 """The supervisor reads this rank's output: send each line as it is printed."""
@@ -32,23 +34,26 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
     try:
         _wait_for_go(int(line))
         leave = Leave(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
+        crash = open(LastSeen(leave.file).crash_file, "wb")  # noqa: SIM115 - until the end
+        expect_crash(crash.fileno())
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run(command, plain=way == PLAIN)
+        leave.in_peace("the end of the script")
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
             sys.exit(1)
-        sys.exit(leave.by_exit(leaving.code))
-    except KeyboardInterrupt:
+        sys.exit(leave.by_exit(leaving))
+    except KeyboardInterrupt as interrupt:
+        if program.failing(in_words(interrupt)):
+            leave.failure(interrupt, code=-signal.SIGINT)
         sys.excepthook = _say_nothing
         raise
     except BaseException as error:
-        if not program.failing(f"{type(error).__name__}: {error}"):
-            hook.written = error
+        hook.written = error
+        if not program.failing(in_words(error)):
             sys.exit(1)
-        hook.written = error.with_traceback(_users_frames(error))
-        text = "".join(traceback.format_exception(error))
-        leave.failure(code=1, raised=True, text=text)
+        leave.failure(error, code=1, raised=True)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
@@ -88,39 +93,45 @@ class Leave:
     rank: int
     file: Path
 
-    def by_exit(self, meant: object) -> int:
+    def by_exit(self, leaving: SystemExit) -> int:
         """What SystemExit means to the interpreter, with the message left to the supervisor."""
-        if meant is None:
-            return 0
-        if not isinstance(meant, int):
-            self.failure(code=1, text=f"{meant}\n")
-            return 1
-        if code := meant & 0xFF:
-            self.failure(code=code)
+        meant = leaving.code
+        if meant is None or isinstance(meant, int):
+            code, text = (meant or 0) & 0xFF, ""
+        else:
+            code, text = 1, f"{meant}\n"
+        if code:
+            self._write(leaving, code, text)
+        else:
+            self.in_peace(line_of(leaving))
         return code
 
-    def failure(self, *, code: int, raised: bool = False, text: str = "") -> None:
+    def failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
+        """What escaped from the script."""
+        self._write(error, code, shown(error), raised)
+
+    def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         """To the supervisor."""
-        now = time.time()
+        follows = is_consequence(error)
+        missed = getattr(origin(error), "rank", None) if follows else None
+        failure = Failure(
+            self.rank, time.time(), code, raised, text, follows=follows, missed=missed
+        )
         with program.real_files():
-            Failure(self.rank, now, code, raised, text).write(self.file)
+            failure.write(self.file)
         with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
             os.write(self.line, FAILED)
 
-
-def _users_frames(error: BaseException) -> TracebackType | None:
-    """Its traceback without our own frames before the user's first."""
-    ours = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
-        frames = frames.tb_next
-    return frames
+    def in_peace(self, line: str) -> None:
+        """With exit code 0, which others may still have to hear of."""
+        with program.real_files(), open(LastSeen(self.file).left_file, "w") as file:
+            file.write(line)
 
 
 def _say_nothing(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """The user pressed Ctrl-C: no traceback."""
+    """The supervisor says it, unless the user pressed Ctrl-C and knows."""
 
 
 if __name__ == "__main__":

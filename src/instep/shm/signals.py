@@ -135,9 +135,9 @@ class Signals:
             if state == _GAVE_UP:
                 raise PeerGaveUpError(str(peer), call.text, self._read(_REASON, other))
             if state == _LEFT:
-                raise PeerLeftError(str(peer), call.text)
+                raise PeerLeftError(str(peer), call.text, peer.rank)
             if not alive:
-                raise PeerDiedError(str(peer), call.text)
+                raise PeerDiedError(str(peer), call.text, peer.rank)
         limit = (timeout or self._default_timeout()).total_seconds()
         if waited > limit:
             raise CollectiveTimeoutError([str(self._peers[o]) for o in missing], call.text, limit)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -26,8 +27,14 @@ from instep import knobs
 from instep.failure import Failure
 from instep.identity.launchers import FAILURE_FILE, JOB
 from instep.identity.world import World
+from instep.lastseen import LastSeen, expect_crash, note
+from instep.tracebacks import is_consequence, origin, trim
 from instep.watch.line import Line
-from instep.watch.whereabouts import stack_of_main_thread, wait_of_main_thread
+from instep.watch.whereabouts import (
+    line_of_main_thread,
+    stack_of_main_thread,
+    wait_of_main_thread,
+)
 
 PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
@@ -85,7 +92,10 @@ class Attendant:
         self._headline = ""
         """What the user is told of it, if it was this rank's."""
         listener = hub.get("listener")
-        passed = {"pidfd": os.pidfd_open(self._pid)}
+        self._seen = _seen_file()
+        passed = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
+        if JOB not in os.environ:
+            passed["crash"] = os.dup(_crash_file())
         if isinstance(listener, socket.socket):
             passed["listener"] = listener.detach()
         ours, theirs = socket.socketpair()
@@ -139,8 +149,12 @@ class Attendant:
     ) -> None:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
-            self._say_failed(130 if issubclass(kind, KeyboardInterrupt) else 1)
-        self._hook(kind, error, trace)
+            follows = is_consequence(error)
+            missed = getattr(origin(error), "rank", None) if follows else None
+            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            self._say_failed(code, follows=follows, missed=missed)
+            trim(error)
+        self._hook(kind, error, error.__traceback__)
 
     def _child_ends(self) -> None:
         """What multiprocessing's children raise, and so mp.spawn's, never comes to sys.excepthook;
@@ -150,9 +164,9 @@ class Attendant:
         if code:
             self._say_failed(code if isinstance(code, int) else 1)
 
-    def _say_failed(self, code: int) -> None:
+    def _say_failed(self, code: int, **facts: object) -> None:
         """Return when this rank may fail: when it is the first, or nobody can say who was."""
-        self._line.say("failed", code=code)
+        self._line.say("failed", code=code, **facts)
         self._named.wait(PATIENCE)
         if self._follows:
             time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
@@ -161,9 +175,11 @@ class Attendant:
     # --------------------------------------------------------------------- what the watcher says
 
     def _listen(self) -> None:
+        self._note()
         while (said := self._line.hear()) is not None:
             for words in said:
                 if words["word"] == "where":
+                    self._note()
                     self._line.say("stands", wait=wait_of_main_thread())
                 elif words["word"] == "told":
                     self._headline = words["headline"] + "\n"
@@ -174,29 +190,50 @@ class Attendant:
                 elif words["word"] == "leave":
                     self._leave(words["code"], words["why"])
                 elif words["word"] == "die":
-                    self._die(words["text"])
+                    self._die(words["text"], words["missed"])
         self._named.set()
         self._line.hang_up()
+        os.close(self._seen)
         with suppress(ChildProcessError):  # the script waits for all children itself
             os.waitpid(self._watcher, 0)
 
-    def _die(self, text: str) -> None:
+    def _note(self) -> None:
+        note(self._seen, line_of_main_thread())
+
+    def _die(self, text: str, missed: int | None) -> None:
         """The main thread is stuck, so it cannot raise an error."""
         stack = stack_of_main_thread()
         if FAILURE_FILE not in os.environ:
             os.write(2, f"instep: {text}\n{stack}".encode())
-        self._leave(1, f"{text}\n{stack}")
+        self._leave(1, f"{text}\n{stack}", missed)
 
-    def _leave(self, code: int, why: str) -> None:
+    def _leave(self, code: int, why: str, missed: int | None = None) -> None:
         """End this process with that code, whatever the main thread does."""
         self._line.say("leaving")
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
-            Failure(self._world.rank, time.time(), code, False, why).write(Path(path))
+            rank, now = self._world.rank, time.time()
+            Failure(rank, now, code, text=why, follows=True, missed=missed).write(Path(path))
         for stream in (sys.stdout, sys.stderr):
             with suppress(ValueError, OSError):
                 stream.flush()
         os._exit(code)
+
+
+@cache
+def _crash_file() -> int:
+    """Where a fatal signal leaves Python's account of it, for the watcher."""
+    fd = os.memfd_create("crash")
+    expect_crash(fd)
+    return fd
+
+
+def _seen_file() -> int:
+    """Where this rank notes its line: for `instep run`, or for the watcher alone."""
+    path = os.environ.get(FAILURE_FILE)
+    if path is None:
+        return os.memfd_create("seen")
+    return os.open(LastSeen(path).line_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _command(fd: int) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 import socket
 from functools import partial
 
-from instep.fates import headline, how_it_ended
+from instep.fates import ended_early, headline, how_it_ended
 from instep.watch import deadlock
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
@@ -127,17 +127,24 @@ class Hub:
             )
             self._loop.after(NEWS, self._name_the_first)
             return
-        self._first = (silent or self._news)[0]
-        others = set(range(self._size)) - {self._first["rank"]}
-        fates = others & self._finished, others - self._finished
-        where = f" on {self._first['host']}" if len(self._hosts) > 1 else ""
-        what = self._first["what"] + where
-        self._first["headline"] = headline(self._first["rank"], self._size, what, *fates)
+        own = [failure for failure in self._news if not failure.get("follows")]
+        self._first = (silent or own or self._news)[0]
+        self._first["headline"] = self._headline(self._first)
         self._tell_all("failed", **self._first)
         if self._first["rank"] in self._ended:
             self._let_the_others_go()
         else:
             self._loop.after(LAST_WORDS, self._let_the_others_go)
+
+    def _headline(self, first: Said) -> str:
+        """Of a rank that waited for one which had ended, it names the latter."""
+        rank, missed = first["rank"], first.get("missed")
+        where = f" on {first['host']}" if len(self._hosts) > 1 else ""
+        what = first["what"] + where
+        if missed is not None and (missed in self._finished or self._ended.get(missed) == 0):
+            what, rank = ended_early(rank), missed
+        others = set(range(self._size)) - {rank}
+        return headline(rank, self._size, what, others & self._finished, others - self._finished)
 
     def _let_the_others_go(self) -> None:
         if not self._left:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 from instep.fates import headline, named, shell_code
+from instep.lastseen import crash_told, line_told
 from instep.watch.hub import Hub, failure
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
@@ -43,6 +45,7 @@ class Watcher:
         self._loop, self._line, self._hub = loop, rank, hub
         self._rank, self._size, self._host = said["rank"], said["size"], said["host"]
         self._pidfd, self._pid = said["pidfd"], said["pid"]
+        self._seen_file, self._crash = said["seen"], said.get("crash")
         self._is_hub = said["rank"] == 0
         self._supervised = said["supervised"]
         self._finished = self._spoke = self._leaving = self._obeyed = False
@@ -53,6 +56,8 @@ class Watcher:
         """The ranks that have ended."""
         self._failure: Said | None = None
         """The job's first."""
+        self._missed: int | None = None
+        """The rank for which it waits in vain."""
         self._verdict: str | None = None
         """What the rank is to die of, as we have seen."""
         self._children: dict[int, int] = {}
@@ -85,7 +90,8 @@ class Watcher:
                 self._finished = True
                 self._hub.say("finished")
             elif words["word"] == "failed":
-                self._fail(words["code"], f"failed (exit code {words['code']})")
+                what = f"failed (exit code {words['code']})"
+                self._fail(words["code"], what, words.get("follows", False), words.get("missed"))
             elif words["word"] == "leaving":
                 self._obeyed = True
             elif words["word"] == "stands":
@@ -94,9 +100,10 @@ class Watcher:
                 self._hub.say("ended", code=0)
                 self._loop.stop()
 
-    def _fail(self, code: int, what: str) -> None:
+    def _fail(self, code: int, what: str, follows: bool = False, missed: int | None = None) -> None:
         self._spoke = True
-        self._hub.say("failed", **failure(self._rank, self._host, code, what, silent=False))
+        news = failure(self._rank, self._host, code, what, silent=False)
+        self._hub.say("failed", **news | {"follows": follows, "missed": missed})
 
     def _rank_ended(self) -> None:
         self._loop.off(self._pidfd)
@@ -106,7 +113,8 @@ class Watcher:
             code != 0 if code is not None else not self._finished
         )
         if silent:
-            self._hub.say("failed", **failure(self._rank, self._host, code, silent=True))
+            news = failure(self._rank, self._host, code, silent=True)
+            self._hub.say("failed", **news | {"told": self._last_words(code)})
         self._hub.say("ended", code=code)
         if code != 0:
             self._end_children()
@@ -116,6 +124,11 @@ class Watcher:
             _close_stderr()
         else:
             self._loop.stop()
+
+    def _last_words(self, code: int | None) -> str:
+        """What is known of how the rank ended, as lines."""
+        crash = _text_of(self._crash) if code is not None and code < 0 else ""
+        return crash_told(crash) or line_told(_text_of(self._seen_file), time.time())
 
     def _leave(self) -> None:
         """Let the rank go, or make it."""
@@ -177,7 +190,7 @@ class Watcher:
         if first["rank"] != self._rank:
             self._line.say("hush")
         elif self._verdict is not None:
-            self._line.say("die", text=self._verdict)
+            self._line.say("die", text=self._verdict, missed=self._missed)
         else:
             self._line.say("told", headline=first["headline"])
 
@@ -187,7 +200,7 @@ class Watcher:
         if first is not None and first["silent"] and not self._supervised:
             lost = first["what"].startswith("is lost")
             if first["rank"] == self._rank or (lost and self._is_hub):
-                os.write(2, f"{first['headline']}\n".encode())
+                os.write(2, f"{first['headline']}\n{first.get('told', '')}".encode())
         self._loop.stop()
 
     # ------------------------------------------------------------------------ is it getting on
@@ -208,15 +221,12 @@ class Watcher:
             self._loop.after(LOOK_CLOSELY, self._look_closely)
 
     def _look(self) -> None:
-        """Only a rank that did nearly nothing since the last look is asked where it stands."""
+        """What it did since the last look, and where it stands."""
         with suppress(OSError):
             switches, ticks = activity(self._pid)
             self._asleep = switches == self._seen[0]
             self._idle = ticks - self._seen[1] <= IDLE
-            if self._asleep or self._idle:
-                self._line.say("where")
-            else:
-                self._gets_on()
+            self._line.say("where")
             self._seen = switches, ticks
             self._note_children()
 
@@ -229,7 +239,8 @@ class Watcher:
     def _judge(self, wait: Said | None) -> None:
         """It stands in this collective or in none."""
         before, self._turn = self._turn, None if wait is None else wait.get("turn")
-        if wait is None or not (self._asleep or before == self._turn is not None):
+        waited = self._asleep or (self._idle and before == self._turn is not None)
+        if wait is None or not waited:
             self._gets_on()
             return
         self._still = self._still + 1 if self._idle else 0
@@ -239,15 +250,22 @@ class Watcher:
             where = f"{wait['call']} at {wait['line']}"
             verb = "has" if len(gone) == 1 else "have"
             self._convict(
-                f"rank {self._rank} waits in {where} for {named(gone)}, which {verb} ended."
+                f"rank {self._rank} waits in {where} for {named(gone)}, which {verb} ended.",
+                gone[0],
             )
         elif self._still >= 2 and not self._told_wait:
             self._told_wait = True
             self._hub.say("waits", **wait)
 
-    def _convict(self, text: str) -> None:
-        self._verdict = text
-        self._fail(1, "waits in vain")
+    def _convict(self, text: str, missed: int | None = None) -> None:
+        self._verdict, self._missed = text, missed
+        self._fail(1, "waits in vain", True, missed)
+
+
+def _text_of(fd: int | None) -> str:
+    if fd is None:
+        return ""
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 
 def _close_stderr() -> None:

@@ -21,6 +21,7 @@ from instep.shm.signals import Signals
 
 _OURS = f"{Path(__file__).parent.parent}/"
 _NOT_THE_SCRIPT = (_OURS, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
+_STDLIB = f"{Path(contextlib.__file__).parent}/"
 _TORCH = dist.distributed_c10d.__file__
 _WRAPPERS = (dist.c10d_logger.__file__, f"{_OURS}auto/patching.py")
 """Of torch's functions' decorators, and of what answers for other functions in unedited scripts."""
@@ -86,6 +87,19 @@ def wait_of_main_thread() -> dict[str, object] | None:
             call = next(called, found["op"])
             return {"call": call, "line": line(script)} | found
     return None
+
+
+def line_of_main_thread() -> str:
+    """At which line of the script, or of a library that it uses, it is."""
+    frames = [*_frames()]
+    installed = (frame for frame in frames if not _is_pythons(frame))
+    return line(of_script(next(installed, frames[0])))
+
+
+def _is_pythons(frame: FrameType) -> bool:
+    """Whether it is of Python's own library."""
+    file = frame.f_code.co_filename
+    return file.startswith(_STDLIB) and "-packages" not in file
 
 
 def stack_of_main_thread() -> str:
