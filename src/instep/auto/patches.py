@@ -11,6 +11,7 @@ import builtins
 import io
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 
@@ -23,12 +24,14 @@ from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
 from instep.auto.shadow import Shadow
 from instep.divided import backward, checkpoints, losses, modules, statistics
+from instep.watch import interrupts
 
 _SEEN = "each rank sees the files as one process would have left them"
 _ONCE = "rank 0 changes the files, the others what they see of them"
 _BY_NAME = "this library opens the file itself"
 _OWN = "its name is drawn by each process, so it is no other rank's"
 _TERMINAL = "stdin and the terminal are rank 0's, on all ranks"
+_INTERRUPT = "an interrupt takes effect at the same point on every rank"
 _CHILD = "a child process runs once, and all ranks get what came of it"
 _LEFT = "a script that is distributed already is left alone"
 _HIDDEN = "the script knows of one process"
@@ -83,6 +86,11 @@ STREAMS = (
     Patch(os, "read", streams.read, _TERMINAL),
     Patch(os, "isatty", streams.isatty, _TERMINAL),
     Patch(os, "get_terminal_size", streams.terminal_size, _TERMINAL),
+)
+
+SIGNALS = (
+    Patch(signal, "signal", interrupts.set_handler, _INTERRUPT),
+    Patch(signal, "getsignal", interrupts.get_handler, _INTERRUPT),
 )
 
 CHILDREN = (
@@ -177,7 +185,7 @@ DEVICES = tuple(
 """What lets scripts for several devices of one host run on one."""
 
 PATCHES: tuple[Patch, ...] = (
-    *(*FILES, *STREAMS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES),
+    *(*FILES, *STREAMS, *SIGNALS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES),
     *(LOADING, *SEEDING),
 )
 

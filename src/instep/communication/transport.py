@@ -17,6 +17,7 @@ from instep import knobs, shm
 from instep.communication.groups import Group
 from instep.errors import RendezvousError, UnsuitableTensorError, WrongDeviceError
 from instep.meeting import rendezvous
+from instep.watch import interrupts
 from instep.watch.whereabouts import Waiting
 
 T = TypeVar("T")
@@ -132,6 +133,10 @@ class _Alone:
         raise AssertionError("a world of one has nobody to receive from")
 
 
+def _nothing() -> None:
+    """Collectives of some of the ranks are not counted: see `watch.interrupts`."""
+
+
 class _Together:
     """A process group; None is the default one, the world."""
 
@@ -143,6 +148,7 @@ class _Together:
         self.home = _home(group or dist.group.WORLD)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._held = None if group is None else weakref.ref(group)
+        self._begin = interrupts.collective if group is None else _nothing
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -154,6 +160,7 @@ class _Together:
         return group
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        self._begin()
         work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
         return Waiting(work, "all_reduce", self._group)
 
@@ -162,19 +169,23 @@ class _Together:
             pending.wait()
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
+        self._begin()
         work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
         return Waiting(work, "reduce", self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
+        self._begin()
         work = dist.broadcast(tensor, None, self._group, async_op=True, group_src=root)
         return Waiting(work, "broadcast", self._group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self._begin()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor, self._group)
         return parts
 
     def exchange(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
+        self._begin()
         sent = torch.cat(list(gives))
         received = sent.new_empty(sum(takes))
         sizes = [give.numel() for give in gives]
@@ -190,11 +201,13 @@ class _Together:
         dist.recv(tensor, group=self._group, group_src=source)
 
     def all_gather_object(self, value: T) -> list[T]:
+        self._begin()
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, self._group)
         return values
 
     def broadcast_object(self, value: T, root: int) -> T:
+        self._begin()
         box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=root)
         return box[0]
@@ -219,13 +232,16 @@ class _SharingMemory(_Together):
         self._shared = weakref.ref(shared)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        self._begin()
         self._sharing.all_reduce_now([tensor], _OPS[op])
         return _Done()
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
+        self._begin()
         self._sharing.all_reduce_now(tensors, _OPS[op])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self._begin()
         return self._sharing.all_gather_now(tensor)
 
     @property

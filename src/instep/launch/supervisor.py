@@ -48,11 +48,21 @@ AFTER_FAILURE = (
     Step(signal.SIGTERM, 1.0),
     KILL,
 )
+AFTER_INTERRUPT = (
+    Step(None, 30.0),  # one rank has ended by it; another may still write a checkpoint
+    Step(signal.SIGTERM, 1.0),
+    KILL,
+)
 AFTER_SIGNAL = {
-    signal.SIGINT: (Step(signal.SIGINT, 5.0), Step(signal.SIGTERM, 1.0), KILL),
+    # The script may catch it and go on, as long as it likes, or until the second.
+    signal.SIGINT: (Step(signal.SIGINT, float("inf")), Step(signal.SIGTERM, 1.0), KILL),
     signal.SIGTERM: (Step(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
     signal.SIGHUP: (Step(signal.SIGTERM, 30.0), KILL),
 }
+
+
+INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGTERM)
+"""How a rank ends that was interrupted; the last, if it had not begun."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
         mailbox.obey()
         output.finish(failures)
         whole = watch.links.conclude(Outcome(ends, failures))
-        return _conclude(job, party, watch.asked, whole)
+        return _conclude(job, party, watch, whole)
 
 
 def _told(end: End, seen: LastSeen) -> End:
@@ -160,17 +170,17 @@ def _start_ranks(job: Job, party: Party, output: Output, files: Sequence[Path]) 
         yield rank
 
 
-def _conclude(job: Job, party: Party, asked: signal.Signals | None, whole: Outcome) -> Result:
-    if asked is not None:
+def _conclude(job: Job, party: Party, watch: Watch, whole: Outcome) -> Result:
+    asked, first = watch.asked, first_failure(whole.ends, whole.failures)
+    if asked is not None and (watch.insisted or (first is not None and first.code in INTERRUPTED)):
         return Result(128 + asked, asked=asked)
-    first = first_failure(whole.ends, whole.failures)
     if first is None:
-        return Result(0)
+        return Result(0, asked=asked)
     text = report(first, whole.ends, party.size)
     here = party.first <= first.rank < party.first + job.size
     if not (here or job.hosts.by_hand):  # who started the hosts shows the traceback once
         text = text.split("\n")[0] + "\n"
-    return Result(first.exit_code, first, text)
+    return Result(first.exit_code, first, text, asked)
 
 
 class Watch:
@@ -180,9 +190,13 @@ class Watch:
         self.links = links
         self.asked: signal.Signals | None = None
         """The signal that asked this job to end, before any rank had failed."""
+        self.insisted = False
+        """Whether it was asked by more than one SIGINT, which a script may survive."""
         self._ranks: Sequence[Rank] = ()
         self._steps: list[Step] | None = None
         """What is still to be done to end the job; None while it shall go on."""
+        self._may_survive = False
+        """Whether the ranks were interrupted, once, and nothing has failed for another reason."""
         self._stopping = False
         """Whether any rank was told to end."""
         self._deadline = float("inf")
@@ -219,15 +233,15 @@ class Watch:
 
     def _ended(self, rank: Rank) -> None:
         self._selector.unregister(rank.pidfd)
-        if rank.see_end(stopped=self._stopping).code != 0:
-            self._end_job(AFTER_FAILURE)
+        if (code := rank.see_end(stopped=self._stopping).code) != 0:
+            self._failing(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
 
     def _said(self, rank: Rank) -> None:
         said = rank.listen()
         if not said:
             self._selector.unregister(rank.line)
         if FAILED in said:
-            self._end_job(AFTER_FAILURE)
+            self._failing(AFTER_INTERRUPT)
 
     def _heard(self, node: int, line: socket.socket) -> None:
         messages = self.links.hear(node)
@@ -237,19 +251,33 @@ class Watch:
             if "asked" in message:
                 self._ask(signal.Signals(message["asked"]))
             else:
-                self._end_job(AFTER_FAILURE)
+                self._failing(AFTER_FAILURE)
 
     def _signalled(self) -> None:
         for number in self._mailbox.take():
             if self._steps is None:
                 self._ask(number)
             else:
+                self.insisted = self.asked is not None
+                self._may_survive = False
+                self.links.say(links.FAILING)
                 self._next_step()
 
     def _ask(self, number: signal.Signals) -> None:
         if self._steps is None:
             self.asked = number
+            self._may_survive = number is signal.SIGINT
+            self.insisted = not self._may_survive
             self._end_job(AFTER_SIGNAL[number], links.asked(number))
+
+    def _failing(self, after_interrupt: Sequence[Step]) -> None:
+        """A rank has failed. After a SIGINT, which the others may have survived, these steps."""
+        if not self._may_survive:
+            self._end_job(AFTER_FAILURE)
+        elif after_interrupt is AFTER_FAILURE or self._deadline == float("inf"):
+            self._may_survive = after_interrupt is not AFTER_FAILURE
+            self._steps = list(after_interrupt)
+            self._next_step()
 
     def _end_job(self, steps: Sequence[Step], why: Message = links.FAILING) -> None:
         """Begin with the first of `steps`, unless the end has begun already."""
@@ -264,7 +292,7 @@ class Watch:
         step = self._steps.pop(0)
         self._deadline = time.monotonic() + step.patience
         if step.signal is not None:
-            self._stopping = True
+            self._stopping = step.signal is not signal.SIGINT
             for rank in self._ranks:
                 if rank.end is None:
                     rank.signal(step.signal)

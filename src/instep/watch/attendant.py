@@ -29,6 +29,7 @@ from instep.identity.launchers import FAILURE_FILE, JOB
 from instep.identity.world import World
 from instep.lastseen import LastSeen, expect_crash, note
 from instep.tracebacks import is_consequence, origin, trim
+from instep.watch import interrupts
 from instep.watch.line import Line
 from instep.watch.whereabouts import (
     line_of_main_thread,
@@ -123,6 +124,7 @@ class Attendant:
             supervised=JOB in os.environ,
             **(hub | passed),
         )
+        interrupts.begin(self._line.say)
         self._listener = threading.Thread(target=self._listen, name="instep watch", daemon=True)
         self._listener.start()
         atexit.register(self._finish)
@@ -191,7 +193,10 @@ class Attendant:
                     self._leave(words["code"], words["why"])
                 elif words["word"] == "die":
                     self._die(words["text"], words["missed"])
+                else:
+                    interrupts.hear(words["word"], {"line": line_of_main_thread(), **words})
         self._named.set()
+        interrupts.alone()
         self._line.hang_up()
         os.close(self._seen)
         with suppress(ChildProcessError):  # the script waits for all children itself

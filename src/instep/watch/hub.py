@@ -8,6 +8,7 @@ from functools import partial
 
 from instep.fates import ended_early, headline, how_it_ended
 from instep.watch import deadlock
+from instep.watch.agreement import Agreement
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
 
@@ -44,6 +45,8 @@ class Hub:
         self._postponed = 0
         self._left = False
         """Whether the others were told to go."""
+        self._agreement = Agreement(loop, self)
+        """About a Ctrl-C."""
         self._waits: dict[int, Said] = {}
         """In which collective each rank waits that does not get on."""
         loop.on(listener, self._answer)
@@ -103,10 +106,27 @@ class Hub:
             self._suspect()
         elif word == "moves":
             self._waits.pop(rank, None)
+        else:
+            self._agreement.take(rank, word, said)
 
-    def _tell_all(self, word: str, **facts: object) -> None:
+    def tell_all(self, word: str, **facts: object) -> None:
+        """To every watcher."""
         for line in self._lines.values():
             line.say(word, **facts)
+
+    def going(self) -> set[int]:
+        """The ranks whose programs are under way."""
+        return self._lines.keys() - self._ended.keys() - self._finished
+
+    def all_came(self) -> bool:
+        """Whether every rank has met the others."""
+        return len(self._lines.keys() | self._ended.keys()) == self._size
+
+    def give_up(self, text: str) -> None:
+        """End the job."""
+        speaker = self._lines.get(min(self.going(), default=0))
+        if self._first is None and not self._news and speaker is not None:
+            speaker.say("verdict", text=text)
 
     # ------------------------------------------------------------------------------- failures
 
@@ -130,7 +150,7 @@ class Hub:
         own = [failure for failure in self._news if not failure.get("follows")]
         self._first = (silent or own or self._news)[0]
         self._first["headline"] = self._headline(self._first)
-        self._tell_all("failed", **self._first)
+        self.tell_all("failed", **self._first)
         if self._first["rank"] in self._ended:
             self._let_the_others_go()
         else:
@@ -149,14 +169,14 @@ class Hub:
     def _let_the_others_go(self) -> None:
         if not self._left:
             self._left = True
-            self._tell_all("leave")
+            self.tell_all("leave")
             self._loop.after(OTHERS, self._over)
 
     def _end(self, rank: int, code: int | None) -> None:
         if rank in self._ended:
             return
         self._ended[rank] = code
-        self._tell_all("ended", rank=rank)
+        self.tell_all("ended", rank=rank)
         if self._first is not None and rank == self._first["rank"]:
             self._loop.after(SEEN, self._let_the_others_go)
         if len(self._ended) == self._size and (self._first is not None or not self._news):
@@ -164,7 +184,7 @@ class Hub:
 
     def _over(self) -> None:
         if self._first is not None:
-            self._tell_all("over")
+            self.tell_all("over")
         self._loop.stop()
 
     # ---------------------------------------------------------------------------- divergences

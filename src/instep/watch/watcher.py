@@ -34,6 +34,9 @@ MEANT_FOR_THE_RANK = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
 )
 """Slurm sends a job's signals to every process of a task."""
+INTERRUPTED = ("interrupt", "halted", "point", "taken")
+INTERRUPTING = ("halt", "after", "here", "point")
+"""Words of a rank to the hub, and of the hub to all ranks, when there was a Ctrl-C."""
 LOST = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A host that does not answer for 30 seconds is lost."""
 
@@ -96,6 +99,8 @@ class Watcher:
                 self._obeyed = True
             elif words["word"] == "stands":
                 self._judge(words["wait"])
+            elif words["word"] in INTERRUPTED:
+                self._hub.say(**words)
             elif words["word"] == "retired":
                 self._hub.say("ended", code=0)
                 self._loop.stop()
@@ -182,6 +187,8 @@ class Watcher:
                 self._convict(words["text"])
             elif word == "over":
                 self._report()
+            elif word in INTERRUPTING:
+                self._line.say(word, **words)
 
     def _job_failed(self, first: Said) -> None:
         self._failure = first

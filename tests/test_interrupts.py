@@ -1,0 +1,238 @@
+"""Ctrl-C takes effect at the same point of the program on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep.watch.agreement import HERE_LIMIT, LIMIT, SAME, STILL, Agreement
+from instep.watch.loop import Loop
+from launching import Launch
+
+TRAINING = """
+import signal, sys, time, torch
+{door}
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+{wrap}
+x, steps, stop = torch.randn(16, 8), 0, []
+{before}
+try:
+    while not stop:
+        {body}
+        steps += 1
+        if steps == 10:
+            print("go", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    {after}
+with torch.no_grad():
+    evaluated = float(model(x).sum())
+steps_of_all = {steps}
+print("all at the same step:", steps_of_all, flush=True)
+torch.save(model.state_dict(), "model.pt")
+"""
+STEP = "model.zero_grad(); model(x).square().mean().backward()"
+UNEDITED = {"door": "", "wrap": "", "before": "", "body": STEP, "after": "", "steps": "steps"}
+TWO_LINES = UNEDITED | {
+    "door": "import instep",
+    "wrap": "model = instep.replicate(model)",
+    "steps": "len({int(n) for n in instep.all_gather(torch.tensor([steps]))}) == 1",
+}
+HANDLER = "signal.signal(signal.SIGINT, lambda number, frame: stop.append(number))"
+SLEEPS = {"body": "print('go', flush=True); time.sleep(1000)", "after": "time.sleep(1000)"}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path, ("run",))
+    launch.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    yield launch
+    launch.close()
+
+
+def script(launch: Launch, **parts: str) -> str:
+    path = launch.folder / "train.py"
+    path.write_text(TRAINING.format(**parts))
+    return str(path)
+
+
+def until(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"it ended before {word!r}")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        pytest.param(UNEDITED, "interrupted\nall at the same step: ", id="unedited"),
+        pytest.param(UNEDITED | {"before": HANDLER}, "all at the same step: ", id="handler"),
+        pytest.param(TWO_LINES, "all at the same step: True\n", id="two lines"),
+    ],
+)
+def test_a_script_goes_on_after_ctrl_c(launch: Launch, parts: dict[str, str], said: str) -> None:
+    with launch.start("-n", 2, "--output", "rank0", script(launch, **parts)) as process:
+        until(process, "go")
+        process.send_signal(signal.SIGINT)
+        result = launch.end_of(process)
+    assert said in result.stdout
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False)
+    assert (launch.folder / "model.pt").exists()
+
+
+@pytest.mark.launch
+def test_a_sleep_is_interrupted_and_the_second_ctrl_c_ends_the_job(launch: Launch) -> None:
+    with launch.start("-n", 2, script(launch, **UNEDITED | SLEEPS)) as process:
+        until(process, "go")
+        process.send_signal(signal.SIGINT)
+        until(process, "interrupted")
+        process.send_signal(signal.SIGINT)
+        result = launch.end_of(process)
+    assert (result.returncode, result.stderr) == (130, "")
+
+
+@pytest.mark.launch
+def test_an_interrupt_that_nobody_catches_is_quiet(launch: Launch) -> None:
+    path = script(launch, **UNEDITED | {"after": "raise"})
+    with launch.start("-n", 2, path) as process:
+        until(process, "go")
+        process.send_signal(signal.SIGINT)
+        result = launch.end_of(process)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "interrupted\n", "")
+
+
+@pytest.mark.launch
+def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
+    """Without `instep run`: a launcher may interrupt them one after the other."""
+    path = script(launch, **TWO_LINES)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, path], cwd=launch.folder, text=True, stdout=subprocess.PIPE,
+            env=launch.environ | place | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    until(ranks[0], "go")
+    ranks[1].send_signal(signal.SIGINT)
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said[0] == "interrupted\nall at the same step: True\n"
+    launch.wait_until_gone([])
+
+
+# ---------------------------------------------------------------------------------- pure parts
+
+
+class Told:
+    """What an agreement says to two ranks."""
+
+    def __init__(self, came: bool = True) -> None:
+        self.words: list[tuple[str, Any]] = []
+        self.came = came
+        self.text = ""
+
+    def tell_all(self, word: str, **facts: object) -> None:
+        if word != "point":
+            self.words.append((word, facts.get("begun")))
+
+    def going(self) -> set[int]:
+        return {0, 1}
+
+    def all_came(self) -> bool:
+        return self.came
+
+    def give_up(self, text: str) -> None:
+        self.text = text
+
+
+def begun(told: Told, *counts: int) -> Agreement:
+    agreement = Agreement(Loop(), told)
+    agreement.take(1, "interrupt", {})
+    agreement.take(0, "interrupt", {})
+    for rank, count in enumerate(counts):
+        agreement.take(rank, "halted", {"begun": count})
+    return agreement
+
+
+def looks(agreement: Agreement, count: int, *points: tuple[int, str]) -> None:
+    for _ in range(count):
+        for rank, (number, line) in enumerate(points):
+            agreement.take(rank, "point", {"begun": number, "line": line})
+        agreement._look()
+
+
+def test_ranks_are_interrupted_at_a_collective_that_none_has_begun() -> None:
+    told = Told()
+    begun(told, 7, 8)
+    assert told.words == [("halt", None), ("after", 9)]
+
+
+def test_ranks_that_have_not_met_are_interrupted_where_they_are() -> None:
+    told = Told(came=False)
+    begun(told)
+    assert told.words == [("here", None)]
+
+
+@pytest.mark.parametrize(
+    ("count", "points", "expected"),
+    [
+        (SAME + 1, [(7, "a:1"), (7, "a:1")], True),  # asleep at one line
+        (STILL, [(7, "a:1"), (7, "a:2")], False),
+        (STILL + 1, [(7, "a:1"), (7, "a:2")], True),  # a loop without collectives
+        (LIMIT, [(7, "a:1"), (8, "a:2")], False),  # one waits in a collective for the other
+    ],
+)
+def test_ranks_that_come_to_no_collective_are_interrupted_where_they_are(
+    count: int, points: list[tuple[int, str]], expected: bool
+) -> None:
+    told = Told()
+    looks(begun(told, 7, 8), count, *points)
+    assert (("here", None) in told.words) is expected
+
+
+@pytest.mark.parametrize(
+    ("count", "points"),
+    [(LIMIT + 1, [(7, "a:1"), (8, "a:2")]), (STILL + HERE_LIMIT + 2, [(7, "a:1"), (7, "a:2")])],
+)
+def test_ranks_that_come_to_no_common_point_are_named(
+    count: int, points: list[tuple[int, str]]
+) -> None:
+    told = Told()
+    looks(begun(told, 7, 8), count, *points)
+    assert told.text.endswith(":\n  rank 0 is at a:1\n  rank 1 is at a:2")
+
+
+def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path) -> None:
+    program = tmp_path / "loads.py"
+    program.write_text(
+        "import os, signal, torch\n"
+        "from instep.watch import interrupts\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return 4\n"
+        "    def __getitem__(self, index):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return index\n"
+        "interrupts.begin(print)\n"
+        "print(list(torch.utils.data.DataLoader(Data(), None, num_workers=1)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[0, 1, 2, 3]\n", "")
