@@ -1189,7 +1189,7 @@ def test_one_row_tells_nothing_of_batches_of_many() -> None:
     assert (modules.work.divided, modules.work.whole) == (2, 2)
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
-        assert "some of its batches have fewer rows than there are ranks" in log.getvalue()
+        assert "whole where a batch has fewer rows than there are ranks;" in log.getvalue()
 
 
 @ranks(2)
@@ -1200,8 +1200,8 @@ def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
             model(x)
     if instep.rank == 0:
         assert log.getvalue() == (
-            "instep: every rank computes Sequential whole: "
-            "some of its batches have fewer rows than there are ranks.\n"
+            "instep: every rank computes Sequential whole where a batch has fewer rows than "
+            "there are ranks; other batches are not affected.\n"
         )
 
 

@@ -896,6 +896,15 @@ class UndividedError(TrainingError):
             "for the same kind of arguments."
         )
 
+    @classmethod
+    def changes_arguments(cls, name: str) -> UndividedError:
+        """A planned call has changed what it was called with, which only this rank's copy shows."""
+        return cls(
+            f"{name} began to change its arguments in its forward (a cache, a dict, a tensor in "
+            "place), which it did not do when its division was proven. Run this script with "
+            "--plain, or let it return what is new instead."
+        )
+
 
 class LoadingError(TrainingError, RuntimeError):
     """A rank could not load its rows, and its exception does not get to the others as it is."""

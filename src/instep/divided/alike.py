@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from instep.communication.transport import Transport
 from instep.divided.rows import Rows
+from instep.trees import is_column
 
 _LENGTH, _DIRECTIONS = 1 << 16, 4
 
@@ -68,7 +69,7 @@ def _agree(left: Sequence[_Features], right: Sequence[_Features]) -> bool:
 
 def _features(value: Any) -> _Features:
     """Of a tensor or a plain number; of what stays on its ranks there are no copies."""
-    if isinstance(value, bool | int | float | str):
+    if isinstance(value, bool | int | float | str) or is_column(value):
         return _Features(repr(value))
     if not isinstance(value, Tensor) or isinstance(value, Rows):
         return _Features(type(value).__name__)

@@ -10,22 +10,34 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from instep.communication.apart import is_apart
 from instep.communication.transport import Transport, transport
 from instep.divided.compiled import compiling
+from instep.divided.division import has_text, rows_first
 from instep.divided.hooks import hooked
 from instep.divided.plan import Call, Plan, divided
 from instep.divided.proof import prove, recheck
 from instep.training.seams import Function
+from instep.trees import is_column, is_value
 
 PROOFS = 4
 """Other shapes are proven anew this many times; after that they count among the samples."""
+RARELY = 8
+"""Other numbers among the arguments are proven anew where they stay for this many calls, as an
+epoch does; a step counter's only ever more seldom."""
+TEXTS, KINDS = 16, 64
+"""So many strings for the whole batch, and kinds of calls in all, are remembered of a module; calls
+of others are computed whole."""
 SAMPLES = frozenset(10**k for k in range(1, 20))
 """Which of a module's calls are compared with the whole forward."""
 
-FEW_ROWS = "some of its batches have fewer rows than there are ranks"
+FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
+EVER_NEW_TEXTS = (
+    f"more than {TEXTS} different strings came with its batches, and each may change what it does "
+    "(a list with one string per row is divided with the rows)"
+)
+EVER_NEW_KINDS = f"it was called with more than {KINDS} kinds of arguments"
 
 
 @dataclass(eq=False)
@@ -37,13 +49,34 @@ class Known:
     plan: Plan | None = None
     why_not: str = ""
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    numbers: tuple[Any, ...] = ()
+    """Those among the arguments of the last call."""
+    changes: int = 0
+    """How often these were others than in the call before."""
     calls: int = 0
     compared: int = 1
     """Which call was last compared with the whole forward."""
 
-    def is_new(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether a call of these shapes is to be proven as the first one was."""
-        return shapes not in self.shapes and len(self.shapes) < PROOFS
+    def is_new(self, call: Call) -> bool:
+        """Whether a call of these shapes and numbers is to be proven as the first one was."""
+        new_numbers, new_shapes = self._is_new_in_numbers(call), self._is_new_in_shapes(call)
+        return new_numbers or new_shapes
+
+    def _is_new_in_shapes(self, call: Call) -> bool:
+        shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+        if shapes in self.shapes or len(self.shapes) >= PROOFS:
+            return False
+        self.shapes.add(shapes)
+        return True
+
+    def _is_new_in_numbers(self, call: Call) -> bool:
+        numbers = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows_first(call.leaves)))
+        if repr(numbers) == repr(self.numbers):
+            return False
+        self.numbers = numbers
+        self.changes += 1
+        stays = self.changes * RARELY <= self.calls
+        return self.changes <= PROOFS or stays or self.changes.bit_count() == 1
 
     def is_sampled(self) -> bool:
         """Whether this call's outputs are to be compared with those of the whole forward.
@@ -92,13 +125,13 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
         or is_apart()  # a sample that only this rank loads, or a loader's worker
     ):
         return original(module, *args, **kwargs)
-    leaves, spec = tree_flatten((args, kwargs))
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+    this = Call.of(original, module, args, kwargs)
+    if not any(isinstance(leaf, Tensor) for leaf in this.leaves):
         return original(module, *args, **kwargs)
     _inside = True
     try:
         with compiling(module.modules()):
-            return _outermost(Call(original, module, leaves, spec), transport())
+            return _outermost(this, transport())
     finally:
         _inside = False
 
@@ -117,19 +150,18 @@ def _outermost(call: Call, way: Transport) -> Any:
         _say(call.module, FEW_ROWS)
         _count(call, None, way)
         return call.whole()
-    shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+    new = known.is_new(call)
     if known.plan is None:
         known.plan, output, known.why_not = prove(call, way)
-        if known.why_not and _rows_first(call) < way.size:
+        if known.why_not and rows_first(call.leaves) < way.size:
             known.why_not = FEW_ROWS
-    elif (new := known.is_new(shapes)) or known.is_sampled():
+    elif new or known.is_sampled():
         output, known.why_not = recheck(call, known.plan, way, gradients=new)
         if known.why_not:
             known.why_not += f" (calls {known.compared + 1} to {known.calls - 1} were divided)"
         known.compared = known.calls
     else:
         known.plan, output = divided(call, known.plan, way)
-    known.shapes.add(shapes)
     if known.why_not:
         known.plan = None
         _say(call.module, known.why_not)
@@ -167,32 +199,56 @@ def _rows(call: Call, plan: Plan | None) -> int:
     return max(sizes, default=0)
 
 
-def _rows_first(call: Call) -> int:
-    """How many rows there are, if the batch is dimension 0."""
-    return max((x.shape[0] for x in call.leaves if isinstance(x, Tensor) and x.dim()), default=0)
-
-
 def _what_is_known(call: Call, size: int) -> Known:
-    mode = (
-        _rows_first(call) < size,  # what cannot be done with one row may be with many
+    rows = rows_first(call.leaves)
+    kind = (
+        rows < size,  # what cannot be done with one row may be with many
         call.module.training,
         torch.is_grad_enabled(),
-        call.spec,
-        tuple(_kind(leaf) for leaf in call.leaves),
+        call.structure,
+        tuple(_kind(leaf, rows) for leaf in call.leaves),
     )
-    modes = _known.setdefault(call.module, [])
-    for known in modes:
-        if known.mode == mode:
+    texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
+    kinds = _known.setdefault(call.module, [])
+    for known in kinds:
+        if known.mode == (kind, texts):
             return known
-    modes.append(Known(mode))
-    return modes[-1]
+    if len(kinds) >= KINDS:
+        return _whole_from_now_on(call, EVER_NEW_KINDS)
+    if texts and sum(known.mode[0] == kind for known in kinds) >= TEXTS:
+        return _whole_from_now_on(call, EVER_NEW_TEXTS)
+    kinds.append(Known((kind, texts)))
+    return kinds[-1]
 
 
-def _kind(leaf: Any) -> Any:
-    """What of an argument calls for a proof of its own; shapes do by themselves."""
+def _whole_from_now_on(call: Call, why: str) -> Known:
+    _say(call.module, why)
+    return Known((), why_not=why)
+
+
+def _kind(leaf: Any, rows: int) -> Any:
+    """What of an argument calls for a proof of its own; shapes, strings and numbers do by
+    themselves."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
-    return leaf if isinstance(leaf, bool | str | None) else type(leaf)
+    if is_column(leaf):
+        return type(leaf), has_text(leaf), None if len(leaf) == rows else len(leaf)
+    if isinstance(leaf, str | int | float | complex) and not isinstance(leaf, bool):
+        return type(leaf)
+    return leaf if is_value(leaf) else type(leaf)
+
+
+def _is_text(leaf: Any, rows: int) -> bool:
+    """Whether this is a string, or strings, for the whole batch: where there is one per row, it is
+    data, as the rows are."""
+    return has_text(leaf) and not (is_column(leaf) and len(leaf) == rows)
+
+
+def _is_number(leaf: Any, rows: int) -> bool:
+    """Whether this is a number, or numbers, for the whole batch."""
+    if is_column(leaf):
+        return not has_text(leaf) and len(leaf) != rows
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
 
 
 def forget() -> None:
@@ -210,4 +266,5 @@ def _say(module: nn.Module, why: str) -> None:
         _said.add(line)
         if transport().rank == 0:
             name, why = line
-            print(f"instep: every rank computes {name} whole: {why}.", file=sys.stderr)
+            joint = " " if why == FEW_ROWS else ": "
+            print(f"instep: every rank computes {name} whole{joint}{why}.", file=sys.stderr)

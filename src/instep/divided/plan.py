@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from instep.communication.transport import Transport
 from instep.divided import region as regions
@@ -18,6 +18,7 @@ from instep.divided.rows import Rows
 from instep.divided.snapshot import TorchGenerators
 from instep.errors import UndividedError
 from instep.training.seams import Function
+from instep.trees import Structure, flatten_arguments, unflatten
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Plan:
 
     division: Division
     outputs: tuple[Output, ...]
-    structure: TreeSpec
+    structure: Structure
     drawing: bool
     """Whether it draws random numbers."""
 
@@ -53,22 +54,45 @@ class Call:
 
     original: Function
     module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     leaves: list[Any]
-    spec: TreeSpec
+    structure: Structure
+
+    @classmethod
+    def of(
+        cls, original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """With these arguments of the script's."""
+        return cls(original, module, args, kwargs, *flatten_arguments(args, kwargs))
 
     def whole(self) -> Any:
-        """On the whole batch, as one process would."""
-        args, kwargs = tree_unflatten(self.leaves, self.spec)
-        return self.original(self.module, *args, **kwargs)
+        """On the whole batch, as one process would: with the script's own arguments, which the
+        forward may change."""
+        return self.original(self.module, *self.args, **self.kwargs)
+
+    def looked_at(self) -> Call:
+        """The same, after all have looked at rows that were on their ranks. Collective."""
+        return replace(
+            self,
+            args=tuple(map(_looked_at, self.args)),
+            kwargs={name: _looked_at(value) for name, value in self.kwargs.items()},
+            leaves=list(map(_looked_at, self.leaves)),
+        )
+
+    def with_leaves(self, leaves: list[Any]) -> Call:
+        """The same with other arguments."""
+        args, kwargs = unflatten(leaves, self.structure)
+        return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
     def own(
         self, division: Division, way: Transport, *, drawing: bool
-    ) -> tuple[Region, list[Any], TreeSpec]:
+    ) -> tuple[Region, list[Any], Structure]:
         """On this rank's rows."""
         block = division.block(self.leaves, way.rank, way.size)
         assert block is not None
         region = Region(block, division, way, drawing)
-        return region, *regions.run(self.original, self.module, self.leaves, self.spec, region)
+        return region, *regions.run(self.original, self.module, self.leaves, self.structure, region)
 
 
 def divided(call: Call, plan: Plan, way: Transport) -> tuple[Plan, Any]:
@@ -88,7 +112,11 @@ def divided(call: Call, plan: Plan, way: Transport) -> tuple[Plan, Any]:
         raise UndividedError.other_outputs(name)
     joined = [join(out, how, region) for out, how in zip(own, plan.outputs, strict=True)]
     regions.mark(own, region)
-    return plan, tree_unflatten(joined, structure)
+    return plan, unflatten(joined, structure)
+
+
+def _looked_at(value: Any) -> Any:
+    return value.look() if isinstance(value, Rows) else value
 
 
 def join(own: Any, how: Output, region: Region) -> Any:
@@ -97,6 +125,8 @@ def join(own: Any, how: Output, region: Region) -> Any:
         apart = own.unflatten(how.dim, (-1, region.block.count))
         whole = all_rows(apart, region.block, how.dim + 1, region.way)
         return whole.flatten(how.dim, how.dim + 1)
+    if how.kind == "rows" and not isinstance(own, Tensor):
+        return type(own)(chain(*region.way.all_gather_object(own)))
     if how.kind == "rows" and how.dim == 0 and _is_large(own, region):
         return Rows.of(own, region.block, region.way)
     if how.kind == "rows":

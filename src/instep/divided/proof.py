@@ -5,12 +5,13 @@ from the same state and compared: outputs, what they leave behind, gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from instep.communication.transport import Transport
 from instep.divided import region as regions
@@ -27,13 +28,13 @@ from instep.divided.rounding import (
     tolerance,
     tolerance_of,
 )
-from instep.divided.rows import Rows
 from instep.divided.shaken import AT_MOST, GRADIENT_AT_MOST, allowed, shaken
 from instep.divided.snapshot import Snapshot, apart
 from instep.divided.sums import is_alias
 from instep.divided.trial import attempt
 from instep.errors import UndividedError
 from instep.training.blocks import Block
+from instep.trees import Unchanged, flatten, is_column, leaves_of, tensors_in, unflatten
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class Whole:
     """The whole forward of a call, and what it left behind."""
 
     def __init__(self, call: Call) -> None:
-        call.leaves[:] = [leaf.look() if isinstance(leaf, Rows) else leaf for leaf in call.leaves]
         self.before = Snapshot(call.module, call.leaves)
+        given = Unchanged((call.args, call.kwargs))
         self.value = call.whole()
         self.after = Snapshot(call.module, call.leaves)
-        self.outputs, self.structure = tree_flatten(self.value)
+        self.outputs, self.structure = flatten(self.value)
+        self.changes_arguments = not given
         self.drawing = self.before.draws(self.after)
         """Whether it drew random numbers."""
         self.pull: Pull | None = None
@@ -72,7 +74,7 @@ class Whole:
         """Find how far it is from itself, where only rounding differs."""
         self.before.restore()
         with shaken(call.module):
-            outputs = tree_leaves(call.whole())
+            outputs = leaves_of(call.whole())
             self.noise = Noise(
                 [
                     apart(again, out) if isinstance(out, Tensor) else 0.0
@@ -125,6 +127,7 @@ def prove(call: Call, way: Transport) -> tuple[Plan | None, Any, str]:
     if is_compiled(call.module.modules()):
         keep_buffers()
     parted = told_apart(call.module, call.leaves, way)
+    call = call.looked_at()
     whole = Whole(call)
     if why := parted or _undividable(call, whole):
         return None, whole.value, why
@@ -143,6 +146,7 @@ def recheck(call: Call, plan: Plan, way: Transport, *, gradients: bool) -> tuple
     see `prove` for the results.
     """
     parted = told_apart(call.module, call.leaves, way)
+    call = call.looked_at()
     whole = Whole(call)
     why = parted or _undividable(call, whole)
     if not why:
@@ -162,7 +166,7 @@ def _tried(
     found, why = attempt(lambda cautious: _try(call, division, whole, cautious), way)
     if found is not None:
         plan, joined = found
-        return (plan, tree_unflatten(joined, plan.structure)), ""
+        return (plan, unflatten(joined, plan.structure)), ""
     if any(way.all_gather_object(whole.in_doubt)):
         whole.measure(call)
         whole.in_doubt = False
@@ -173,9 +177,18 @@ def _tried(
 
 def _undividable(call: Call, whole: Whole) -> str:
     """What speaks against dividing it before it was tried; nothing if nothing does."""
+    opaque = [out for out in whole.outputs if not isinstance(out, Tensor) and tensors_in(out)]
+    if opaque:
+        return (
+            f"it returns a {type(opaque[0]).__name__}, into which instep does not look (return a "
+            "tuple, a dict or a dataclass, or register that class with "
+            "torch.utils._pytree.register_pytree_node)"
+        )
     if not any(isinstance(out, Tensor) for out in whole.outputs):
         return "it returns no tensor"
-    return whole.before.changed(whole.after) or ""
+    if why := whole.before.changed(whole.after):
+        return why
+    return "its forward changes its arguments" if whole.changes_arguments else ""
 
 
 def _try(call: Call, division: Division, whole: Whole, way: Transport) -> tuple[Plan, list[Any]]:
@@ -211,15 +224,15 @@ def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) 
     generator = torch.Generator().manual_seed(0)
 
     def altered(leaf: Any, dim: int | None) -> Any:
-        if dim is None or leaf.requires_grad:
+        if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
             return leaf
         kept = torch.rand(leaf.shape, generator=generator) < 0.5
         return leaf.where(kept.to(leaf.device), torch.zeros_like(leaf))
 
     leaves = [altered(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
-    other = replace(call, leaves=leaves)
+    other = call.with_leaves(leaves)
     before.restore()
-    wholes, structure = tree_flatten(other.whole())
+    wholes, structure = flatten(other.whole())
     before.restore()
     region, own, own_structure = other.own(plan.division, way, drawing=plan.drawing)
     return structure == own_structure and all(
@@ -232,8 +245,10 @@ def _holds_for_others(call: Call, plan: Plan, before: Snapshot, way: Transport) 
 def _output(own: Any, k: int, whole: Whole, region: Region) -> Output:
     """How this rank's `k`-th output becomes the whole one."""
     out = whole.outputs[k]
+    if is_column(out) and is_column(own) and _has_own_part(own, out, region):
+        return Output("rows")
     if not isinstance(out, Tensor) or not isinstance(own, Tensor):
-        if type(own) is not type(out) or own != out:
+        if type(own) is not type(out) or not _is_equal(own, out):
             raise UndividedError(f"it returns a {type(out).__name__} that depends on the rows")
         return Output("same")
     for how in _ways(own, out, region.block):
@@ -243,6 +258,20 @@ def _output(own: Any, k: int, whole: Whole, region: Region) -> Output:
         if whole.same_output(k, joined) if rows else apart(joined, out) <= tolerance_of(out):
             return how
     raise UndividedError("its outputs are not those of the whole batch")
+
+
+def _has_own_part(own: Any, whole: Any, region: Region) -> bool:
+    """Whether all ranks' lists, one after the other, are the whole one. Collective."""
+    if len(whole) != region.block.total:
+        return False
+    parts = region.way.all_gather_object(own)
+    return type(own) is type(whole) and whole == type(whole)(chain(*parts))
+
+
+def _is_equal(mine: Any, theirs: Any) -> bool:
+    """Whether two values that are no tensors are the same, or one."""
+    equal = mine is theirs or mine == theirs
+    return equal if isinstance(equal, bool) else bool(np.all(equal))
 
 
 def _ways(own: Tensor, whole: Tensor, block: Block) -> Iterator[Output]:

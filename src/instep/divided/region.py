@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from instep.communication.apart import apart
 from instep.communication.transport import Transport
@@ -19,10 +18,12 @@ from instep.divided.division import Division
 from instep.divided.draws import WholeDraws
 from instep.divided.rows import Rows
 from instep.divided.sums import aliases
+from instep.errors import UndividedError
 from instep.training import calls
 from instep.training.blocks import Block
 from instep.training.calls import Call
 from instep.training.seams import Function
+from instep.trees import Structure, Unchanged, flatten, is_value, unflatten, versions
 
 
 @dataclass(eq=False)
@@ -73,17 +74,29 @@ def run(
     original: Function,
     module: nn.Module,
     leaves: Sequence[Any],
-    spec: TreeSpec,
+    structure: Structure,
     region: Region,
-) -> tuple[list[Any], TreeSpec]:
-    """Call the module with this rank's rows; returns the flat outputs and their structure."""
+) -> tuple[list[Any], Structure]:
+    """Call the module with this rank's rows; returns the flat outputs and their structure.
+
+    Raises UndividedError where it changes its arguments, which the script would not see.
+    """
     own = [_own(leaf, dim, region) for leaf, dim in zip(leaves, region.division.dims, strict=True)]
     if torch.is_grad_enabled():
         region.inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    args, kwargs = tree_unflatten(own, spec)
+    args, kwargs = unflatten(own, structure)
+    given = [Unchanged(x) for x in (*args, *kwargs.values()) if _can_change(x)]
+    before = versions(leaves)
     with region.entered(), _represented(module, region):
         output = original(module, *args, **kwargs)
-    return tree_flatten(output)
+    if not all(given) or before != versions(leaves):
+        raise UndividedError.changes_arguments(type(module).__name__)
+    return flatten(output)
+
+
+def _can_change(argument: Any) -> bool:
+    """Whether this is a container or an object."""
+    return not (isinstance(argument, Tensor) or is_value(argument))
 
 
 def _own(leaf: Any, dim: int | None, region: Region) -> Any:
@@ -91,6 +104,8 @@ def _own(leaf: Any, dim: int | None, region: Region) -> Any:
         if dim == 0 and leaf.whole is None and leaf.block == region.block:
             return passed(leaf.own)
         leaf = leaf.look()
+    if dim is not None and not isinstance(leaf, Tensor):
+        return leaf[region.block.start : region.block.stop]
     if dim is not None:
         return own_rows(leaf, region.block, dim, region.way)
     if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from instep.training.randomness import GeneratorStates, torch_generators
+from instep.trees import leaves_of
 
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -73,10 +73,10 @@ class Snapshot:
         for part, was, now in zip(self._parts, self._attributes, after._attributes, strict=True):
             # Torch's own hooks for normed weights compute such an attribute anew in each forward.
             normed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}
-            known = {id(t) for value, _ in was.values() for t in tree_leaves(value)}
+            known = {id(t) for value, _ in was.values() for t in leaves_of(value)}
             for name, (_, contents) in now.items():
                 new = [
-                    t for t in tree_leaves(contents) if isinstance(t, Tensor) and id(t) not in known
+                    t for t in leaves_of(contents) if isinstance(t, Tensor) and id(t) not in known
                 ]
                 if new and name not in normed:
                     return f"its forward keeps tensors in {type(part).__name__}.{name}"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.training.batches import Candidates, batch_of
 from instep.training.blocks import Block
+from instep.trees import tensors_in
 
 Scope = Literal["global", "rank"]
 """Whether something is that of the whole batch, or of each rank's rows."""
@@ -103,9 +103,9 @@ _MARK = "instep.call"
 
 def mark(outputs: object, call: Call) -> None:
     """Remember on the autograd graph itself that these outputs come from `call`."""
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            _metadata(leaf.grad_fn)[_MARK] = call
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
+            _metadata(tensor.grad_fn)[_MARK] = call
 
 
 def calls_below(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from instep.auto.patching import Patch, Patched
 from instep.communication.transport import transport
@@ -18,6 +17,7 @@ from instep.training.batches import known_block
 from instep.training.blocks import Block
 from instep.training.randomness import mixed, seeded_state, torch_generators
 from instep.training.seams import Function
+from instep.trees import tensors_in
 from instep.verify.fingerprints import generators_digest, row_hashes
 from instep.verify.names import Names
 
@@ -91,11 +91,11 @@ class Calls:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         self._depth -= 1
         output = rest[-1]
-        graph = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        graph = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
         if self._depth or not graph or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
-        inputs, half = _tensors((args, kwargs)), _in_half_precision(output)
+        inputs, half = tensors_in((args, kwargs)), _in_half_precision(output)
         call = _call(inputs, self._drew(), half, self._own_rows())
         for node in graph:
             _metadata(node)[_MARK] = call
@@ -128,7 +128,7 @@ def _in_half_precision(output: object) -> bool:
     return any(
         tensor.dtype in (torch.float16, torch.bfloat16)
         or torch.is_autocast_enabled(tensor.device.type)
-        for tensor in _tensors(output)
+        for tensor in tensors_in(output)
     )
 
 
@@ -171,10 +171,6 @@ def calls_below(roots: Iterable[Tensor]) -> set[Call]:
                 seen.add(child)
                 stack.append(child)
     return found
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _metadata(node: Any) -> dict[str, Any]:

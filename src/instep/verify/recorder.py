@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.auto import session
+from instep.divided.modules import work
 from instep.training.seams import Function, step_in
 from instep.verify import changes
 from instep.verify.calls import Call, Calls, calls_below
@@ -67,7 +68,8 @@ class Recorder:
                 "initial": self._initial,
             }
             self._writer.tensors("final", {kind: _copies(ts) for kind, ts in kinds.items()})
-        self._writer.end(End(not self._stopped, tuple(self._loaders.asked)))
+        divided = work.divided if _sees_whole_batches() else None
+        self._writer.end(End(not self._stopped, tuple(self._loaders.asked), divided))
 
     # ----------------------------------------------------------------- what torch calls
 

@@ -96,6 +96,8 @@ class End:
     """Whether the script came to its own end (and was not stopped)."""
     indices: tuple[tuple[int, ...], ...] = ()
     """The samples that its DataLoaders asked for, batch by batch; the first ones."""
+    divided: int | None = None
+    """Of an unedited script on several ranks: how many calls of modules were divided."""
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,15 @@ def _notes(report: Report) -> list[str]:
 def _undivided(report: Report) -> list[int]:
     """Numbers of ranks at which an unedited script had nothing divided."""
     samples = sum(report.oracle.samples_per_rank)
+
+    def whole(run: Run) -> bool:
+        divided = [rank.end.divided for rank in run.ranks if rank.end is not None]
+        return set(divided) == {0} or 0 < samples == min(run.samples_per_rank)
+
     return [
         j.run.n
         for j in report.judgements
-        if j.run.n > 1
-        and samples
-        and j.verdict is not Verdict.DIFFERENT
-        and min(j.run.samples_per_rank) == samples
+        if j.run.n > 1 and j.verdict is not Verdict.DIFFERENT and whole(j.run)
     ]
 
 

@@ -1,0 +1,346 @@
+"""What goes into a divided call and comes out of it beside tensors: containers, strings, numbers,
+objects that a forward changes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import instep
+from instep.divided import modules
+from instep.errors import UndividedError
+from oracle import Log, same_as_one_process
+from pool import ranks
+from test_divided_calls import Around, dividing, train, unedited
+
+
+@dataclass
+class Output:
+    scores: Tensor
+    features: Any = None
+    shift: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.shift = self.scores * 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    output: Output
+    name: str = "frozen"
+
+
+@dataclass
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    scores: Any = None
+    features: Any = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            self[each.name] = getattr(self, each.name)
+
+
+class Own:
+    def __init__(self, scores: Tensor, features: Tensor) -> None:
+        self.scores, self.features = scores, features
+
+
+class Named(dict):  # type: ignore[type-arg]
+    scores = property(lambda self: self["scores"])
+    features = property(lambda self: self["features"])
+
+
+class Pair(tuple):  # type: ignore[type-arg]
+    scores = property(lambda self: self[0])
+    features = property(lambda self: self[1])
+
+
+MAKERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a dataclass": Output,
+    "a frozen dataclass around another": lambda scores, f: Frozen(Output(scores, f)),
+    "a dict whose items are attributes": ModelOutput,
+    "a namespace": lambda scores, f: SimpleNamespace(scores=scores, features=f),
+    "a dict of its own class": lambda scores, f: Named(scores=scores, features=f),
+    "a tuple of its own class": lambda scores, f: Pair((scores, f)),
+    "an object": Own,
+}
+
+
+class Giving(Around):
+    """Returns what `maker` makes of its scores and features."""
+
+    def __init__(self, maker: str) -> None:
+        super().__init__()
+        self.maker = maker
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.body[1](self.body[0](x))
+        return MAKERS[self.maker](self.body[2](features), features)
+
+
+def giving(log: Log, maker: str) -> None:
+    model = Giving(maker)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        output = model(x)
+        output = getattr(output, "output", output)
+        assert len(output.scores) == len(output.features) == len(x)
+        return F.cross_entropy(output.scores, y) + output.features.square().mean()
+
+    train(log, model, step)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_outputs_in_containers_of_many_kinds(maker: str) -> None:
+    same_as_one_process(
+        _with_arguments, giving, maker != "an object", maker, sizes=(3,), dtype=torch.float64
+    )
+
+
+def _with_arguments(log: Log, training: Callable[..., None], is_divided: bool, *args: Any) -> None:
+    def trained(log: Log) -> None:
+        training(log, *args)
+
+    unedited(log, trained, is_divided)
+
+
+@ranks(2)
+def test_an_object_into_which_nobody_looks_is_named() -> None:
+    class Counting(nn.Linear):
+        def forward(self, input: Tensor) -> Any:  # noqa: A002  (torch's name)
+            return len(input)
+
+    with dividing() as log:
+        Giving("an object")(torch.randn(6, 6))
+        Counting(6, 6)(torch.randn(6, 6))
+    if instep.rank == 0:
+        first, second = log.getvalue().splitlines()
+        assert first == (
+            "instep: every rank computes Giving whole: it returns a Own, into which instep does "
+            "not look (return a tuple, a dict or a dataclass, or register that class with "
+            "torch.utils._pytree.register_pytree_node)."
+        )
+        assert second == "instep: every rank computes Counting whole: it returns no tensor."
+
+
+# ------------------------------------------------------------------ arguments: rows of any kind
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    captions: list[str]
+    lengths: tuple[int, ...]
+    scale: float = 1.0
+
+
+class Reading(Around):
+    """Turns captions into numbers by itself."""
+
+    computed = 0
+
+    def forward(self, batch: Batch) -> SimpleNamespace:
+        Reading.computed += len(batch.x)
+        words = torch.tensor([len(caption) for caption in batch.captions]).double()
+        seen = torch.tensor(batch.lengths).double()
+        scores = self.body(batch.x * batch.scale) * words[:, None] + seen[:, None]
+        return SimpleNamespace(scores=scores, captions=[c.upper() for c in batch.captions])
+
+
+def batch_of(x: Tensor, y: Tensor, step: int) -> Batch:
+    captions = [f"{step} {'ab'[k % 2] * (k % 3)}" for k in range(len(x))]
+    return Batch(x, captions, tuple((y % 2).tolist()), scale=1 / (1 + step))
+
+
+def captions(log: Log) -> None:
+    model, steps = Reading(), [0]
+    Reading.computed = 0
+    rows = 0
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal rows
+        rows += len(x)
+        steps[0] += 1
+        batch = batch_of(x, y, steps[0])
+        output = model(batch)
+        assert output.captions == [caption.upper() for caption in batch.captions]
+        return F.cross_entropy(output.scores, y)
+
+    train(log, model, step, steps=24)
+    if torch.distributed.is_initialized():
+        kinds = modules._known[model]
+        assert len(kinds) == 1
+        assert Reading.computed < 0.75 * rows  # a third of most batches, all of some
+
+
+def test_captions_and_lists_of_numbers_are_divided_with_the_rows() -> None:
+    same_as_one_process(unedited, captions, True, sizes=(3,), dtype=torch.float64, nudge=True)
+
+
+class Switching(Around):
+    """What it does depends on values that are no tensors."""
+
+    def __init__(self, coupled: tuple[Any, ...] = ()) -> None:
+        super().__init__()
+        self.coupled = coupled
+
+    def forward(self, x: Tensor, how: Any) -> Tensor:
+        y = self.body(x)
+        if how in self.coupled:
+            y = y - y.mean(0)
+        return y.sum() if how == "sum" else y.square().mean() if how == "mean" else y
+
+
+@ranks(2)
+def test_each_value_of_a_flag_is_proven_for_itself() -> None:
+    torch.manual_seed(0)
+    model, x = Switching(coupled=("centred",)), torch.randn(6, 6)
+    flags = ["sum", "mean", "plain", "centred"] * 2
+    expected = [model(x, how) for how in flags]
+    with dividing():
+        outputs = [model(x, how) for how in flags]
+    assert all(map(torch.allclose, outputs, expected))
+    parts = 1  # of the second call that is whole, its body is divided
+    assert (modules.work.divided, modules.work.whole) == (6 + parts, 2)
+
+
+class Counted:
+    """Counts the rows that modules compute."""
+
+    def __init__(self, model: Around) -> None:
+        self.rows = 0
+        layer = model.body[0]
+        forward = layer.forward
+
+        def counted(x: Tensor) -> Tensor:
+            self.rows += len(x)
+            return forward(x)
+
+        layer.forward = counted
+
+
+@ranks(2)
+def test_ever_new_strings_cost_neither_two_forwards_nor_memory() -> None:
+    model, x = Switching(coupled=("47",)), torch.randn(6, 6)
+    expected = model(x, "47")
+    counted = Counted(model)
+    with dividing() as log:
+        outputs = [model(x, str(k)) for k in range(48)]
+    assert torch.allclose(outputs[-1], expected)
+    later = 48 - modules.TEXTS  # are whole, but for the part that sees no strings
+    assert (modules.work.divided, modules.work.whole) == (modules.TEXTS + later, later)
+    compared = 2  # the first and the tenth call of that part
+    assert counted.rows == modules.TEXTS * (6 + 3) + compared * 6 + later * 3
+    assert len(modules._known[model]) == modules.TEXTS
+    if instep.rank == 0:
+        assert log.getvalue().count("\n") == 1
+        assert "whole: more than 16 different strings came with its batches" in log.getvalue()
+
+
+@ranks(2)
+def test_ever_new_kinds_of_arguments_are_computed_once_in_the_end() -> None:
+    class Taking(Around):
+        def forward(self, x: Tensor, **names: Tensor) -> Tensor:
+            return self.body(x)
+
+    model, x = Taking(), torch.randn(6, 6)
+    counted = Counted(model)
+    with dividing(), torch.no_grad():
+        for k in range(modules.KINDS + 8):
+            model(x, **{f"name{k}": x})
+    assert (modules.work.divided, modules.work.whole) == (modules.KINDS + 8, 8)
+    assert counted.rows == modules.KINDS * 9 + 6 + 8 * 3
+    assert len(modules._known[model]) == modules.KINDS
+
+
+@ranks(2)
+def test_coupling_that_begins_with_an_epoch_is_seen_at_its_first_call() -> None:
+    model, x = Switching(coupled=(9, 10)), torch.randn(6, 6)
+    epochs = [epoch for epoch in range(11) for _ in range(12)]
+    expected = [model(x, epoch) for epoch in epochs]
+    with dividing():
+        outputs = [model(x, epoch) for epoch in epochs]
+    assert all(map(torch.allclose, outputs, expected))
+    parts = 23  # all but the first of the last two epochs
+    assert (modules.work.divided, modules.work.whole) == (9 * 12 + parts, 2 * 12)
+
+
+@ranks(2)
+def test_a_step_counter_is_proven_ever_more_seldom() -> None:
+    model, x = Switching(), torch.randn(6, 6)
+    counted = Counted(model)
+    with dividing():
+        for step in range(128):
+            model(x, step / 128)
+    proven = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
+    assert (modules.work.divided, modules.work.whole) == (128, 0)
+    assert counted.rows == 128 * 3 + proven * 6
+    assert len(modules._known[model]) == 1
+
+
+# ------------------------------------------------------------------ arguments: changed in place
+
+
+class Cache:
+    """As language models have it: each call adds what it has seen."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+
+
+class Remembering(Around):
+    def forward(self, x: Tensor, memory: Any) -> Tensor:
+        features = self.body(x)
+        layers = memory.layers if isinstance(memory, Cache) else memory["layers"]
+        layers.append({"features": features.detach()})
+        return features + sum(layer["features"].mean(1, keepdim=True) for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["object", "dict"])
+@ranks(2)
+def test_what_a_forward_adds_to_its_arguments_is_added_once(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Remembering(), torch.randn(6, 6)
+
+    def played() -> tuple[list[Tensor], Any]:
+        memory: Any = Cache() if kind == "object" else {"layers": []}
+        return [model(x, memory) for _ in range(4)], memory
+
+    expected, _ = played()
+    with dividing() as log:
+        outputs, memory = played()
+    layers = memory.layers if kind == "object" else memory["layers"]
+    assert all(map(torch.equal, outputs, expected))
+    assert [layer["features"].shape for layer in layers] == [(6, 3)] * 4
+    assert modules.work.whole == 4
+    if instep.rank == 0:
+        assert "Remembering whole: its forward changes its arguments." in log.getvalue()
+
+
+class ChangingLater(Around):
+    def forward(self, x: Tensor, memory: list[Tensor], change: Tensor) -> Tensor:
+        if change[0, 0] > 0:
+            memory.append(x)
+        if change[0, 0] < 0:
+            x.mul_(2)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("change", [1.0, -1.0])
+@ranks(2)
+def test_arguments_that_are_changed_after_the_proof_are_an_error(change: float) -> None:
+    model, memory, x = ChangingLater(), Cache(), torch.randn(6, 6)
+    with dividing():
+        model(x, memory.layers, torch.zeros(6, 1))
+        model(x, memory.layers, torch.zeros(6, 1))
+        with pytest.raises(UndividedError, match="ChangingLater began to change its arguments"):
+            model(x, memory.layers, torch.full((6, 1), change))
