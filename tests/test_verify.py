@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from torch import nn
 import verify_records as made
 from forked import Forked
 from instep.errors import ScriptFailedError, ScriptLateError, StepsError
+from instep.verify.calls import Calls, calls_below
 from instep.verify.causes import likely_cause
 from instep.verify.compare import difference, distance, gradient_gaps, loss_differences
 from instep.verify.fingerprints import fingerprint, row_hashes
 from instep.verify.names import Names
 from instep.verify.partings import FLOAT32, FLOAT64, Parting, first_parting
 from instep.verify.proof import prove, settle, verify
-from instep.verify.records import Plan, Print, Step, global_loss, read_run
+from instep.verify.records import End, Plan, Print, Step, global_loss, read_run
 from instep.verify.report import as_json, table
 from instep.verify.runs import (
     PERTURBED,
@@ -517,6 +519,37 @@ def test_that_nothing_was_divided_is_said():
     assert undivided in table(replace(report, judgements=(judgement,)))
     different = replace(judgement, verdict=Verdict.DIFFERENT)
     assert undivided not in table(replace(report, judgements=(different,)))
+
+
+@pytest.mark.parametrize(("divided", "said"), [(0, True), (3, False), (None, False)])
+def test_that_nothing_was_divided_is_said_where_no_samples_were_seen(divided, said):
+    def unseen(n, end):
+        run = made.run(n, lambda r, k, s: {"samples": 0})
+        return replace(run, ranks=tuple(replace(rank, end=end) for rank in run.ranks))
+
+    unedited = unseen(2, End(divided=divided))
+    report = judge(alone(unseen(1, End())), [Together(unedited, unedited)])
+    assert report.verdict is Verdict.SAME
+    assert ("at n = 2 every rank computed every sample" in table(report)) is said
+
+
+class Answer:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+@pytest.mark.parametrize("kind", [Answer, lambda loss: SimpleNamespace(inner=Answer(loss))])
+def test_a_loss_inside_of_an_object_is_traced_to_its_call(kind):
+    class Model(nn.Linear):
+        def forward(self, batch):
+            return kind(super().forward(torch.dropout(batch.inner.loss, 0.5, True)).mean())
+
+    calls = Calls(Names(), lambda parameters: None)
+    batch = SimpleNamespace(inner=Answer(torch.ones(5, 2)))
+    output = calls._outside(nn.Module.__call__, Model(2, 1), batch)
+    loss = getattr(output, "inner", output).loss
+    (call,) = calls_below([loss * 2])
+    assert (call.samples, call.drew) == (5, True)
 
 
 # -------------------------------------------------------- real trainings, on forked ranks

@@ -31,7 +31,8 @@ class PowerSGD:
 
     `.grad` is an approximation, the same bits on all ranks of one kind (processor, threads). What
     is kept takes as much memory as the gradients, and is in no checkpoint: a training that resumes
-    begins with nothing kept. Where a loss is scaled it is in the unit of its own step; after a
+    begins with nothing kept. Of sets of parameters that are trained together it is kept for the
+    last two. Where a loss is scaled it is in the unit of its own step; after a
     gradient that is not finite it is dropped. Each backward sends two messages for each bucket,
     the second when the first has come.
 

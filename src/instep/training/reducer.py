@@ -36,6 +36,10 @@ class Backward:
         """Whose parameters it came by."""
 
 
+PLANS = 2
+"""For so many sets of trained parameters a reducer keeps buckets, those used last: as many as a
+script has that trains two of them by turns. Each set has flat tensors as large as its gradients."""
+
 _under_way: Backward | None = None
 _numbers = count()
 """Of the reducers, in the order in which all ranks make them."""
@@ -140,15 +144,17 @@ class Reducer:
             tuple(map(bool, map(_LATER_HOOKS, self._parameters))),
             frozenset(self._sparse),
         )
-        plan = self._plans.get(kinds)
+        plan = self._plans.pop(kinds, None)
         if plan is None:
             live = [
                 (i, p)
                 for i, p in enumerate(self._parameters)
                 if p.requires_grad and not (i in self._sparse or _observed(p))
             ]
+            while len(self._plans) >= PLANS:  # before there are new ones
+                del self._plans[next(iter(self._plans))]
             plan = _Plan(_load(live, self._aside, self._compression, self._number))
-            self._plans[kinds] = plan
+        self._plans[kinds] = plan
         self._cargoes, self._where = plan.cargoes, plan.where
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
