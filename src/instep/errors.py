@@ -524,6 +524,15 @@ class UneditedError(LaunchError):
         )
 
     @classmethod
+    def temporary_elsewhere(cls, path: str) -> UneditedError:
+        """A command has changed a temporary file of rank 0's on another host."""
+        return cls(
+            f"a command has worked on the temporary file {path} of rank 0's host, which this "
+            "rank's host does not see. Let it work in the script's own folder, or run this "
+            "script on one host, or with --plain."
+        )
+
+    @classmethod
     def elsewhere(cls) -> UneditedError:
         """A command that the script started is used where the ranks do different work."""
         return cls(

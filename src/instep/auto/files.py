@@ -6,6 +6,7 @@ lies. What takes a file descriptor, or a path relative to one, is left alone.
 
 from __future__ import annotations
 
+import builtins
 import os
 import shutil
 import stat
@@ -53,7 +54,9 @@ def _named(path: Any, second: Any = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is not None:
-            error.filename, error.filename2 = path, second
+            error.filename = path
+            if second is not None:
+                error.filename2 = second
         raise
 
 
@@ -88,6 +91,12 @@ def open_(
     if isinstance(role, Shadow) and given is None:
         return original(file, mode, *args[:5], opener=_opener, **kwargs)
     return original(file, mode, *args, opener=opener, **kwargs)
+
+
+def numpy_opener(original: Function, self: Any, kind: Any) -> Any:
+    """For numpy's table of openers, which knows `open` as it was."""
+    found = original(self, kind)
+    return builtins.open if kind is None else found
 
 
 def _opener(path: Any, flags: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 
-from instep.auto.layers import Layer, copy
+from instep.auto.layers import GONE, Layer, copy
 from instep.auto.paths import Path, Paths, on_real_files
 
 KEPT_BYTES = 1 << 30
@@ -18,8 +19,16 @@ class Keeper(Paths):
     def __init__(self, before: Layer) -> None:
         super().__init__(())
         self._before = before
+        self._earlier: Callable[[], list[Layer]] = list
         self._kept: set[str] = set()
         self._bytes = 0
+
+    def rebase(self, before: Layer, earlier: Callable[[], list[Layer]]) -> None:
+        """From now on keep what the files are now; `earlier()`: layers that are still looked at."""
+        self._before, self._earlier = before, earlier
+        self._kept.clear()
+        self._bytes = 0
+        self.forget_links()
 
     @on_real_files
     def keep(self, path: Path, *, follow: bool = True, unwritten: bool = False) -> None:
@@ -41,6 +50,17 @@ class Keeper(Paths):
             draft = self._before.room_for(f"/.instep-{os.getpid()}")
             _link_or_copy(plain, draft) if unwritten else copy(plain, draft)
             os.replace(draft, self._before.room_for(plain))
+        for layer in self._earlier():
+            if layer.find(plain) is None:
+                self._hand_down(plain, layer)
+
+    def _hand_down(self, plain: str, layer: Layer) -> None:
+        """An earlier layer, which does not know this path, keeps what this one does."""
+        place = self._before.find(plain)
+        if place == GONE:
+            layer.remove(plain)
+        elif place is not None:
+            _link_or_copy(place, layer.room_for(plain))
 
     @on_real_files
     def keep_both(self, source: Path, target: Path) -> None:

@@ -6,7 +6,9 @@ Paths are absolute and without symbolic links on the way.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import stat
 from contextlib import suppress
@@ -21,10 +23,14 @@ lies without layers."""
 
 
 class Layer:
-    """Changes in one folder, which is made when the first one comes."""
+    """Changes in one folder, which is made when the first one comes.
 
-    def __init__(self, folder: str) -> None:
+    `lies_in`: a pattern of the folder's names, where it has others.
+    """
+
+    def __init__(self, folder: str, lies_in: str | None = None) -> None:
         self.folder = folder
+        self._lies_in = re.compile(rf"(?:{lies_in or re.escape(folder)})/files(?=/|$)")
         self._files = os.path.join(folder, "files")
         self._marks = os.path.join(folder, "marks")
 
@@ -41,9 +47,17 @@ class Layer:
             return GONE if self._is_closed(path) else None
         return place
 
+    def knows(self, path: str) -> bool:
+        """Whether this layer has `path` itself, or says that it itself is not there."""
+        return os.path.lexists(self._files + path) or os.path.lexists(self._mark(path, _MARK))
+
+    def is_new(self, folder: str) -> bool:
+        """Whether the folder was made in this layer, and not only on the way to something."""
+        return os.path.lexists(self._mark(folder, _NEW))
+
     def hides(self, folder: str) -> bool:
         """Whether nothing that lies below this layer is in a folder."""
-        return os.path.lexists(self._mark(folder, _NEW)) or self.find(folder) == GONE
+        return self.is_new(folder) or self.find(folder) == GONE
 
     def room_for(self, path: str) -> str:
         """Where to write `path` from now on; the folder above is made."""
@@ -81,9 +95,8 @@ class Layer:
 
     def virtual(self, place: str) -> str:
         """The path that lies at `place`; `place` itself where that is not in this layer."""
-        if place == self._files:
-            return "/"
-        return place.removeprefix(self._files) if place.startswith(f"{self._files}/") else place
+        found = self._lies_in.match(place)
+        return (place[found.end() :] or "/") if found else place
 
     def _is_closed(self, path: str) -> bool:
         """Whether a mark says that there is no `path`: its own, or that of a folder above."""
@@ -118,8 +131,10 @@ class Layer:
 
 def _names(folder: str) -> set[str]:
     try:
-        return set(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
+        return set() if os.path.islink(folder) else set(os.listdir(folder))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # links in a circle
+            raise
         return set()
 
 

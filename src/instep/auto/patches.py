@@ -18,7 +18,7 @@ import tempfile
 import torch
 from torch import nn
 
-from instep.auto import children, devices, files, guards, streams, writers
+from instep.auto import children, devices, files, guards, popens, streams, writers
 from instep.auto.alone import LOADING, SEEDING
 from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
@@ -43,6 +43,7 @@ FILES = (
     Patch("tarfile", "bltn_open", files.open_, _ONCE),
     Patch("bz2", "_builtin_open", files.open_, _ONCE),
     Patch("lzma", "_builtin_open", files.open_, _ONCE),
+    Patch("numpy.lib._datasource:_FileOpeners", "__getitem__", files.numpy_opener, _BY_NAME),
     Patch(os, "open", files.os_open, _ONCE),
     Patch(os, "truncate", files.truncate, _ONCE),
     *(Patch(os, name, files.look, _SEEN) for name in ("stat", "statvfs")),
@@ -97,7 +98,17 @@ CHILDREN = (
     Patch(subprocess, "run", children.run, _CHILD),
     Patch(subprocess, "call", children.run, _CHILD),
     Patch(os, "system", children.system, _CHILD),
-    Patch(os, "popen", children.popen, _CHILD),
+    *(
+        Patch(subprocess.Popen, name, getattr(popens, name.strip("_")), _CHILD)
+        for name in ("__init__", "poll", "wait", "communicate", "send_signal")
+    ),
+    *(Patch(os, name, children.spawn, _CHILD) for name in ("spawnv", "spawnve")),
+    *(Patch(os, name, children.spawn, _CHILD) for name in ("spawnvp", "spawnvpe")),
+    *(Patch(os, name, children.posix_spawn, _CHILD) for name in ("posix_spawn", "posix_spawnp")),
+    Patch(os, "waitpid", children.waitpid, _CHILD),
+    *(Patch(os, name, children.kill, _CHILD) for name in ("kill", "killpg")),
+    Patch("pty", "spawn", children.interact, _CHILD),
+    Patch("asyncio.unix_events:_UnixSubprocessTransport", "_start", children.asyncio_start, _CHILD),
     Patch("multiprocessing.spawn", "get_preparation_data", children.preparation_data, _SEEN),
     Patch("torch.multiprocessing.spawn", "start_processes", children.start_processes, _REFUSED),
     Patch("torch.multiprocessing", "start_processes", children.start_processes, _REFUSED),
@@ -204,7 +215,7 @@ def undo() -> None:
         _put_in.pop().undo()
 
 
-def see_files(own: str, *before: str) -> None:
+def see_files(own: Layer, before: Layer | None = None) -> None:
     """In a process that a rank spawned: see the files through these layers, as the rank does."""
-    files.play(Shadow(Layer(own), Layer(before[0]) if before else None))
+    files.play(Shadow(own, before))
     _put_in.append(Patched(FILES))

@@ -72,9 +72,9 @@ class Paths:
             plain = os.path.dirname(plain)
         return False
 
-    def mentions_temporary(self, text: str) -> bool:
-        """Whether a text names something that only this rank has."""
-        return any(path in text for path in self._temporary)
+    def temporary_in(self, text: str) -> list[str]:
+        """The temporary files that a text names, in its order."""
+        return sorted((path for path in self._temporary if path in text), key=text.index)
 
     def forget_links(self) -> None:
         """A link, or a folder that may have been one, has changed."""

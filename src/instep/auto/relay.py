@@ -67,11 +67,6 @@ class Relay:
                 self._lanes[name] = lane
             return self._lanes[name]
 
-    def drop_lane(self, name: str) -> None:
-        """Nobody will ask for it again."""
-        with self._lock:
-            self._lanes.pop(name, None)
-
     @property
     def does(self) -> bool:
         """Whether this is the rank that does it for all."""

@@ -21,6 +21,11 @@ class Shadow(Paths):
         self._own = own
         self._saved: dict[str, int] = {}
 
+    def forget(self) -> None:
+        """The layers are others by now."""
+        self._saved.clear()
+        self.forget_links()
+
     @on_real_files
     def place(self, path: Path, *, follow: bool = True) -> str:
         """Where `path` lies. Raises FileNotFoundError or NotADirectoryError."""

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from instep import knobs
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
+from instep.auto.generations import Generations, before_of
 from instep.auto.keeper import Keeper
-from instep.auto.layers import Layer
 from instep.auto.real import real
+from instep.auto.rebasing import Rebasing
 from instep.auto.relay import Relay
 from instep.auto.shadow import Shadow
 from instep.communication import apart
@@ -71,9 +72,10 @@ class Together:
         self._in_place = True
         hiding.hide()
         seeds.sow(self.seed)
-        files.play(self._folder.role())
+        role = self._folder.role()
+        files.play(role)
         streams.use(self._streams)
-        children.begin(self._relay, patches.see_files)
+        children.begin(self._relay, self._folder.rebasing(role), patches.see_files)
         guards.begin(claimed)
         apart.begin()
         patches.install()
@@ -178,7 +180,7 @@ def _new_folder(world: World) -> str:
     folder = tempfile.mkdtemp(prefix="instep-", dir=None if above is None else Path(above).parent)
     for rank in range(world.size):
         os.mkdir(os.path.join(folder, f"rank{rank}"))
-    return folder
+    return os.path.realpath(folder)
 
 
 class _Folder:
@@ -192,16 +194,20 @@ class _Folder:
         self._own = (
             os.path.join(self._shared, f"rank{rank}")
             if self._shared is not None
-            else tempfile.mkdtemp(prefix="instep-")
+            else os.path.realpath(tempfile.mkdtemp(prefix="instep-"))
         )
+        self._layers = None if rank == 0 else Generations(self._own, self._shared)
 
     def role(self) -> Keeper | Shadow:
         """This rank's way with files."""
-        before = None if self._shared is None else Layer(os.path.join(self._shared, "before"))
-        if self._rank == 0:
-            assert before is not None
-            return Keeper(before)
-        return Shadow(Layer(self._own), before)
+        if self._layers is not None:
+            return Shadow(self._layers.own, self._layers.before)
+        assert self._shared is not None
+        return Keeper(before_of(self._shared, 0))
+
+    def rebasing(self, role: Keeper | Shadow) -> Rebasing:
+        """What the files are after a command."""
+        return Rebasing(role, self._shared, self._layers)
 
     def leave(self) -> None:
         """Remove what is this rank's, and what is everybody's after the last one."""

@@ -1,0 +1,118 @@
+"""The files after commands, as ranks see them: both see one process's files."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from instep.auto.generations import Generations, before_of
+from instep.auto.keeper import Keeper
+from instep.auto.rebasing import Command, Rebasing
+from instep.auto.shadow import Shadow
+from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
+
+
+class Ranks:
+    """Rank 0 and rank 1 of one job, in one process, by turns."""
+
+    def __init__(self, folder: Path) -> None:
+        shared = str(folder / "layers")
+        os.makedirs(f"{shared}/rank1")
+        layers = Generations(f"{shared}/rank1", shared)
+        keeper = Keeper(before_of(shared, 0))
+        shadow = Shadow(layers.own, layers.before)
+        self.roles = (keeper, shadow)
+        self.sides = [Rebasing(keeper, shared, None), Rebasing(shadow, shared, layers)]
+
+    def command(self, do: Callable[[], object]) -> None:
+        """Both come to a command that does this, and to its end."""
+        first, second = (Command(side, "", (), rebases=True) for side in self.sides)
+        do()
+        second.enter(first.opened())
+
+
+def story(seed: int) -> Iterator[list[object]]:
+    """What a script sees that does 25 things, and then 25 more, and so on."""
+    numbers = random.Random(seed)
+    for _ in range(6):
+        seen = [outcome(numbers.choice([*operations(numbers)])) for _ in range(25)]
+        yield [*seen, tree()]
+
+
+def commands(seed: int) -> Iterator[None]:
+    """What commands do in between."""
+    numbers = random.Random(seed + 1000)
+    while True:
+        for _ in range(5):
+            outcome(numbers.choice([*operations(numbers)]))
+        for path in filter(os.path.isfile, NAMES):  # two names of one file part when it is changed
+            write(f"{path}.copy", "w", read(path))
+            os.replace(f"{path}.copy", path)
+        yield
+
+
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(5, 40))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_rank_sees_what_one_process_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "alone"))
+    oracle = [seen for seen, _ in zip(story(seed), commands(seed), strict=False)]
+    monkeypatch.chdir(stocked(tmp_path / "shared"))
+    ranks, starts = Ranks(tmp_path), commands(seed)
+    stories = [story(seed), story(seed)]
+    for expected in oracle:
+        for role, own in zip(ranks.roles, stories, strict=True):
+            with seen_through(role):
+                assert next(own) == expected
+        ranks.command(lambda: next(starts))
+
+
+def test_what_is_open_and_what_only_this_rank_has_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    ranks = Ranks(tmp_path)
+    logs = []
+    for rank, role in enumerate(ranks.roles):
+        os.chdir(tmp_path / "folder")
+        with seen_through(role):
+            os.makedirs(f"out/run{rank}")
+            write(f"out/run{rank}/log", "w", "mine")
+            logs.append(open("out/log", "a", buffering=1))  # noqa: SIM115
+            logs[-1].write("script\n")
+            os.chdir("out")
+    ranks.command(lambda: write("log", "a", "command\n"))
+    for log, role in zip(logs, ranks.roles, strict=True):
+        with seen_through(role):
+            log.write("script\n")
+            assert read("log") == "script\ncommand\nscript\n"
+            log.close()
+    with seen_through(ranks.roles[1]):
+        assert os.getcwd() == str(tmp_path / "folder" / "out")
+        assert read("run1/log") == "mine"
+        assert sorted(os.listdir()) == ["log", "run0", "run1"]
+
+
+def test_a_rank_that_is_late_sees_its_own_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    ranks = Ranks(tmp_path)
+    first, second = (Command(side, "", (), rebases=True) for side in ranks.sides)
+    told = first.opened()
+    with seen_through(ranks.roles[0]):
+        write("c", "w", "later")
+        write("new", "w", "later")
+    for entered in (False, True):
+        if entered:
+            second.enter(told)
+        with seen_through(ranks.roles[1]):
+            assert (read("c"), os.path.exists("new")) == ("second", False)
