@@ -32,10 +32,13 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     kept = options.folder / "map.json"
     copies = options.copies
-    if options.map or not kept.exists():
+    if options.map is not None or not kept.exists():
         runners = [Runner(Path(f"{copies}{at}")) for at in range(options.parallel)]
         try:
-            kept.write_text(json.dumps(mapping.make(options.folder, runners)))
+            made = mapping.make(options.folder, runners, options.map)
+            if options.map:
+                made = mapping.merged(json.loads(kept.read_text()), made)
+            kept.write_text(json.dumps(made))
         finally:
             for runner in runners:
                 runner.close()
@@ -53,7 +56,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--packages", nargs="+", default=PACKAGES, choices=PACKAGES)
     parser.add_argument("--budget", type=float, default=40, help="seconds of tests per mutant")
     parser.add_argument("--parallel", type=int, default=2, help="copies at work at once")
-    parser.add_argument("--map", action="store_true", help="make the map anew")
+    parser.add_argument("--map", nargs="*", help="make the map anew, or for these files of tests")
     parser.add_argument("--only", type=Path, help="only what is not killed in this table")
     parser.add_argument("--json", type=Path, help="where the table goes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")

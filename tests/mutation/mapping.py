@@ -58,11 +58,24 @@ def make(folder: Path, runners: list[Runner], files: Iterable[str] | None = None
         if wrong:
             (folder / f"failed-{Path(file).stem}.log").write_bytes(shown.read_bytes())
 
-    if files is None:
+    if not files:
         listed = sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: -p.stat().st_size)
         files = [str(path.relative_to(ROOT)) for path in listed]
     each(runners, files, one_file)
     return {"sites": [asdict(site) for site in sites], "tests": tests}
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What `make` returned, and what it returns later for some files of tests."""
+    places: dict[tuple[str, ...], int] = {}
+    tests: dict[str, dict[str, Any]] = {}
+    for made in (old, new):
+        keys = [tuple(site.values()) for site in made["sites"]]
+        here = [places.setdefault(key, len(places)) for key in keys]
+        for line in made["tests"]:
+            tests[line["test"]] = line | {"sites": [here[at] for at in line.get("sites", ())]}
+    sites = [asdict(Site(*key)) for key in places]
+    return {"sites": sites, "tests": list(tests.values())}
 
 
 class Map:
