@@ -46,7 +46,7 @@ def main() -> None:
         verdicts = _try(options, Map.read(kept))
         _print(verdicts, options.packages)
         if options.json:
-            options.json.write_text(json.dumps([v.as_json() for v in verdicts], indent=1) + "\n")
+            _write(options.json, verdicts)
 
 
 def _options() -> argparse.Namespace:
@@ -72,6 +72,8 @@ def _try(options: argparse.Namespace, known: Map) -> list[Verdict]:
     def one(runner: Runner, mutant: drawing.Mutant) -> None:
         verdict = trying.attempt(runner, mutant, known, options.budget)
         verdicts.append(verdict)
+        if options.json:  # so far, for whoever stops this before its end
+            _write(options.json, verdicts)
         at = f"{time.monotonic() - began:5.0f} s {len(verdicts):4d}"
         print(f"{at} {verdict.fate:11} {mutant.path}:{mutant.line} {mutant.change}", flush=True)
 
@@ -88,6 +90,10 @@ def _try(options: argparse.Namespace, known: Map) -> list[Verdict]:
         for runner in runners:
             runner.close()
     return sorted(verdicts, key=lambda v: (v.mutant.path, v.mutant.line, v.mutant.start))
+
+
+def _write(path: Path, verdicts: list[Verdict]) -> None:
+    path.write_text(json.dumps([verdict.as_json() for verdict in verdicts], indent=1) + "\n")
 
 
 def _print(verdicts: list[Verdict], packages: list[str]) -> None:
