@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from instep.divided import modules
+from instep.divided.rows import Rows
 from oracle import Log, same_as_one_process
-from test_divided_calls import LARGE, Around, mlp, tokens, train, unedited
+from pool import ranks, talking_over
+from test_divided_calls import LARGE, Around, dividing, mlp, tokens, train, unedited
 
 Training = Callable[[Log], None]
 DIVIDED: list[Training] = []
@@ -61,7 +64,7 @@ def legacy(scores: Tensor, y: Tensor) -> Tensor:
 
 WEIGHT = torch.tensor([0.5, 2.0, 1.0]).double()
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": F.cross_entropy,
+    "mean": lambda scores, y: F.cross_entropy(scores, y),
     "sum": lambda scores, y: F.cross_entropy(scores, y, reduction="sum"),
     "none": lambda scores, y: F.cross_entropy(scores, y, reduction="none").square().mean(),
     "ignored": lambda scores, y: F.cross_entropy(scores, y, ignore_index=0),
@@ -80,6 +83,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "pairs": lambda scores, y: F.cosine_embedding_loss(scores, scores.roll(1, 1), y.sign() * 2 - 1),
     "triples": lambda scores, y: F.triplet_margin_loss(scores, scores * 2, scores.roll(1, 1)),
+    "labels": lambda scores, y: F.multilabel_soft_margin_loss(scores, F.one_hot(y, 3).double()),
+    "labels by index": lambda scores, y: F.multilabel_margin_loss(scores, F.one_hot(y, 3)),
+    "ranked": lambda scores, y: F.multi_margin_loss(scores, y, weight=WEIGHT),
     "legacy": legacy,
 }
 
@@ -106,11 +112,25 @@ def losses_of_large_outputs(log: Log) -> None:
     train(log, model, lambda x, y: every_loss(model(x), y), lr=1e-3)
 
 
+FROM_OWN_ROWS = {"mean", "sum", "ignored", "weighted", "probabilities", "elements", "legacy"}
+"""Losses for which the rows stay where they are."""
+
+
 @divided
 def losses_of_large_outputs_one_by_one(log: Log) -> None:
     """Nobody looks at the rows before the loss."""
     model = mlp()
-    train(log, model, lambda x, y: sum(loss(model(x), y) for loss in LOSSES.values()), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(()).double()
+        for name, loss in LOSSES.items():
+            scores = model(x)
+            total = total + loss(scores, y)
+            if isinstance(scores, Rows):
+                assert (scores.whole is None) == (name in FROM_OWN_ROWS), name
+        return total
+
+    train(log, model, step, lr=1e-3)
 
 
 @divided
@@ -118,8 +138,15 @@ def losses_of_two_large_outputs(log: Log) -> None:
     model, other = mlp(), mlp()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
+        one, two = model(x), other(x)
+        first = F.mse_loss(one, two)
+        if isinstance(one, Rows):
+            assert one.whole is None
+            assert two.whole is None
+            one.look()
         return (
-            F.mse_loss(model(x), other(x))
+            first
+            + F.mse_loss(one, two)
             + F.l1_loss(model(x).view(-1), other(x).flatten())
             + F.cross_entropy(model(x).view(-1, 1, 3).transpose(1, 2), tokens(y)[:, :1])
             + F.mse_loss(model(x), torch.ones(()).double().expand(len(x), 3))
@@ -246,3 +273,20 @@ def twice_in_one_backward_by_buckets(log: Log) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSTEP_BUCKET_MIB", "0")
         train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model(x * 2).square().mean())
+
+
+@pytest.mark.parametrize("training", [twice_in_one_backward_by_buckets, losses_inside_of_forward])
+def test_over_gloo_as_well(training: Training) -> None:
+    with talking_over("gloo"):
+        same_as_one_process(unedited, training, True, sizes=(2,), dtype=torch.float64, nudge=True)
+
+
+@ranks(2)
+def test_a_model_that_was_made_in_inference_mode_is_divided() -> None:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model = mlp(nn.BatchNorm1d(8)).eval()
+        expected = model(x)
+        with dividing() as said:
+            torch.testing.assert_close(model(x), expected)
+            assert (modules.work.divided, said.getvalue()) == (1, "")

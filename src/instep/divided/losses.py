@@ -107,7 +107,9 @@ class _Asked:
             return first.shape[0]
         if self._original.__name__ in ("cross_entropy", "nll_loss"):
             return _classes_counted(first, given)
-        if all(value.shape == first.shape for value in given.values() if isinstance(value, Tensor)):
+        tensors = [value for value in given.values() if isinstance(value, Tensor)]
+        alike = all(value.shape == first.shape for value in tensors)
+        if alike and self._original.__name__ not in _ONE_PER_ROW:
             return first.numel()
         whole: Tensor = self._original(**{**given, "reduction": "none"})
         return whole.numel()
@@ -115,6 +117,11 @@ class _Asked:
 
 _PER_CLASS = ("weight", "pos_weight")
 """Arguments that may be one number for each class."""
+
+
+_ONE_PER_ROW = (*("triplet_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),)
+"""Losses that have one number for each row of tensors that are alike; others have one for each
+element."""
 
 
 @cache
