@@ -1,5 +1,6 @@
 """Groups of ranks: only members talk, roots stay ranks of the world."""
 
+import gc
 import os
 from unittest import mock
 
@@ -8,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.communication.groups import Group
+from instep.communication.groups import Group, release
 from instep.communication.transport import transport
-from instep.errors import DisagreementError, NotAMemberError
-from pool import ranks
+from instep.errors import DisagreementError, NotAMemberError, RendezvousError
+from pool import ranks, talking_over
 
 
 @ranks(3)
@@ -112,3 +113,22 @@ def test_a_disagreement_in_a_group_names_the_ranks_of_the_world():
     if instep.rank:
         with pytest.raises(DisagreementError, match=r"4\).* on rank 1\D.*5\).* on rank 2\D"):
             instep.all_gather(torch.ones(1, 3 + instep.rank), group=pair)
+
+
+@ranks(2)
+def a_group_comes_to_its_end():
+    pair = instep.group([0, 1])
+    way = transport(pair)
+    assert way.all_gather(torch.ones(1)) == [torch.ones(1)] * 2
+    release(pair)
+    del pair
+    gc.collect()
+    for use in (way.all_gather, lambda x: way.all_reduce(x, "sum"), lambda x: way.broadcast(x, 0)):
+        with pytest.raises(RendezvousError, match="the ranks have parted"):
+            use(torch.ones(1))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_group_that_was_released_is_not_held_and_says_so(backend):
+    with talking_over(backend):
+        a_group_comes_to_its_end()

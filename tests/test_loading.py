@@ -12,7 +12,7 @@ import warnings
 from collections import namedtuple
 from contextlib import redirect_stderr
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -158,19 +158,20 @@ KINDS = {
     "conjugates": lambda i: (torch.ones(3, dtype=torch.complex64) * 1j * i).conj(),
     "mixed numbers": lambda i: i if i < 4 else i / 3,
     "mixed dtypes": lambda i: torch.ones(3, dtype=torch.int64 if i % 3 else torch.float32) * i,
+    "mixed and nested": lambda i: {"x": [i if i % 3 else 0.5, f"{i}"], 3: np.ones(2) * i},
     "empty": lambda i: (),
 }
 
 
 @ranks(1, 3)
 def test_samples_of_any_kind_arrive_as_they_were():
-    for collate in (None, list):
+    for collate, size in product((None, list), (5, 2)):
         for name, kind in KINDS.items():
             plain, divided = (
-                list(way(DataLoader(Counting(8, kind), 5, collate_fn=collate)))
+                list(way(DataLoader(Counting(8, kind), size, collate_fn=collate)))
                 for way in (iter, batches)
             )
-            assert same(plain, divided), (name, collate)
+            assert same(plain, divided), (name, collate, size)
 
 
 def padded(samples):
