@@ -7,6 +7,7 @@ import pytest
 from instep.auto import guards, hiding
 from instep.identity import launchers
 from instep.identity.world import World
+from test_unedited_world import RUN, Place
 
 
 @pytest.fixture
@@ -115,3 +116,17 @@ def test_cuda_means_the_ranks_own_gpu(monkeypatch, device, visible, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     hiding.narrow(World(1, 2, 1, 2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.launch
+def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
+    place = Place(tmp_path)
+    script = place.script("""
+        import os, torch
+        model = torch.nn.Linear(3, 3)
+        model(torch.randn(8, 3))
+        os.environ["RANK"]
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "this script's work was divided among the ranks, and now it takes RANK" in done.stderr
