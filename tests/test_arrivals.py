@@ -210,7 +210,8 @@ def test_a_stranger_is_sent_away():
     with _connected(place) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+            while stranger.recv(1000):
+                pass  # the number that whoever comes is told; then it is hung up on
     heard += come(place, Member(1, 2, CARD, 1))
     first.join()
     assert heard == [{"ranks": [1, 1]}] * 2

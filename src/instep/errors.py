@@ -241,6 +241,19 @@ class LaunchVariablesError(LaunchError):
         )
 
     @classmethod
+    def short_secret(cls, where: str, shortest: int) -> LaunchVariablesError:
+        """A secret that could be guessed."""
+        return cls(
+            f"the secret in {where} is too short: it takes {shortest} characters or more. "
+            "`openssl rand -hex 32` makes a good one."
+        )
+
+    @classmethod
+    def secret_file(cls, path: str, why: str) -> LaunchVariablesError:
+        """A secret that is none."""
+        return cls(f"the secret in {path} cannot be used: {why}. chmod 600 keeps it yours.")
+
+    @classmethod
     def node_list(cls, text: str) -> LaunchVariablesError:
         """Hosts in a notation that is not Slurm's."""
         return cls(
@@ -410,6 +423,35 @@ class MixedJobError(LaunchError):
 
 def _sides(seen: Mapping[str, Iterable[int]], members: str) -> str:
     return "; ".join(f"{value} on {named(held, members)}" for value, held in seen.items())
+
+
+class StrangerError(LaunchError):
+    """What was read was written by a process that does not know this job's secret."""
+
+    @classmethod
+    def value(cls, what: str) -> StrangerError:
+        """It bears no mark, or a wrong one."""
+        return cls(
+            f"what was read as {what!r} was not written by this job: a stranger's process has "
+            "written to the ranks' store or connection, or a rank was started with another "
+            "INSTEP_SECRET than this one. Nothing of it was used. Give all ranks the same one."
+        )
+
+    @classmethod
+    def no_secret(cls) -> StrangerError:
+        """The others mark what they write, and this rank has nothing to check it with."""
+        return cls(
+            "the other ranks have a secret (INSTEP_SECRET, or the file ~/.instep/secret) that this "
+            "one was not given. Give all ranks the same one, or none."
+        )
+
+    @classmethod
+    def unequal(cls, without: Iterable[int], others: Iterable[int]) -> StrangerError:
+        """Ranks that have met by the script's own means have unlike secrets."""
+        return cls(
+            f"{named(without)} has another INSTEP_SECRET (or ~/.instep/secret), or none, than "
+            f"{named(others)}. Give all ranks the same one, or none."
+        )
 
 
 class BackendError(LaunchError):

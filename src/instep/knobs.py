@@ -30,6 +30,8 @@ class Knob:
     """The words that it takes; empty: numbers or any text."""
     numbers: range | None = None
     """The whole numbers that it takes; None: words or any text."""
+    text: str = "the path of a file"
+    """What any text means."""
 
     def __str__(self) -> str:
         return self.read(os.environ)
@@ -49,7 +51,7 @@ class Knob:
         """What values it takes, in words."""
         if self.numbers is not None:
             return f"a whole number from {self.numbers[0]} to {self.numbers[-1]}"
-        *others, last = self.choices or ("the path of a file",)
+        *others, last = self.choices or (self.text,)
         return f"{', '.join(others)} or {last}" if others else last
 
     def _takes(self, value: str) -> bool:
@@ -107,6 +109,13 @@ DIST_FILE = Knob(
     "",
     "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
 )
+SECRET = Knob(
+    "INSTEP_SECRET",
+    "",
+    "What proves that a process belongs to the job; the same on all hosts. On one host "
+    "`instep run` draws one for each job.",
+    text="16 characters or more",
+)
 WATCH = Knob(
     "INSTEP_WATCH",
     "on",
@@ -114,7 +123,7 @@ WATCH = Knob(
     choices=("on", "off"),
 )
 
-KNOBS = (DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, SEED, LOAD, DIST_FILE, WATCH)
+KNOBS = (DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, SEED, LOAD, DIST_FILE, SECRET, WATCH)
 """What a user may set; docs/variables.md shows it."""
 
 INTERNAL = frozenset({"INSTEP_FAILURE_FILE", "INSTEP_JOB", "INSTEP_SOURCE", "INSTEP_STORE_FD"})

@@ -30,7 +30,6 @@ from instep.communication.collectives import barrier
 from instep.identity import launchers
 from instep.identity.world import World
 from instep.meeting import rendezvous
-from instep.meeting.stores import open_store
 from instep.tracebacks import in_words
 from instep.watch.whereabouts import at_the_end
 
@@ -154,9 +153,8 @@ class Together:
 
 def _meet() -> World:
     """With keys of its own: should the script start a process group, it finds none of ours."""
-    store, _ = open_store(None, launchers.detect(), knobs.patience())
     hook = sys.excepthook
-    world = rendezvous.init(dist.PrefixStore("unedited", store))
+    world = rendezvous.init_apart("unedited")
     sys.excepthook = hook  # torch's puts the rank before each line of a traceback
     return world
 
@@ -166,7 +164,7 @@ def _facts(store: dist.Store, world: World) -> Facts:
         facts = Facts(seeds.draw(), streams.Terminal.here(), _host(), _new_folder(world))
         store.set(_FACTS, pickle.dumps(facts))  # type: ignore[arg-type]  # the stub knows only str
         return facts
-    told: Facts = pickle.loads(store.get(_FACTS))
+    told: Facts = pickle.loads(store.get(_FACTS))  # verified: rank 0 has written it
     return told
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from instep.communication import signed
 from instep.communication.transport import Pending
 
 T = TypeVar("T")
@@ -39,13 +39,13 @@ class Lane:
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, pickled."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(signed.dumps(value)), dtype=torch.uint8)
         sizes = [torch.tensor([mine.numel()]) for _ in range(self.size)]
         self._swap(sizes)
         texts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         texts[self.rank] = mine
         self._swap(texts)
-        return [pickle.loads(text.numpy().tobytes()) for text in texts]
+        return [signed.loads(text.numpy().data) for text in texts]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start to overwrite a contiguous `tensor` with root's."""

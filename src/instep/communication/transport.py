@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep import knobs, shm
+from instep.communication import signed
 from instep.communication.groups import Group
 from instep.errors import RendezvousError, UnsuitableTensorError, WrongDeviceError
 from instep.meeting import rendezvous
@@ -201,24 +202,46 @@ class _Together:
         dist.recv(tensor, group=self._group, group_src=source)
 
     def all_gather_object(self, value: T) -> list[T]:
-        self._begin()
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, self._group)
-        return values
+        mine = self._as_tensor(signed.dumps(value))
+        sizes = [int(size) for size in self.all_gather(self._size_of(mine))]
+        padded = mine.new_empty(max(sizes))
+        padded[: mine.numel()] = mine
+        parts = zip(self.all_gather(padded), sizes, strict=True)
+        return [self._from_tensor(part[:size]) for part, size in parts]
 
     def broadcast_object(self, value: T, root: int) -> T:
-        self._begin()
-        box = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=root)
-        return box[0]
+        mine = self._as_tensor(signed.dumps(value) if self.rank == root else b"")
+        size = self._size_of(mine)
+        self.broadcast(size, root).wait()
+        message = mine if self.rank == root else mine.new_empty(int(size))
+        self.broadcast(message, root).wait()
+        if self.rank == root:
+            return value
+        received: T = self._from_tensor(message)
+        return received
 
     def send_object(self, value: object, to: int) -> None:
-        dist.send_object_list([value], group=self._group, group_dst=to)
+        message = self._as_tensor(signed.dumps(value))
+        self.send(self._size_of(message), to)
+        self.send(message, to)
 
     def receive_object(self, source: int) -> Any:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, group=self._group, group_src=source)
-        return box[0]
+        size = self._size_of(self._as_tensor(b""))
+        self.receive(size, source)
+        message = self._as_tensor(bytes(int(size)))
+        self.receive(message, source)
+        return self._from_tensor(message)
+
+    def _as_tensor(self, message: bytes) -> Tensor:
+        empty = torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else empty
+        return flat.to(self.home)
+
+    def _size_of(self, message: Tensor) -> Tensor:
+        return torch.tensor([message.numel()], device=self.home)
+
+    def _from_tensor(self, message: Tensor) -> Any:
+        return signed.loads(message.cpu().numpy().data)
 
 
 class _SharingMemory(_Together):

@@ -54,7 +54,7 @@ def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
         "set": {
             name: environ[name]
             for name in (*(knob.name for knob in knobs.KNOBS), *THREADS, *TALKING, visible.VISIBLE)
-            if name in environ
+            if name in environ and name != knobs.SECRET.name
         },
     }
 

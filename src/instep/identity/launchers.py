@@ -178,6 +178,7 @@ _PREFIXES = (
 _NAMES = frozenset(
     {
         FAILURE_FILE,
+        knobs.SECRET.name,
         SOURCE,
         STORE_FD,
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

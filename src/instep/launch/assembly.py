@@ -1,33 +1,37 @@
 """The members of a job meet before anything starts: one listens, the others come to it.
 
 Members are the supervisors of several hosts, or ranks that a launcher started with
-`python -m instep`. Each sends one line, who it is and its card; the first member looks through the
-cards and answers each with one line, what all shall know, or why the job cannot be.
+`python -m instep`. The first one tells whoever connects a number of its own. Each sends one line,
+who it is and its card; the first member looks through the cards and answers each with one line,
+what all shall know, or why the job cannot be. Where they have a secret in common, each line bears a
+mark over itself and the other's number, so that nobody else can say it, or say it again.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
-from instep.errors import LaunchError, MixedJobError, RendezvousError
+from instep.authentication import derived, given_secret, new_secret
+from instep.errors import LaunchError, MixedJobError, RendezvousError, StrangerError
 from instep.identity import places
+from instep.launch.callers import PATIENCE, REFUSED, Call, Callers, read, said
 from instep.meeting import cards, interfaces, listening, notice
 from instep.meeting.cards import Card
 from instep.meeting.vigil import Vigil
 
-_MOMENT = 0.2
-"""Seconds that the first member listens until it looks at the time."""
 _ANSWER = 2.0
 """Seconds within which an address of another host answers."""
-_STRANGER = 2.0
-"""Seconds within which whoever has connected says who it is."""
-_KINDS = {kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError)}
+_LONGEST_ANSWER = 1 << 24
+"""Bytes."""
+_KINDS = {
+    kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError, StrangerError)
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Assembly:
     facts: Facts
     lines: Mapping[int, socket.socket]
     """To whom this member has a connection: the first one to all, the others to the first."""
+    secret: bytes
+    """What only the members know: made of the secret that they had in common and a number of this
+    job; where they had none, told by the first member."""
 
 
 def meet(
@@ -72,20 +79,29 @@ def meet(
     """
     if mine.number != 0:
         return _join(place, mine, seconds, members)
-    lines: dict[int, socket.socket] = {}
+    calls: dict[int, Call] = {}
     with ExitStack() as failed:
-        failed.callback(_close, lines)
+        failed.callback(_close, calls)
         try:
-            with _door(place) as door:
+            with _door(place) as (door, secret):
                 vigil = Vigil(mine.count, seconds, members=members)
-                came = _receive(door, _job(place), mine, lines, vigil, members)
+                callers = Callers(door, secret)
+                failed.callback(callers.close)
+                came = _receive(callers, _job(place), mine, calls, vigil, members)
+                callers.close()
             facts = decide([came[number] for number in range(mine.count)])
-        except (MixedJobError, RendezvousError) as error:
-            _tell(lines, {"error": [type(error).__name__, str(error)]})
+        except (MixedJobError, RendezvousError, StrangerError) as error:
+            _tell(calls, {"error": [type(error).__name__, str(error)]}, secret)
             raise
-        _tell(lines, {"facts": facts})
+        drawn = new_secret().hex()
+        _tell(calls, {"facts": facts, "drawn": drawn}, secret)
         failed.pop_all()
-    return Assembly(facts, lines)
+    lines = {number: call.line for number, call in calls.items()}
+    return Assembly(facts, lines, _of_job(secret, drawn))
+
+
+def _of_job(secret: bytes | None, drawn: str) -> bytes:
+    return bytes.fromhex(drawn) if secret is None else derived(secret, "assembly", drawn)
 
 
 # ------------------------------------------------------------------------------ the first member
@@ -97,51 +113,52 @@ def _job(place: places.Place) -> str:
 
 
 @contextmanager
-def _door(place: places.Place) -> Iterator[socket.socket]:
+def _door(place: places.Place) -> Iterator[tuple[socket.socket, bytes | None]]:
+    """Where it listens, and the secret of those who may come."""
+    given = given_secret()
     match place:
         case places.Address(host, port):
             with listening.listen(host, port, one_host=False) as door:
-                yield door
+                yield door, given
         case places.PrivateFile(path):
-            with _noted(path, [notice.HOST]) as door:
-                yield door
+            with _noted(path, [notice.HOST]) as (door, noted):
+                yield door, given or noted
         case places.SharedFile(path):
-            with _noted(path, interfaces.outer_addresses()) as door:
-                yield door
+            with _noted(path, interfaces.outer_addresses()) as (door, noted):
+                yield door, given or noted
 
 
 @contextmanager
-def _noted(path: str, hosts: Sequence[str]) -> Iterator[socket.socket]:
+def _noted(path: str, hosts: Sequence[str]) -> Iterator[tuple[socket.socket, bytes]]:
     with (
         listening.listen(listening.only(hosts)) as door,
-        notice.put_up(path, door.getsockname()[1], hosts),
+        notice.put_up(path, door.getsockname()[1], hosts) as secret,
     ):
-        yield door
+        yield door, secret
 
 
 def _receive(
-    door: socket.socket,
+    callers: Callers,
     job: str,
     mine: Member,
-    lines: dict[int, socket.socket],
+    calls: dict[int, Call],
     vigil: Vigil,
     members: str,
 ) -> dict[int, Member]:
-    """Everybody, by number; `lines` are filled with the connections."""
+    """Everybody, by number; `calls` are filled with the connections."""
     came = {mine.number: mine}
 
     def arrived() -> Mapping[int, str]:
         return {number: member.card.host for number, member in sorted(came.items())}
 
     while len(came) < mine.count:
-        line = vigil.until(lambda: _knock_at(door), arrived)
-        told = _hear_stranger(line)
-        if told is None or told.get("job") != job:
-            line.close()
+        call = vigil.until(callers.next, arrived)
+        member = _member(call.told, job)
+        if member is None:
+            call.line.close()
             continue
-        member = _member(told)
         held = came.get(member.number)
-        lines[member.number if held is None else -1] = line
+        calls[member.number if held is None else -1] = call
         if held is not None:
             raise RendezvousError.twice(members, member.number, [held.card.host, member.card.host])
         if member.count != mine.count or not 0 < member.number < mine.count:
@@ -153,42 +170,31 @@ def _receive(
     return came
 
 
-def _knock_at(door: socket.socket) -> socket.socket | None:
-    """Whoever comes within a moment."""
-    door.settimeout(_MOMENT)
-    try:
-        return door.accept()[0]
-    except TimeoutError:
+def _member(told: Facts, job: str) -> Member | None:
+    """Who says so; None for who belongs to another job, or to none."""
+    if told.get("job") != job:
         return None
+    try:
+        card = Card.from_json(told["card"])
+        member = Member(told["number"], told["count"], card, told["ranks"], told["master"])
+    except (KeyError, TypeError):
+        return None
+    numbers = (member.number, member.count, member.ranks)
+    sound = all(type(number) is int for number in numbers) and isinstance(member.master, str)
+    return member if sound else None
 
 
-def _hear_stranger(line: socket.socket) -> Facts | None:
-    line.settimeout(_STRANGER)
-    with suppress(OSError, ValueError):
-        told = json.loads(_read_line(line))
-        return told if isinstance(told, dict) else None
-    return None
+def _close(calls: Mapping[int, Call]) -> None:
+    for call in calls.values():
+        call.line.close()
 
 
-def _member(told: Facts) -> Member:
-    return Member(
-        told["number"],
-        told["count"],
-        Card.from_json(told["card"]),
-        told["ranks"],
-        told["master"],
-    )
-
-
-def _close(lines: Mapping[int, socket.socket]) -> None:
-    for line in lines.values():
-        line.close()
-
-
-def _tell(lines: Mapping[int, socket.socket], answer: Facts) -> None:
-    for line in lines.values():
+def _tell(calls: Mapping[int, Call], answer: Facts, secret: bytes | None) -> None:
+    for call in calls.values():
+        call.line.settimeout(PATIENCE)
         with suppress(OSError):  # one that is gone is missed later
-            line.sendall(json.dumps(answer).encode() + b"\n")
+            call.line.sendall(said(answer, secret, str(call.told.get("drawn"))))
+        call.line.settimeout(None)
 
 
 # ----------------------------------------------------------------------------------- the others
@@ -196,49 +202,54 @@ def _tell(lines: Mapping[int, socket.socket], answer: Facts) -> None:
 
 def _join(place: places.Place, mine: Member, seconds: float, members: str) -> Assembly:
     vigil = Vigil(mine.count, seconds, members=members, speaks=mine.number == 1)
-    line, master = vigil.until(partial(_find, place))
-    said = {
+    line, master, secret = vigil.until(partial(_find, place))
+    drawn = new_secret().hex()
+    me = {
         "job": _job(place),
         "number": mine.number,
         "count": mine.count,
         "card": mine.card.to_json(),
         "ranks": mine.ranks,
         "master": master,
+        "drawn": drawn,
     }
+    end = monotonic() + seconds + PATIENCE
     try:
-        line.settimeout(seconds + _STRANGER)
-        line.sendall(json.dumps(said).encode() + b"\n")
-        answer = json.loads(_read_line(line))
-    except (OSError, ValueError):
+        theirs = read(line, end, _LONGEST_ANSWER, None, "")["drawn"]
+        line.sendall(said(me, secret, str(theirs)))
+        answer = read(line, end, _LONGEST_ANSWER, secret, drawn)
+        if answer == REFUSED:
+            raise StrangerError.no_secret()
+        error, facts = answer.get("error"), answer.get("facts")
+        if error is None:
+            job = _of_job(secret, answer["drawn"])
+        else:
+            kind, sentence = map(str, error)
+    except (OSError, ValueError, TypeError, KeyError):
         line.close()
         raise RendezvousError.absent([0], mine.count, seconds, members=members) from None
-    if "error" in answer:
+    except StrangerError:
         line.close()
-        kind, sentence = answer["error"]
-        raise _KINDS[kind](sentence)
+        raise
+    if error is not None:
+        line.close()
+        raise _KINDS.get(kind, LaunchError)(sentence)
     line.settimeout(None)
-    return Assembly(answer["facts"], {0: line})
+    return Assembly(facts or {}, {0: line}, job)
 
 
-def _find(place: places.Place) -> tuple[socket.socket, str] | None:
-    """A connection to the first member, and the name by which it was found, if it is there."""
+def _find(place: places.Place) -> tuple[socket.socket, str, bytes | None] | None:
+    """A connection to the first member, the name by which it was found, and the secret of those
+    who come there, if it is there."""
     if isinstance(place, places.Address):
-        found: tuple[str, int] | None = (place.host, place.port)
         listening.resolve(place.host, place.port)
+        host, port, noted = place.host, place.port, None
     else:
-        found = notice.read(place.path)
-    if found is not None:
-        with suppress(OSError):
-            return socket.create_connection(found, _ANSWER), found[0]
+        note = notice.read(place.path)
+        if note is None:
+            return None
+        host, port, noted = note
+    with suppress(OSError):
+        line = socket.create_connection((host, port), _ANSWER)
+        return line, host, given_secret() or noted
     return None
-
-
-def _read_line(line: socket.socket) -> bytes:
-    """Up to the end of the line, and not a byte more. Raises OSError when nothing comes."""
-    read = b""
-    while not read.endswith(b"\n"):
-        byte = line.recv(1)
-        if not byte:
-            raise ConnectionResetError
-        read += byte
-    return read

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from instep import knobs
 from instep.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
 from instep.identity.world import World
 from instep.launch.hosts import Party
@@ -54,6 +55,7 @@ def rank_environment(
         "MASTER_PORT": str(party.port),
         JOB: party.name,
         FAILURE_FILE: str(failure_file),
+        knobs.SECRET.name: party.secret.hex(),
     }
     if store_fd is not None:
         told[STORE_FD] = str(store_fd)

@@ -14,7 +14,7 @@ from instep import knobs
 from instep.auto import session
 from instep.identity import launchers, places
 from instep.identity.world import World
-from instep.launch.assembly import Facts, Member, meet
+from instep.launch.assembly import Assembly, Facts, Member, meet
 from instep.launch.environment import place_variables
 from instep.launch.master import interface_variables, master_variables, where_to_meet
 from instep.meeting import notice
@@ -37,22 +37,24 @@ def prepare(command: Sequence[str]) -> None:
         return
     if world.size > 1:
         session.hash_alike()
-    told = place_variables(world)
+    told, drawn = place_variables(world), {}
     one_host = world.one_host
     if not os.environ.keys() >= _TORCHS:
         told[launchers.SOURCE] = world.source
     if not os.environ.keys() & _MASTER:
-        facts, store = _agree(world, Card.of_command(command))
+        assembly, store = _agree(world, Card.of_command(command))
+        facts = assembly.facts
         told |= master_variables(facts)
+        drawn[knobs.SECRET.name] = assembly.secret.hex()
         one_host = facts["one_host"]
         if store is not None:
             told[launchers.STORE_FD] = str(store.detach())
     if master := (told | os.environ).get("MASTER_ADDR"):
         told |= interface_variables(master, one_host=one_host)
-    os.environ.update(told | os.environ)
+    os.environ.update(told | os.environ | drawn)
 
 
-def _agree(world: World, card: Card) -> tuple[Facts, socket.socket | None]:
+def _agree(world: World, card: Card) -> tuple[Assembly, socket.socket | None]:
     """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
     alone = places.Address(notice.HOST, 0, "")
     place = launchers.meeting_place(world) if world.size > 1 else alone
@@ -67,4 +69,4 @@ def _agree(world: World, card: Card) -> tuple[Facts, socket.socket | None]:
     assembly = meet(place, mine, decide, float(int(knobs.TIMEOUT)))
     for line in assembly.lines.values():
         line.close()
-    return assembly.facts, next(iter(held), None)
+    return assembly, next(iter(held), None)

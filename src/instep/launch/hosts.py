@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from instep import knobs
+from instep.authentication import new_secret
 from instep.errors import CommandLineError
 from instep.identity import launchers, places
 from instep.launch.assembly import Facts, Member, meet
@@ -52,6 +53,8 @@ class Party:
     """A port of it that is free."""
     one_host: bool
     """Whether the ranks can talk over the loopback interface."""
+    secret: bytes
+    """What only the ranks of this job are told."""
     store: socket.socket | None = None
     """On the first host: bound to that port."""
     names: tuple[str, ...] = ()
@@ -107,7 +110,9 @@ def gather(hosts: Hosts, ranks: int, card: Card) -> Party:
     if hosts.nodes == 1:
         store = listening.reserve(notice.HOST)
         port = store.getsockname()[1]
-        return Party(_inside(job), (ranks,), 0, notice.HOST, port, one_host=True, store=store)
+        return Party(
+            _inside(job), (ranks,), 0, notice.HOST, port, True, secret=new_secret(), store=store
+        )
     held: list[socket.socket] = []
 
     def decide(members: Sequence[Member]) -> Facts:
@@ -126,6 +131,7 @@ def gather(hosts: Hosts, ranks: int, card: Card) -> Party:
         master=facts["master"],
         port=facts["port"],
         one_host=facts["one_host"],
+        secret=assembly.secret,
         store=next(iter(held), None),
         names=tuple(facts["names"]),
         lines=assembly.lines,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from instep.failure import SIGHT, End, Failure
 from instep.launch.hosts import Party
 
 Message = dict[str, Any]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILING: Message = {"failing": True}
 """A rank has failed, or a host is lost: end yours."""
 _ASKS: Message = {"asks": True}
@@ -34,9 +36,13 @@ _NOTICE, _ENDING = 3.0, 6.0
 or was asked to end; else INSTEP_TIMEOUT says when."""
 
 
-def asked(signal: int) -> Message:
+_LONGEST = 1 << 28
+"""Bytes of a line; the tracebacks of all ranks of a host are in one."""
+
+
+def asked(number: int) -> Message:
     """A supervisor was asked to end by a signal."""
-    return {"asked": signal}
+    return {"asked": number}
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,17 @@ class Links:
         for line in self._open.values():
             with suppress(OSError):  # heard as a hang-up
                 line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _understood(line: bytes) -> Message:
+    """Raises ValueError for what no supervisor says."""
+    message = json.loads(line)
+    known = ("asked", "failing", "outcome", "verdict")
+    if not isinstance(message, dict) or not any(word in message for word in known):
+        raise ValueError("no message")
+    if "asked" in message and message["asked"] not in _SIGNALS:
+        raise ValueError("no signal that a supervisor is asked to end by")
+    return message
 
 
 def _to_json(outcome: Outcome) -> Message:

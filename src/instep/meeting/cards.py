@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 
 from instep.errors import MixedJobError
 from instep.version import __version__
@@ -54,9 +54,12 @@ class Card:
 
     @classmethod
     def from_json(cls, told: Mapping[str, object]) -> Card:
-        """As it arrives. Raises TypeError where another version has other fields."""
+        """As it arrives. Raises TypeError where it has other fields, or another kind of value."""
         card = cls(**told)  # type: ignore[arg-type]
-        return replace(card, arguments=tuple(card.arguments))
+        card = replace(card, arguments=tuple(card.arguments))
+        if not all(isinstance(each, str) for each in (*astuple(card)[:-1], *card.arguments)):
+            raise TypeError("a card holds text")
+        return card
 
 
 _announced: list[str] = []

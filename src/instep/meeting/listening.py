@@ -71,6 +71,17 @@ def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
     return listener
 
 
+def anew(host: str) -> socket.socket:
+    """A socket that listens on a free port of this host's address `host`, and of all addresses
+    where it is not this host's own."""
+    try:
+        listener = reserve(host, one_host=False)
+    except RendezvousError:
+        listener = reserve(ANYWHERE)
+    listener.listen(1024)
+    return listener
+
+
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     """The family and address of a name. Raises RendezvousError where it has none."""
     try:

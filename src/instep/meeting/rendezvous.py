@@ -12,7 +12,9 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,17 +24,20 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from instep import knobs, shm
+from instep.authentication import derived, given_secret, new_secret
 from instep.errors import (
     DeviceError,
     InstepWarning,
     LaunchVariablesError,
     RendezvousError,
+    StrangerError,
 )
 from instep.identity import launchers, visible
 from instep.identity.siblings import environ_of
 from instep.identity.world import World
-from instep.meeting import interfaces, malloc, rollcall
-from instep.meeting.stores import open_store
+from instep.meeting import interfaces, listening, malloc, notice, rollcall
+from instep.meeting.stores import host_of, open_store
+from instep.meeting.verified import VerifiedStore
 from instep.watch import attendant
 
 _ones: list[World] = []
@@ -41,6 +46,24 @@ _met: list[World] = []
 """The world whose ranks have met here: the launcher's variables need not be there any more."""
 _watched: list[weakref.ref[dist.ProcessGroup]] = []
 """The last process group in which this rank is watched."""
+
+
+@dataclass(frozen=True)
+class _Trust:
+    """What makes a world's messages known as its own."""
+
+    key: bytes
+    store: VerifiedStore
+    """The world's store, for what instep itself has to say."""
+    torchs: dist.Store | None
+    """What torch was given; its C++ does not keep a Python object."""
+    one_host: bool
+    """Whether all ranks share one loopback interface, as far as is known."""
+
+
+_OWN = new_secret()
+_trusts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Trust] = weakref.WeakKeyDictionary()
+"""By the default process group."""
 
 
 def current() -> World:
@@ -83,8 +106,25 @@ def init(
     process keeps memory that it has freed (up to 512 MiB, unless MALLOC_TRIM_THRESHOLD_ is set).
 
     Raises MixedJobError where the ranks are not of one job, PortInUseError,
-    LeftoverRendezvousError, RendezvousError, BackendError, DeviceError or LaunchVariablesError.
+    LeftoverRendezvousError, RendezvousError, StrangerError, BackendError, DeviceError or
+    LaunchVariablesError.
     """
+    return _init(method, rank, world_size, timeout)
+
+
+def init_apart(prefix: str) -> World:
+    """As `init`, with keys of its own in the store: who starts a process group there too finds none
+    of ours."""
+    return _init(None, None, None, None, prefix)
+
+
+def _init(
+    method: str | dist.Store | None,
+    rank: int | None,
+    world_size: int | None,
+    timeout: timedelta | None,
+    prefix: str = "",
+) -> World:
     if dist.is_initialized() or _ones:
         return current()
     knobs.check()
@@ -96,19 +136,25 @@ def init(
     if device.type == "cpu":
         malloc.keep_what_is_freed()
     backend = _backend(world, device)
-    store, interface = open_store(method, world, timeout)
-    _tell_interface(interface)
-    attendant.attend(world, store)
+    opened = open_store(method, world, timeout)
+    _tell_interface(opened.interface)
+    bare = dist.PrefixStore(prefix, opened.store) if prefix else opened.store
+    store = bare if opened.key is None else VerifiedStore(bare, opened.key)
+    one_host = opened.interface == interfaces.LOOPBACK
+    attendant.attend(world, store, opened.key, partial(_listener, store, one_host))
     if device.type == "cuda":
         claim(store, world, str(torch.cuda.get_device_properties(device).uuid))
+    # NCCL's threads ask the store once a second as long as the job lasts: not of Python.
+    torchs = bare if device.type == "cuda" else store
     dist.init_process_group(
         backend,
-        store=store,
+        store=torchs,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    _trust(opened.key or _drawn_key(), one_host, torchs)
     _met[:] = [world]
     atexit.unregister(leave)  # from an earlier meeting
     atexit.register(leave)
@@ -124,7 +170,7 @@ def join() -> None:
         _note_watched()
         world = current()
         if world.size > 1:
-            attendant.attend(world, store())
+            attendant.attend(world, store(), key(), listener)
 
 
 def _note_watched() -> None:
@@ -148,17 +194,72 @@ def world_of_one(source: str) -> Iterator[None]:
 
 
 def store() -> dist.Store:
-    """The store of the default process group, whoever made it."""
-    return dist.distributed_c10d._get_default_store()
+    """The store of the default process group, whoever made it; what it says is verified.
+
+    Collective the first time in a group that somebody else made, as `key`.
+    """
+    return _trusted().store
 
 
-def address_of_rank_0() -> str:
-    """The name of rank 0's host by which the other hosts have found it; its own name in case of
-    a rendezvous by file. Only where ranks have met."""
-    place = store()
-    while isinstance(place, dist.PrefixStore):
-        place = place.underlying_store
-    return place.host if isinstance(place, dist.TCPStore) else socket.gethostname()
+def key() -> bytes:
+    """What marks the messages of the default process group: only its ranks know it. In a world of
+    one this process's own.
+
+    Collective the first time in a group that somebody else made. Raises StrangerError where not
+    all of its ranks were given the same secret.
+    """
+    return _trusted().key if dist.is_initialized() else _OWN
+
+
+def _trusted() -> _Trust:
+    assert dist.group.WORLD is not None
+    if dist.group.WORLD not in _trusts:
+        _trust(_agreed_key(given_secret()), current().one_host)
+    return _trusts[dist.group.WORLD]
+
+
+def _trust(key: bytes, one_host: bool, torchs: dist.Store | None = None) -> None:
+    assert dist.group.WORLD is not None
+    below = dist.distributed_c10d._get_default_store()
+    store = VerifiedStore(below, derived(key, "store"))
+    _trusts[dist.group.WORLD] = _Trust(key, store, torchs, one_host)
+
+
+def _agreed_key(secret: bytes | None) -> bytes:
+    """Of the secret that all ranks were given, or drawn where none was."""
+    mine = bytes(32) if secret is None else derived(secret, "which")
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_home())
+    heard = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(heard, sent)
+    unlike = [rank for rank, each in enumerate(heard) if not torch.equal(each, heard[0])]
+    if unlike:
+        raise StrangerError.unequal(unlike, sorted({*range(len(heard))} - {*unlike}))
+    return _drawn_key() if secret is None else derived(secret, "group")
+
+
+def _drawn_key() -> bytes:
+    """Rank 0 draws it and tells the others, past the store. Collective."""
+    drawn = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8).to(_home())
+    dist.broadcast(drawn, 0)
+    return drawn.cpu().numpy().tobytes()
+
+
+def _home() -> torch.device:
+    """Where a few bytes can travel in the default process group."""
+    assert dist.group.WORLD is not None
+    kinds = [device.type for device in dist.group.WORLD._device_types]
+    return torch.device("cpu" if "cpu" in kinds else f"cuda:{torch.cuda.current_device()}")
+
+
+def listener() -> tuple[socket.socket, str]:
+    """On rank 0, a new socket for the other ranks to call, and the name by which they find its
+    host: on the loopback interface where they share it, else at the address where they have met."""
+    return _listener(store(), _trusted().one_host)
+
+
+def _listener(store: dist.Store, one_host: bool) -> tuple[socket.socket, str]:
+    host = notice.HOST if one_host else host_of(store) or socket.gethostname()
+    return listening.anew(host), host
 
 
 def _backend(world: World, device: torch.device) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
-from instep.errors import LaunchError, MixedJobError, RendezvousError
+from instep import authentication
+from instep.errors import LaunchError, MixedJobError, RendezvousError, StrangerError
 from instep.identity.siblings import Siblings
 from instep.identity.world import World
 from instep.meeting import cards
 from instep.meeting.cards import Card
+from instep.meeting.verified import VerifiedStore
 from instep.meeting.vigil import Vigil
 
 BY_THE_SCRIPT = "the arguments of instep.init"
@@ -26,63 +30,100 @@ _GRACE = 10.0
 _LINGERS = 1.0
 """Seconds for which a rank keeps the store that rank 0 should have kept."""
 _VERDICT, _ENDED = "instep/verdict", "instep/ended"
-_KINDS = {kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError)}
+_KINDS = {
+    kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError, StrangerError)
+}
+
+
+@dataclass(frozen=True)
+class Met:
+    """All ranks have come, and are of one job."""
+
+    one_host: bool
+    """Whether they share one loopback interface."""
+    key: bytes | None
+    """What marks all that they say from now on; None where they have no secret in common."""
 
 
 def call(
-    store: dist.Store, world: World, timeout: timedelta, siblings: Siblings | None = None
-) -> bool:
-    """Return when all ranks have come and are of one job: whether they share one loopback.
+    store: dist.Store,
+    world: World,
+    timeout: timedelta,
+    siblings: Siblings | None = None,
+    secret: bytes | None = None,
+) -> Met:
+    """Return when all ranks have come and are of one job.
+
+    With a `secret` every rank draws a number, and the key comes of the secret and all numbers: so
+    what was said in an earlier job with the same secret says nothing in this one.
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not come
-    within `timeout`, or will not, as one of the `siblings` on any host has ended.
+    within `timeout`, or will not, as one of the `siblings` on any host has ended. Raises
+    StrangerError for what was not written with the `secret`.
     """
     seconds = timeout.total_seconds()
+    store = _of_job(store, secret)
     card = Card.of_this_process()
     if world.source == BY_THE_SCRIPT:
         card = replace(card, arguments=())
-    store.set(_key(world.rank), json.dumps(card.to_json()))
+    mine = os.urandom(16).hex()
+    store.set(_key(world.rank), json.dumps([card.to_json(), mine]))
     if world.rank != 0:
-        return _hear(store, world, Vigil(world.size, seconds, speaks=False, grace=_GRACE), siblings)
-    try:
-        one_host = _judge(store, world, Vigil(world.size, seconds, siblings))
-    except LaunchError as error:
-        store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
-        raise
-    store.set(_VERDICT, json.dumps(one_host))
-    return one_host
+        vigil = Vigil(world.size, seconds, speaks=False, grace=_GRACE)
+        one_host, numbers = _hear(store, world, vigil, siblings)
+        if mine != numbers[world.rank]:  # an earlier job's verdict, repeated
+            raise StrangerError.value(_VERDICT)
+    else:
+        try:
+            one_host, numbers = _judge(store, world, Vigil(world.size, seconds, siblings))
+        except LaunchError as error:
+            store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
+            raise
+        store.set(_VERDICT, json.dumps([one_host, numbers]))
+    return Met(one_host, secret and authentication.derived(secret, "job", *numbers))
 
 
-def stand_in(store: dist.Store, error: LaunchError) -> None:
+def stand_in(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
     """Rank 0 has ended, and who waits for it on other hosts cannot see that: tell them."""
-    store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
+    _of_job(store, secret).set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
     time.sleep(_LINGERS)
 
 
-def _judge(store: dist.Store, world: World, vigil: Vigil) -> bool:
+def _of_job(store: dist.Store, secret: bytes | None) -> dist.Store:
+    if secret is None:
+        return store
+    return VerifiedStore(store, authentication.derived(secret, "roll call"))
+
+
+def _judge(store: dist.Store, world: World, vigil: Vigil) -> tuple[bool, list[str]]:
+    """Whether all share one loopback interface, and the numbers that they have drawn."""
+
     def came() -> Mapping[int, str]:
         there = [rank for rank in range(world.size) if store.check([_key(rank)])]
-        return {rank: _card(store, rank).host for rank in there}
+        return {rank: _card(store, rank)[0].host for rank in there}
 
-    def comes(rank: int) -> Card | None:
+    def comes(rank: int) -> tuple[Card, str] | None:
         if store.check([_key(rank)]):
             return _card(store, rank)
         if store.check([_ENDED]):
-            ended, host = json.loads(store.get(_ENDED))
+            ended, host = _read(store, _ENDED)
             raise RendezvousError.ended(ended, world.size, host)
         return None
 
     all_ = {rank: vigil.until(partial(comes, rank), came) for rank in range(world.size)}
-    cards.check(all_, "rank")
-    return len({card.network for card in all_.values()}) == 1
+    cards.check({rank: card for rank, (card, _) in all_.items()}, "rank")
+    one_host = len({card.network for card, _ in all_.values()}) == 1
+    return one_host, [number for _, number in all_.values()]
 
 
-def _hear(store: dist.Store, world: World, vigil: Vigil, siblings: Siblings | None) -> bool:
+def _hear(
+    store: dist.Store, world: World, vigil: Vigil, siblings: Siblings | None
+) -> tuple[bool, list[str]]:
     """Rank 0 raises for all; so who sees that one of this host has ended tells it."""
 
-    def verdict() -> str | None:
+    def verdict() -> Any:
         if store.check([_VERDICT]):
-            return str(store.get(_VERDICT), "utf-8")
+            return _read(store, _VERDICT)
         if ended := siblings.ended() if siblings else ():
             if 0 in ended:
                 raise RendezvousError.ended(ended, world.size, socket.gethostname())
@@ -90,17 +131,36 @@ def _hear(store: dist.Store, world: World, vigil: Vigil, siblings: Siblings | No
         return None
 
     try:
-        said: bool | list[str] = json.loads(vigil.until(verdict))
+        first, second = vigil.until(verdict)
     except dist.DistNetworkError:  # rank 0, who keeps the store, has gone
         raise RendezvousError.ended([0], world.size, "its host") from None
-    if isinstance(said, list):
-        kind, sentence = said
-        raise _KINDS[kind](sentence)
-    return said
+    except (TypeError, ValueError):
+        raise StrangerError.value(_VERDICT) from None
+    if isinstance(first, str):
+        raise _KINDS.get(first, LaunchError)(second)
+    if not isinstance(second, list) or len(second) != world.size:
+        raise StrangerError.value(_VERDICT)
+    return bool(first), [str(number) for number in second]
 
 
-def _card(store: dist.Store, rank: int) -> Card:
-    return Card.from_json(json.loads(store.get(_key(rank))))
+def _card(store: dist.Store, rank: int) -> tuple[Card, str]:
+    """Of that rank, and the number that it has drawn."""
+    try:
+        card, number = _read(store, _key(rank))
+        return Card.from_json(card), str(number)
+    except (TypeError, ValueError):
+        raise StrangerError.value(_key(rank)) from None
+
+
+def _read(store: dist.Store, key: str) -> Any:
+    """As JSON has it. Raises ValueError for what is none."""
+    text = store.get(key)
+    if text.startswith(authentication.MAGIC):
+        raise StrangerError.no_secret()
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError from None
 
 
 def _key(rank: int) -> str:

@@ -13,10 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from instep.authentication import check_private, given_secret, new_secret
 from instep.errors import (
     LaunchError,
     LaunchVariablesError,
@@ -28,23 +30,34 @@ from instep.identity.siblings import Siblings
 from instep.identity.world import World
 from instep.meeting import interfaces, notice, rollcall
 from instep.meeting.listening import ANYWHERE, handed_down, only, reserve, resolve
+from instep.meeting.verified import VerifiedStore
 from instep.meeting.vigil import Vigil
 
+T = TypeVar("T")
 
-def open_store(
-    method: str | dist.Store | None, world: World, timeout: timedelta
-) -> tuple[dist.Store, str | None]:
-    """This rank's end of the store at which all have arrived; the interface that joins them.
 
-    Raises RendezvousError and its siblings under LaunchError.
-    """
+@dataclass(frozen=True)
+class Opened:
+    """A store at which all ranks have arrived."""
+
+    store: dist.Store
+    """This rank's end of it, as torch made it: whoever reaches it may write."""
+    interface: str | None
+    """What joins the ranks; None where that cannot be told."""
+    key: bytes | None
+    """What marks what the ranks write; None where they have no secret in common."""
+
+
+def open_store(method: str | dist.Store | None, world: World, timeout: timedelta) -> Opened:
+    """Meet the other ranks. Raises RendezvousError and its siblings under LaunchError."""
     with ExitStack() as until_all_have_come:
-        arrival = _Arrival(world, timeout, launchers.siblings(world), until_all_have_come)
-        store = _open(method, arrival)
-        one_host = rollcall.call(store, world, timeout, arrival.siblings)
-    if one_host:
-        return store, interfaces.LOOPBACK
-    return store, interfaces.interface_towards(_master_of(store))
+        secret = given_secret()
+        arrival = _Arrival(world, timeout, launchers.siblings(world), secret, until_all_have_come)
+        store, secret = _open(method, arrival)
+        met = rollcall.call(store, world, timeout, arrival.siblings, secret)
+    if met.one_host:
+        return Opened(store, interfaces.LOOPBACK, met.key)
+    return Opened(store, interfaces.interface_towards(host_of(store)), met.key)
 
 
 @dataclass(frozen=True)
@@ -54,16 +67,16 @@ class _Arrival:
     world: World
     timeout: timedelta
     siblings: Siblings | None
+    secret: bytes | None
+    """What it was given; a file at which the ranks meet may tell one."""
     until_all_have_come: ExitStack
 
-    def find_rank_0(self, look: Callable[[], tuple[str, int] | None]) -> dist.Store:
-        """Its store, at the address that `look` finds sooner or later."""
+    def find(self, look: Callable[[], T | None]) -> T:
+        """What `look` finds sooner or later of rank 0."""
         first_here = 1 if self.world.node_rank == 0 else 0
         speaks = self.world.local_rank == first_here
         seconds = self.timeout.total_seconds()
-        return self.client(
-            *Vigil(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
-        )
+        return Vigil(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
 
     def client(self, host: str, port: int) -> dist.Store:
         """A store that somebody hosts there."""
@@ -95,31 +108,35 @@ def again(host: str, port: int) -> dist.Store | None:
     return dist.PrefixStore(f"again{_turns[host, port]}", store)
 
 
-def _master_of(store: dist.Store) -> str | None:
+def host_of(store: dist.Store) -> str | None:
     """The host at which rank 0 listens, as this rank knows it; None where nobody says."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, dist.PrefixStore | VerifiedStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore) and store.host != ANYWHERE:
         return store.host
     return None
 
 
-def _open(method: str | dist.Store | None, arrival: _Arrival) -> dist.Store:
+_Found = tuple[dist.Store, bytes | None]
+"""A store, and the secret of those who meet there."""
+
+
+def _open(method: str | dist.Store | None, arrival: _Arrival) -> _Found:
     if isinstance(method, dist.Store):
-        return method
+        return method, arrival.secret
     url = urlparse(method or "env://")
     if url.scheme == "env":
         return _store_of_environment(os.environ, arrival)
     if url.scheme == "tcp" and url.hostname and url.port:
-        return _tcp_store(url.hostname, url.port, arrival)
+        return _tcp_store(url.hostname, url.port, arrival), arrival.secret
     if url.scheme == "file" and url.path:
-        return _file_store(url.path, arrival.world, arrival.timeout)
+        return _file_store(url.path, arrival)
     raise RendezvousError(
         f"cannot meet at {method!r}; use env://, tcp://host:port, file:///path or a Store."
     )
 
 
-def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist.Store:
+def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> _Found:
     world = arrival.world
     both = ("MASTER_ADDR", "MASTER_PORT")
     present = {name: environ[name] for name in both if name in environ}
@@ -130,33 +147,34 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> dist
     host = environ["MASTER_ADDR"]
     port = launchers.master_port(environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return arrival.client(host, port)
+        return arrival.client(host, port), arrival.secret
     if (met_before := again(host, port)) is not None:
-        return met_before
+        return met_before, arrival.secret
     held = handed_down(port) if world.rank == 0 else None
     store = arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
     _kept[host, port] = store
-    return store
+    return store, arrival.secret
 
 
-def _store_at(place: places.Place, arrival: _Arrival) -> dist.Store:
+def _store_at(place: places.Place, arrival: _Arrival) -> _Found:
     match place:
         case places.Address(host, port, job):
-            return _tcp_store(host, port, arrival, job)
+            return _tcp_store(host, port, arrival, job), arrival.secret
         case places.PrivateFile(path):
             return _noted_store(path, (notice.HOST,), arrival)
         case places.SharedFile(path):
             return _noted_store(path, interfaces.outer_addresses(), arrival)
 
 
-def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> dist.Store:
-    """Rank 0 takes a free port, and says which in the file until all have come."""
+def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> _Found:
+    """Rank 0 takes a free port, and says which in the file until all have come; and a secret."""
     if arrival.world.rank != 0:
-        return arrival.find_rank_0(partial(notice.read, path))
+        note = arrival.find(partial(notice.read, path))
+        return arrival.client(note.host, note.port), arrival.secret or note.secret
     listener = reserve(only(hosts))
-    note = notice.put_up(path, listener.getsockname()[1], hosts)
-    arrival.until_all_have_come.enter_context(note)
-    return arrival.serve(listener)
+    putting_up = notice.put_up(path, listener.getsockname()[1], hosts)
+    secret = arrival.until_all_have_come.enter_context(putting_up)
+    return arrival.serve(listener), arrival.secret or secret
 
 
 def _tcp_store(host: str, port: int, arrival: _Arrival, job: str = "") -> dist.Store:
@@ -172,13 +190,12 @@ def _tcp_store(host: str, port: int, arrival: _Arrival, job: str = "") -> dist.S
         return of_rank_0()
     resolve(host, port)
     try:
-        return ours(
-            arrival.find_rank_0(lambda: (host, port) if notice.answers(host, port) else None)
-        )
+        arrival.find(lambda: notice.answers(host, port) or None)
+        return ours(arrival.client(host, port))
     except RendezvousError as error:
         if arrival.siblings is not None and 0 in arrival.siblings.gone:
             with suppress(LaunchError):  # another one does
-                rollcall.stand_in(of_rank_0(), error)
+                rollcall.stand_in(of_rank_0(), error, arrival.secret)
         raise
 
 
@@ -197,13 +214,30 @@ def serve(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPSto
     )
 
 
-def _file_store(path: str, world: World, timeout: timedelta) -> dist.Store:
+def _file_store(path: str, arrival: _Arrival) -> _Found:
+    """The file is this user's only, so that what lies in it is no stranger's, and no secret."""
+    world = arrival.world
     try:
+        _make_private(path)
         store = dist.FileStore(path, world.size)
-        store.set_timeout(timeout)
+        store.set_timeout(arrival.timeout)
         met_before = store.add(f"instep/rank{world.rank}", 1) > 1
-    except RuntimeError as error:
+        mine: Any = new_secret().hex()
+        secret = store.compare_set("instep/secret", "", mine)
+    except (OSError, RuntimeError) as error:
         raise RendezvousError(f"cannot meet in the file {path}: {error}") from error
     if met_before:
         raise LeftoverRendezvousError(path, world.rank)
-    return store
+    return store, arrival.secret or secret
+
+
+def _make_private(path: str) -> None:
+    """A regular file of this user's that nobody else may open. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o600)
+    try:
+        if os.fstat(handle).st_uid == os.getuid():
+            os.fchmod(handle, 0o600)
+        check_private(handle)
+    finally:
+        os.close(handle)

@@ -7,22 +7,19 @@ not pass here.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import selectors
 import socket
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
 from time import monotonic
 
+from instep.authentication import derived
 from instep.errors import NegotiationError
 from instep.identity.world import World
 from instep.meeting import rendezvous
+from instep.named import greeting
 from instep.named.lines import CoordinatorEnd, RankEnd
 from instep.named.matching import Ledger, Verdict
 
@@ -64,43 +61,27 @@ def open_line(world: World, patience: Patience) -> Line:
     global _meetings
     _meetings += 1
     place = f"instep/coordinator/{_meetings}"
+    key = derived(rendezvous.key(), place)
     if world.rank != 0:
-        host, port, key = json.loads(rendezvous.store().get(place))
-        connection = Client((host, port), authkey=bytes.fromhex(key))
-        connection.send(world.rank)
-        return Line(RankEnd(_undelayed(connection)))
+        host, port = json.loads(rendezvous.store().get(place))
+        return Line(RankEnd(greeting.call(host, port, world.rank, key)))
     ours, theirs = socket.socketpair()
-    sockets = [theirs, *_sockets_of_others(world, place)]
+    sockets = [theirs, *_sockets_of_others(world, place, key)]
     coordinator = _Coordinator([CoordinatorEnd(each) for each in sockets], patience)
     thread = threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True)
     thread.start()
     return Line(RankEnd(ours), thread)
 
 
-def _sockets_of_others(world: World, place: str) -> list[socket.socket]:
+def _sockets_of_others(world: World, place: str, key: bytes) -> list[socket.socket]:
     """Rank 0 says in the store where it listens, and waits for all."""
-    store, key = rendezvous.store(), secrets.token_bytes(16)
-    address = "127.0.0.1" if world.one_host else rendezvous.address_of_rank_0()
-    sockets: dict[int, socket.socket] = {}
-    with Listener(
-        ("127.0.0.1" if world.one_host else "", 0), backlog=world.size, authkey=key
-    ) as listener:
-        store.set(place, json.dumps([address, listener.address[1], key.hex()]))
-        while len(sockets) < world.size - 1:
-            with suppress(AuthenticationError, EOFError, ConnectionError):  # a stranger
-                connection = listener.accept()
-                rank = connection.recv()
-                sockets[rank] = _undelayed(connection)
+    store = rendezvous.store()
+    listener, host = rendezvous.listener()
+    with listener:
+        store.set(place, json.dumps([host, listener.getsockname()[1]]))
+        sockets = greeting.others(listener, world.size, key)
     store.delete_key(place)
-    return [sockets[rank] for rank in range(1, world.size)]
-
-
-def _undelayed(connection: Connection) -> socket.socket:
-    """Its socket. Each message goes at once (Nagle's algorithm would keep the second for 40 ms)."""
-    same = socket.socket(fileno=os.dup(connection.fileno()))
-    connection.close()
-    same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return same
+    return sockets
 
 
 class _Coordinator:

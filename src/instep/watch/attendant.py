@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from multiprocessing import parent_process
@@ -24,6 +25,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from instep import knobs
+from instep.authentication import derived
 from instep.failure import Failure
 from instep.identity.launchers import FAILURE_FILE, JOB
 from instep.identity.world import World
@@ -49,35 +51,46 @@ _attendants: list[Attendant] = []
 """Of this process: one for each time that it has met the others; the last one is in office."""
 
 
-def attend(world: World, store: dist.Store) -> None:
+Listen = Callable[[], tuple[socket.socket, str]]
+"""Makes a socket that listens, and says by which name the other ranks find its host."""
+
+
+def attend(world: World, store: dist.Store, key: bytes | None, listen: Listen) -> None:
     """Have this rank watched, in a world of several. All ranks call this.
 
-    Through the `store` rank 0 says where its watcher, the hub, is; the others wait for that.
+    Through the `store` rank 0 says where its watcher, the hub, is; the others wait for that. Who
+    calls the hub, which `listen` gives its socket, proves with `key` that it is of this job; where
+    there is none, with a token that the store tells.
     """
     if str(knobs.WATCH) == "off":
         return
     for earlier in _attendants[-1:]:
         earlier.retire()
-    _attendants.append(Attendant(world, _hub(world, store)))
+    _attendants.append(Attendant(world, _hub(world, store, key, listen)))
 
 
-def _hub(world: World, store: dist.Store) -> dict[str, object]:
-    """Where the hub listens: on loopback if all ranks are on this host."""
+def _hub(
+    world: World, store: dist.Store, secret: bytes | None, listen: Listen
+) -> dict[str, object]:
+    """Where the hub listens."""
     key = f"instep/watch/{len(_attendants)}"
+    known: dict[str, object] = {} if secret is None else {"token": derived(secret, key).hex()}
     if world.rank != 0:
-        known: dict[str, object] = json.loads(store.get(key))
-        return known | {"hosts": [*_master(store), known.pop("host")]}
-    listener = socket.create_server(("127.0.0.1" if world.one_host else "", 0), backlog=1024)
-    port, token = listener.getsockname()[1], secrets.token_hex(16)
-    mine = "127.0.0.1" if world.one_host else socket.gethostname()
-    store.set(key, json.dumps({"host": mine, "port": port, "token": token}))
-    return {"listener": listener, "token": token}
+        known = json.loads(store.get(key)) | known
+        return known | {"hosts": [known.pop("host"), *_master(store)]}
+    listener, host = listen()
+    told = {"host": host, "port": listener.getsockname()[1]}
+    if secret is None:
+        known = {"token": secrets.token_hex(16)}
+        told |= known
+    store.set(key, json.dumps(told))
+    return {"listener": listener} | known
 
 
 def _master(store: dist.Store) -> list[str]:
     """Rank 0's host, by a name that this host knows, if the store has one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    while (below := getattr(store, "underlying_store", None)) is not None:
+        store = below
     return [store.host] if isinstance(store, dist.TCPStore) else []
 
 

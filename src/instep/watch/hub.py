@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import socket
+from contextlib import suppress
 from functools import partial
+from hmac import compare_digest
 
 from instep.fates import ended_early, headline, how_it_ended
 from instep.watch import deadlock
 from instep.watch.agreement import Agreement
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
+from instep.watch.words import is_sound
 
 NEWS = 0.1
 """Seconds after the first news of a failure until the first failure is named. A death is seen later
@@ -25,6 +28,10 @@ ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 """How a rank ends that was asked to."""
 STUCK = 3.0
 """Seconds until ranks that seem stuck are looked at again."""
+GREETING = 5.0
+"""Seconds within which whoever has called says who it is."""
+CALLERS = 64
+"""Those who have called and not yet said who they are; with one more, the first is hung up on."""
 
 
 class Hub:
@@ -33,6 +40,8 @@ class Hub:
     def __init__(self, loop: Loop, size: int, listener: socket.socket, token: str) -> None:
         self._loop, self._size, self._token = loop, size, token
         self._listener = listener
+        self._callers: dict[Line, None] = {}
+        """Who has called and not yet said who it is, in this order."""
         self._lines: dict[int, Line] = {}
         self._hosts: set[str] = set()
         self._ended: dict[int, int | None] = {}
@@ -49,22 +58,41 @@ class Hub:
         """About a Ctrl-C."""
         self._waits: dict[int, Said] = {}
         """In which collective each rank waits that does not get on."""
+        listener.setblocking(False)
         loop.on(listener, self._answer)
 
     def welcome(self, end: socket.socket) -> None:
-        """A watcher has called."""
+        """A watcher has called, or somebody else."""
         line = Line(end)
+        self._callers[line] = None
         self._loop.on(line, partial(self._hear_hello, line))
+        self._loop.after(GREETING, partial(self._refuse, line))
+        if len(self._callers) > CALLERS:
+            self._refuse(next(iter(self._callers)))
 
     def _answer(self) -> None:
-        self.welcome(self._listener.accept()[0])
+        with suppress(OSError):  # the caller has gone again
+            self.welcome(self._listener.accept()[0])
+
+    def _refuse(self, line: Line) -> None:
+        """Hang up on a caller that has not said who it is."""
+        if line in self._callers:
+            del self._callers[line]
+            self._loop.off(line)
+            line.hang_up()
 
     def _hear_hello(self, line: Line) -> None:
-        self._loop.off(line)
-        said = line.hear()
-        if not said or said[0].get("token") != self._token:
-            line.hang_up()
+        try:
+            said = line.hear()
+        except OSError:
+            said = None
+        if said == []:
+            return  # the rest of it is to come
+        if said is None or not self._is_of_this_job(said[0]):
+            self._refuse(line)
             return
+        del self._callers[line]
+        self._loop.off(line)
         rank, host = said[0]["rank"], said[0]["host"]
         self._lines[rank] = line
         self._hosts.add(host)
@@ -76,6 +104,15 @@ class Hub:
         for words in said[1:]:
             self._take(rank, words)
 
+    def _is_of_this_job(self, said: Said) -> bool:
+        """Whether a watcher says so whose rank has no line yet."""
+        return (
+            said["word"] == "hello"
+            and is_sound(said, self._size)
+            and compare_digest(said["token"].encode(errors="replace"), self._token.encode())
+            and said["rank"] not in self._lines
+        )
+
     def _hear(self, rank: int, host: str) -> None:
         try:
             said = self._lines[rank].hear()
@@ -83,7 +120,7 @@ class Hub:
             said = None
             what = f"is lost: its host {host} does not answer ({error.strerror})"
             self._fail(failure(rank, host, 1, what, silent=True))
-        if said is None:
+        if said is None or not all(is_sound(words, self._size, rank) for words in said):
             self._loop.off(self._lines[rank])
             self._lines.pop(rank).hang_up()
             self._end(rank, None)

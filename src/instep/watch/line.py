@@ -9,6 +9,8 @@ from typing import Any
 
 Said = dict[str, Any]
 """One thing that was said: the word is under "word"."""
+LONGEST = 1 << 20
+"""Bytes of one thing that is said."""
 
 
 class Line:
@@ -29,7 +31,8 @@ class Line:
             self._end.sendall(json.dumps({"word": word, **facts}).encode() + b"\n")
 
     def hear(self) -> list[Said] | None:
-        """Wait, and return what was said, in order; None when the other end has hung up.
+        """Wait, and return what was said, in order; None when the other end has hung up, or says
+        what nobody of ours would: then it should be hung up on.
 
         Raises OSError where the other end's host does not answer.
         """
@@ -40,8 +43,21 @@ class Line:
         if not data:
             return None
         *whole, self._begun = (self._begun + data).split(b"\n")
-        return [json.loads(text) for text in whole]
+        if len(self._begun) > LONGEST:
+            return None
+        try:
+            return [_understood(text) for text in whole]
+        except (ValueError, RecursionError):
+            return None
 
     def hang_up(self) -> None:
         """The end of it."""
         self._end.close()
+
+
+def _understood(text: bytes) -> Said:
+    """Raises ValueError or RecursionError for what is no line of ours."""
+    said = json.loads(text)
+    if not isinstance(said, dict) or not isinstance(said.get("word"), str):
+        raise ValueError("no word")
+    return said
