@@ -1,5 +1,6 @@
 """The shared-memory backend: Gloo's results, nobody hangs, nothing is left behind."""
 
+import copy
 import faulthandler
 import functools
 import gc
@@ -10,6 +11,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from instep.shm.joining import obstacle, plan
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import find_reduction, reduce_into, scratch_count
 from instep.shm.staging import TURNS, Staging
+from instep.shm.works import IssueOrder, Job
 from pool import ranks
 
 pytestmark = [
@@ -123,6 +126,16 @@ def test_what_is_kept_from_inference_mode_serves_outside_of_it():
             dist.all_reduce(mine, group=group())
             assert [int(part[0]) for part in parts] == [*range(1, len(parts) + 1)]
             assert torch.equal(mine, torch.stack(parts).sum(0))
+
+
+@ranks(2)
+def test_a_sign_that_a_view_only_notes_is_not_forgotten():
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            noted = torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
+            assert noted.is_neg()
+            dist.all_reduce(noted, group=group())
+            assert noted.tolist() == [-2] * 3
 
 
 @ranks(2)
@@ -308,6 +321,75 @@ def test_asynchronous_works_end_in_order_and_blocking_ones_wait_for_them():
 
 
 @ranks(2, 3)
+def test_callbacks_of_futures_issue_collectives_and_wait_for_them():
+    size = dist.get_world_size()
+
+    def summed_again(future):
+        values = future.value()[0]
+        dist.all_reduce(values, group=group(), async_op=True).get_future().wait()
+        dist.all_reduce(values, group=group(), async_op=True).wait()
+        dist.all_reduce(values, group=group())
+        return values
+
+    for _ in range(20):
+        work = dist.all_reduce(torch.ones(3), group=group(), async_op=True)
+        done = work.get_future().then(summed_again)
+        dist.barrier(group=group())
+        assert done.wait().tolist() == [size**4] * 3
+
+
+@ranks(2)
+def test_what_a_callback_issues_comes_before_what_was_issued_after_its_own_collective():
+    first, inner, second = torch.ones(1), torch.ones(2), torch.ones(3)
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)  # rank 0 has the first two under way, and the callback
+        for tensor in (first, inner, second):
+            dist.all_reduce(tensor, group=group())
+        return
+    later = []
+    issued = threading.Event()
+
+    def then(future):
+        issued.wait()
+        dist.all_reduce(inner, group=group(), async_op=True).wait()
+        assert second.tolist() == [1] * 3
+        return later[0].wait()  # the thread that would run it is this one
+
+    work = dist.all_reduce(first, group=group(), async_op=True)
+    done = work.get_future().then(then)
+    later.append(dist.all_reduce(second, group=group(), async_op=True))
+    issued.set()
+    dist.send(torch.ones(1), 1)
+    assert done.wait()
+    assert [t.tolist() for t in (first, inner, second)] == [[2], [2] * 2, [2] * 3]
+
+
+@ranks(2)
+def test_a_work_is_completed_when_its_future_is():
+    for _ in range(300):
+        work = dist.all_reduce(torch.ones(3), group=group(), async_op=True)
+        assert work.get_future().wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.get_future().done()
+
+
+def test_only_an_error_in_the_exchange_itself_ends_a_group():
+    told = []
+    order = IssueOrder(told.append, lambda: None)
+    done = Job(lambda *_: None)
+    with pytest.raises(RuntimeError, match="memory format"):
+        order.run(Job(done.step, [torch.eye(2).to_sparse()]), "of what has no memory", [])
+    order.run(done, "goes on", [])
+    assert told == []
+    with pytest.raises(ZeroDivisionError):
+        order.run(Job(lambda *_: 1 / 0), "half done", [])
+    with pytest.raises(BrokenGroupError, match="division by zero"):
+        order.run(done, "too late", [])
+    assert told == ["division by zero"]
+
+
+@ranks(2, 3)
 def test_a_resident_bucket_is_reduced_where_it_lives():
     size, rank = dist.get_world_size(), dist.get_rank()
     for numel in (0, 1, 100, 500_001):
@@ -359,6 +441,48 @@ def test_ddp_ends_where_ddp_over_gloo_ends():
 
 
 @ranks(2)
+def test_torchs_powersgd_hook_trains_over_it():
+    """With one bucket as over Gloo; over Gloo several of them stand still."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def trained(which, megabytes):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(30, 30) for _ in range(4)]
+        model = DistributedDataParallel(
+            torch.nn.Sequential(*layers), process_group=which, bucket_cap_mb=megabytes
+        )
+        state = powerSGD_hook.PowerSGDState(which, start_powerSGD_iter=2, min_compression_rate=1)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(8, 30)).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    torch.testing.assert_close(trained(group(), 25), trained(None, 25))
+    mine = trained(group(), 0.005)
+    parts = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(parts, mine, group=group())
+    assert torch.equal(*parts)
+
+
+@ranks(2)
+def test_a_compiled_ddp_model_trains_over_it():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4))
+    ends = []
+    for compiled in (False, True):
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group())
+        run = torch.compile(ddp, backend="eager") if compiled else ddp
+        for step in range(3):
+            run(noise(6, 5) + step).square().mean().backward()
+        ends.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+    torch.testing.assert_close(*ends)
+
+
+@ranks(2)
 def test_fsdp2_trains_over_it():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -404,6 +528,21 @@ def test_functional_collectives_objects_and_point_to_point_work():
     swapped = torch.empty(size)
     dist.all_to_all_single(swapped, torch.full((size,), float(rank)), group=group())
     assert swapped.tolist() == [*range(size)]
+
+
+@ranks(2)
+def test_derivatives_of_functional_collectives_work():
+    """Autograd marks the output while the group's thread writes to it."""
+    import torch.distributed._functional_collectives as functional
+
+    scatter = (
+        getattr(functional, "reduce_scatter_single_autograd", None)
+        or functional.reduce_scatter_tensor_autograd
+    )
+    for _ in range(50):
+        values = torch.randn(100_000, requires_grad=True)
+        (scatter(values, "sum", 0, group()) * 3).sum().backward()
+        assert values.grad.eq(3).all()
 
 
 @ranks(2)

@@ -22,10 +22,11 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Reduc
 
 from instep.shm.calls import call
 from instep.shm.exchange import Exchange
-from instep.shm.flat import flat, is_plain, write_back
+from instep.shm.flat import is_plain
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import Reduction, find_reduction
-from instep.shm.works import IssueOrder
+from instep.shm.uncompiled import uncompiled
+from instep.shm.works import IssueOrder, Job
 
 _SMALL_BYTES = 16 << 10
 """Up to here a tensor is no slice: each rank of a host reduces all of it with the other hosts."""
@@ -45,6 +46,7 @@ class _Segment:
     """The reduction of one slice between the hosts."""
 
 
+@uncompiled
 class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
     """What `init_process_group("instep")` gives where the ranks of each host share memory."""
 
@@ -64,14 +66,12 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         opts = opts or AllreduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
             return super().allreduce(tensors, opts)
-        tensor, chosen, options = tensors[0], reduction, opts
+        chosen, options = reduction, opts
 
-        def job() -> None:
-            values = flat(tensor)
-            self._all_reduce(values, chosen, options)
-            write_back(values, tensor)
+        def step(values: list[Tensor], *_: object) -> None:
+            self._all_reduce(values[0], chosen, options)
 
-        return self._order.issue(job, "all_reduce", tensors, is_async=True)
+        return self._order.issue(Job(step, tensors), "all_reduce", tensors, is_async=True)
 
     def shutdown(self) -> None:
         """Leave: peers that still wait for this rank get an error. Called by torch."""
@@ -119,7 +119,8 @@ def _between_hosts(
 
 def _reduction(op: ReduceOp, tensor: Tensor) -> Reduction | None:
     """How to reduce a tensor on a host and between hosts, or None if Gloo should do all of it."""
-    if not is_plain(tensor) or tensor.dtype is torch.bool:  # Gloo leaves 2 in a bool
+    # Gloo leaves 2 in a bool, and knows complex numbers only as pairs of real ones.
+    if not is_plain(tensor) or tensor.dtype is torch.bool or tensor.is_complex():
         return None
     kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
     return find_reduction(kind, tensor.dtype)

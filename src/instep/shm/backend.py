@@ -10,7 +10,7 @@ and others in Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -29,14 +29,12 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
 from instep.shm.exchange import Exchange
-from instep.shm.flat import are_alike, flat, is_plain, write_back
+from instep.shm.flat import are_alike, is_plain
 from instep.shm.over_gloo import ProcessGroupOverGloo
 from instep.shm.reduction import Reduction, find_reduction
 from instep.shm.resident import Resident, SharedBucket
-from instep.shm.works import IssueOrder, Job
-
-_Step = Callable[[list[Tensor], timedelta | None], None]
-"""What a collective does with flat tensors, within a time limit."""
+from instep.shm.uncompiled import uncompiled
+from instep.shm.works import IssueOrder, Job, Step
 
 
 class _Options(Protocol):
@@ -46,6 +44,7 @@ class _Options(Protocol):
     asyncOp: bool  # noqa: N815 - torch's name
 
 
+@uncompiled
 class InstepProcessGroup(ProcessGroupOverGloo):
     """What `init_process_group("instep")` gives where the ranks share memory.
 
@@ -67,17 +66,15 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         Raises SharedMemoryError on all ranks if there is not enough memory for all of them.
         """
         made: list[SharedBucket] = []
-        self._order.issue(
-            lambda: made.append(SharedBucket(self._exchange, numel, dtype)), "resident", [], False
+        self._order.run(
+            Job(lambda *_: made.append(SharedBucket(self._exchange, numel, dtype))), "resident", []
         )
         bucket, order = made[0], self._order
 
         def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
             reduction = bucket.reduction(op)
-            tensors = [bucket.mine]
-            return order.issue(
-                lambda: bucket.all_reduce(reduction), "reduce_resident", tensors, is_async
-            )
+            job = Job(lambda *_: bucket.all_reduce(reduction))
+            return order.issue(job, "reduce_resident", [bucket.mine], is_async)
 
         return Resident(bucket.mine, all_reduce)
 
@@ -93,10 +90,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return
         exchange, chosen = self._exchange, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce_each(values, chosen, timeout)
 
-        self._order.run(_job(tensors, step, None), "all_reduce_coalesced", tensors)
+        self._order.run(Job(step, tensors), "all_reduce_coalesced", tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, past torch's dispatcher."""
@@ -113,7 +110,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce(values[0], chosen, timeout)
 
         return self._issue("all_reduce", tensors, step, opts)
@@ -127,7 +124,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().allreduce_coalesced(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce_each(values, chosen, timeout)
 
         return self._issue("all_reduce_coalesced", tensors, step, opts)
@@ -139,7 +136,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.reduce(values[0], chosen, root, timeout)
 
         return self._issue("reduce", tensors, step, opts)
@@ -151,7 +148,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().broadcast(tensors, opts)
         exchange, root = self._exchange, opts.rootRank
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.broadcast(values[0], root, timeout)
 
         return self._issue("broadcast", tensors, step, opts)
@@ -167,12 +164,12 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size()
         if not fits or not are_alike(outputs[0], inputs[0]):
             return super().allgather(outputs, inputs, opts)
-        exchange, mine = self._exchange, inputs[0]
+        exchange = self._exchange
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            exchange.all_gather(values, flat(mine), timeout)
+        def step(values: list[Tensor], mine: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_gather(values, mine[0], timeout)
 
-        return self._issue("all_gather", outputs[0], step, opts)
+        return self._issue("all_gather", outputs[0], step, opts, inputs)
 
     def all_gather_single(
         self, output: Tensor, mine: Tensor, opts: AllgatherOptions | None = None
@@ -189,11 +186,11 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().all_gather_single_coalesced(outputs, inputs, opts)
         exchange = self._exchange
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            for whole, mine in zip(values, inputs, strict=True):
-                exchange.all_gather(_rows(whole, exchange.size), flat(mine), timeout)
+        def step(wholes: list[Tensor], parts: list[Tensor], timeout: timedelta | None) -> None:
+            for whole, mine in zip(wholes, parts, strict=True):
+                exchange.all_gather(_rows(whole, exchange.size), mine, timeout)
 
-        return self._issue("all_gather", outputs, step, opts)
+        return self._issue("all_gather", outputs, step, opts, inputs)
 
     def reduce_scatter(
         self,
@@ -207,12 +204,12 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         alike = fits and are_alike(inputs[0], outputs[0])
         if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter(outputs, inputs, opts)
-        exchange, parts, chosen = self._exchange, inputs[0], reduction
+        exchange, chosen = self._exchange, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            exchange.reduce_scatter(values[0], [flat(part) for part in parts], chosen, timeout)
+        def step(values: list[Tensor], parts: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.reduce_scatter(values[0], parts, chosen, timeout)
 
-        return self._issue("reduce_scatter", outputs, step, opts)
+        return self._issue("reduce_scatter", outputs, step, opts, inputs[0])
 
     def reduce_scatter_single(
         self, output: Tensor, whole: Tensor, opts: ReduceScatterOptions | None = None
@@ -233,18 +230,17 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
-        def step(values: list[Tensor], timeout: timedelta | None) -> None:
-            for out, whole in zip(values, inputs, strict=True):
-                parts = _rows(flat(whole), exchange.size)
-                exchange.reduce_scatter(out, parts, chosen, timeout)
+        def step(parts: list[Tensor], wholes: list[Tensor], timeout: timedelta | None) -> None:
+            for out, whole in zip(parts, wholes, strict=True):
+                exchange.reduce_scatter(out, _rows(whole, exchange.size), chosen, timeout)
 
-        return self._issue("reduce_scatter", outputs, step, opts)
+        return self._issue("reduce_scatter", outputs, step, opts, inputs)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait for all ranks."""
         exchange = self._exchange
         return self._issue(
-            "barrier", [], lambda _, timeout: exchange.barrier(timeout), opts or BarrierOptions()
+            "barrier", [], lambda *args: exchange.barrier(args[2]), opts or BarrierOptions()
         )
 
     def shutdown(self) -> None:
@@ -261,25 +257,14 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self,
         text: str,
         written: list[Tensor],
-        step: _Step,
+        step: Step,
         opts: _Options,
+        read: Sequence[Tensor] = (),
     ) -> Work:
-        """Run `step` on the flat memory of the tensors that it writes, in order of issue."""
+        """Run `step` on the flat memory of the tensors that it writes and reads, in order."""
         limit = opts.timeout
-        job = _job(written, step, limit if limit.days >= 0 else None)
+        job = Job(step, written, read, limit if limit.days >= 0 else None)
         return self._order.issue(job, text, written, opts.asyncOp)
-
-
-def _job(written: list[Tensor], step: _Step, timeout: timedelta | None) -> Job:
-    """`step` on the flat memory of the tensors that it writes."""
-
-    def job() -> None:
-        values = [flat(tensor) for tensor in written]
-        step(values, timeout)
-        for value, tensor in zip(values, written, strict=True):
-            write_back(value, tensor)
-
-    return job
 
 
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:

@@ -23,16 +23,30 @@ def are_alike(tensors: Sequence[Tensor], model: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements in row-major order: 1-D, contiguous, no gradient; a copy only where it must."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
     plain = _unguarded(tensor)
-    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
-        return plain.resolve_conj().resolve_neg().reshape(-1)
-    return plain if plain.dim() == 1 else plain.view(-1)
+    if not plain.is_contiguous():
+        plain = plain.contiguous()  # reshape(-1) may leave gaps
+    if plain.dim() == 1 and plain.stride(0) == 1:
+        return plain
+    return plain.as_strided((plain.numel(),), (1,))  # view(-1) may leave one element a stride of 2
 
 
 def write_back(values: Tensor, tensor: Tensor) -> None:
     """Bring what stands in `values`, the `flat` of `tensor`, home if it was a copy."""
-    if values is not tensor and values.data_ptr() != tensor.data_ptr():
-        _unguarded(tensor).copy_(values.view(tensor.shape))
+    if values is tensor or values.data_ptr() == tensor.data_ptr():
+        return
+    source = values.view(tensor.shape)
+    if tensor.is_conj():
+        source, tensor = source.conj(), tensor.conj()
+    if tensor.is_neg():  # DLPack would forget the sign
+        source, tensor = source.neg(), torch._neg_view(tensor)
+    target = _unguarded(tensor)
+    for dim, (stride, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and length > 1:  # expanded: one element in memory
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
 
 
 def _unguarded(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import GroupName
 
 from instep.shm.resident import Resident
+from instep.shm.uncompiled import uncompiled
 
 NAME = "instep"
 
@@ -32,6 +33,7 @@ def _by_gloo(method: str) -> Callable[..., Work]:
     return call_gloo
 
 
+@uncompiled
 class ProcessGroupOverGloo(ProcessGroup):
     """What `init_process_group("instep")` gives where the ranks cannot share memory."""
 

@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
 _ALL = _FLOATS | _INTEGERS
 
 
@@ -35,7 +36,7 @@ class Reduction:
 _REDUCTIONS = {
     op.value: Reduction(op.name, combine, dtypes, op == ReduceOp.AVG)
     for op, combine, dtypes in (
-        (ReduceOp.SUM, torch.add, _ALL),
+        (ReduceOp.SUM, torch.add, _ALL | _COMPLEX),
         (ReduceOp.AVG, torch.add, _FLOATS),
         (ReduceOp.PRODUCT, torch.mul, _ALL),
         (ReduceOp.MIN, torch.minimum, _ALL),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
@@ -23,8 +25,11 @@ from instep.errors import (
     ForkedChildError,
     SharedMemoryError,
 )
+from instep.shm.flat import flat, write_back
+from instep.shm.uncompiled import uncompiled
 
 
+@uncompiled
 class Done(Work):
     """A collective that has succeeded."""
 
@@ -55,26 +60,36 @@ class Done(Work):
         return future
 
 
+@uncompiled
 class Pending(Work):
     """A collective on its way; it becomes a success or an error on the group's thread."""
 
-    def __init__(self, text: str, result: list[Tensor]) -> None:
+    def __init__(self, text: str, result: list[Tensor], help_along: Callable[[Pending], None]):
         super().__init__()
         self._text = text
         self._result = result
+        self._help_along = help_along
         self._error: BaseException | None = None
         self._finished = threading.Event()
-        self._source: Future[BaseException | None] = Future()
-        self._future = self._source.then(self._outcome)
+        self._lock = threading.Lock()
+        self._source: Future[BaseException | None] | None = None
+        self._future: Future[list[Tensor]]
 
-    def finish(self, error: BaseException | None) -> None:
-        """Wake whoever waits."""
-        self._error = error
-        self._source.set_result(error)
-        self._finished.set()
+    def finish(self, error: BaseException | None, forget: Callable[[Pending], None]) -> None:
+        """Wake whoever waits, run the callbacks of its future, `forget` it when they have ended."""
+        with self._lock:
+            self._error = error
+            source = self._source
+            if source is None:
+                forget(self)
+            self._finished.set()
+        if source is not None:
+            source.set_result(error)
+            forget(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when it has succeeded. Raises its error, or CollectiveTimeoutError."""
+        self._help_along(self)
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._finished.wait(seconds if seconds > 0 else None):
             raise CollectiveTimeoutError([], self._text, seconds)
@@ -100,7 +115,13 @@ class Pending(Work):
 
     def get_future(self) -> Future[list[Tensor]]:
         """A future of the tensors. C++ (DDP) waits on it and sees an error as RuntimeError."""
-        return self._future
+        with self._lock:
+            if self._source is None:
+                self._source = Future()
+                self._future = self._source.then(self._outcome)
+                if self._finished.is_set():
+                    self._source.set_result(self._error)
+            return self._future
 
     def _outcome(self, source: Future[BaseException | None]) -> list[Tensor]:
         error = source.value()
@@ -110,13 +131,28 @@ class Pending(Work):
 
 
 _CLOSE_SECONDS = 10.0  # a job that still waits for its peers then is left to the group's timeout
-Job = Callable[[], None]
+Step = Callable[[list[Tensor], list[Tensor], timedelta | None], None]
+"""An exchange between the ranks: flat tensors that it writes, those that it only reads, a limit."""
+
+
+class Job(NamedTuple):
+    """A collective as a group's thread finds it."""
+
+    step: Step
+    written: Sequence[Tensor] = ()
+    read: Sequence[Tensor] = ()
+    timeout: timedelta | None = None
 
 
 class IssueOrder:
     """Runs the jobs of one group, one at a time, in the order in which they were issued.
 
-    After an error the ranks are out of step for good: every later job raises BrokenGroupError.
+    What a callback of a future issues, on the group's thread, runs at once: after the collective
+    that the callback belongs to and before the next, so the order is the same on every rank.
+
+    After an error in an exchange the ranks are out of step for good: every later job raises
+    BrokenGroupError. An error before or after it (a tensor that cannot be read, or written) is this
+    rank's own, and leaves them in step.
     """
 
     def __init__(self, tell: Callable[[str], None], leave: Callable[[], None]) -> None:
@@ -131,14 +167,14 @@ class IssueOrder:
 
     def issue(self, job: Job, text: str, result: list[Tensor], is_async: bool) -> Work:
         """Run `job` now, or queue it if `is_async` (then return at once) or others are queued."""
-        if is_async:
+        if is_async and threading.current_thread() is not self._thread:
             return self._enqueue(job, text, result)
         self.run(job, text, result)
         return Done(result)
 
     def run(self, job: Job, text: str, result: list[Tensor]) -> None:
         """Run `job` now, or wait for it in the queue behind others."""
-        if self._pending:
+        if self._pending and threading.current_thread() is not self._thread:
             self._enqueue(job, text, result).wait()
             return
         with self._running:
@@ -165,19 +201,23 @@ class IssueOrder:
     def _run(self, job: Job) -> None:
         if self._obstacle is not None:
             raise self._obstacle
+        written = [flat(tensor) for tensor in job.written]
+        read = [flat(tensor) for tensor in job.read]
         try:
-            job()
+            job.step(written, read, job.timeout)
         except SharedMemoryError:  # on all ranks alike: they are still in step
             raise
         except BaseException as error:
             self._obstacle = BrokenGroupError(str(error) or type(error).__name__)
             self._tell(str(error) or type(error).__name__)
             raise
+        for values, tensor in zip(written, job.written, strict=True):
+            write_back(values, tensor)
 
     def _enqueue(self, job: Job, text: str, result: list[Tensor]) -> Pending:
         if isinstance(self._obstacle, ForkedChildError):
             raise self._obstacle
-        work = Pending(text, result)
+        work = Pending(text, result, self._help_along)
         self._pending.add(work)
         self._queue.put((job, work))
         if self._thread is None:
@@ -185,19 +225,32 @@ class IssueOrder:
             self._thread.start()
         return work
 
+    def _help_along(self, work: Pending) -> None:
+        """A callback waits for `work`: only the thread that it keeps can run it."""
+        if threading.current_thread() is self._thread:
+            while not work.is_completed():
+                self._serve_one()
+
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            job, work = item
-            error: BaseException | None = None
-            try:
-                with self._running:
-                    self._run(job)
-            except BaseException as raised:
-                error = raised
-            self._pending.discard(work)
-            work.finish(error)
-            del item, job, work, error
+        while self._serve_one():
+            pass
         self._leave()
+
+    def _serve_one(self) -> bool:
+        """Run the next job and its callbacks, or return False where the group closes."""
+        item = self._queue.get()
+        if item is None:
+            return False
+        job, work = item
+        error: BaseException | None = None
+        try:
+            # Autograd may mark an output, of a functional collective, while this runs.
+            with self._running, torch.no_grad():
+                self._run(job)
+        except BaseException as raised:
+            error = raised
+        work.finish(error, self._pending.discard)
+        return True
 
 
 _living: weakref.WeakSet[IssueOrder] = weakref.WeakSet()
