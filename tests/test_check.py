@@ -368,3 +368,19 @@ def test_a_writer_made_on_one_rank_guards_what_asks_for_it() -> None:
     )
     found = check_text("a.py", text, RULES.values())
     assert [(f.line, f.code) for f in found] == [(8, "INS601")]
+
+
+@pytest.mark.parametrize(
+    ("library", "advised"),
+    [
+        ("import instep", "if instep.rank == 0:"),
+        ("from instep import shard", "if instep.rank == 0:"),
+        ("import horovod.torch as hvd", "if hvd.rank() == 0:"),
+        ("import torch.distributed as dist", "if torch.distributed.get_rank() == 0:"),
+    ],
+)
+def test_the_advice_works_where_no_process_group_is(library: str, advised: str) -> None:
+    """get_rank() raises under plain `python`, where instep.rank is 0."""
+    text = f"import torch\n{library}\ndist.init_process_group()\ntorch.save({{}}, 'a.pt')\n"
+    found = check_text("a.py", text, RULES.values())
+    assert [f.mend.splitlines()[0] for f in found if f.code == "INS601"] == [advised]

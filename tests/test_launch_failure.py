@@ -281,7 +281,7 @@ def test_the_second_signal_is_sigterm_and_the_third_sigkill(launch: Launch) -> N
 
 def test_an_interrupt_while_the_ranks_start_is_quiet(launch: Launch) -> None:
     script = launch.script("tell(rank)\nforever()")
-    with launch.start("-n", 8, script) as process:
+    with launch.start("-n", 4, script) as process:
         launch.event()
         process.send_signal(signal.SIGINT)
         result = launch.end_of(process)

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     this process, as a rank of whoever started it (`mpirun -n 2 python -m instep script.py`); what
     it raises escapes.
     """
+    _open_missing_streams()
     words = local_rank.without(sys.argv[1:] if argv is None else argv)
     plain = words[:1] == ["--plain"]
     words = words[plain:]
@@ -72,6 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error)
     except KeyboardInterrupt:  # while it waited for other hosts
         return 128 + signal.SIGINT
+
+
+def _open_missing_streams() -> None:
+    """Where this process was started without stdin, stdout or stderr (`2>&-`), /dev/null is there:
+    else the next file that is opened would be it, and what is for the user would go there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(fd, fd == number)
+            setattr(sys, name, open(fd, "r" if number == 0 else "w"))  # noqa: SIM115
 
 
 def _run_here(words: Sequence[str], plain: bool) -> int:

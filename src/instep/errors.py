@@ -137,9 +137,10 @@ class CommandLineError(LaunchError):
         return cls(f"--steps takes a whole number from 1 up, not {value!r}.")
 
     @classmethod
-    def report_file(cls, path: str) -> CommandLineError:
+    def report_file(cls, path: str, why: str = "") -> CommandLineError:
         """A file for the report that cannot be written."""
-        return cls(f"cannot write {path}: its folder may not be written, or it is a folder.")
+        why = why or "its folder may not be written, or it is a folder"
+        return cls(f"cannot write {path}: {why}.")
 
     @classmethod
     def not_there(cls, flag: str) -> CommandLineError:

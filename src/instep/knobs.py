@@ -81,8 +81,8 @@ TIMEOUT = Knob(
 )
 ARRIVAL_NOTICE = Knob(
     "INSTEP_ARRIVAL_NOTICE",
-    "30",
-    "Seconds until one line says for which ranks others wait.",
+    "10",
+    "Seconds until a line says for which ranks others wait; the next one after twice as long.",
     numbers=range(_LONGEST + 1),
 )
 BUCKET_MIB = Knob(

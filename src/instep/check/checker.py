@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections.abc import Collection, Iterable
+import stat
+import tokenize
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from instep.check.facts import Facts
 from instep.check.finding import Finding, Hit, Rule, Severity
@@ -43,18 +45,48 @@ def check_files(paths: Iterable[str], rules: Collection[Rule] = tuple(RULES.valu
     unreadable: list[Unreadable] = []
     for path in paths:
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-            found = check_text(path, text, rules)
+            found = check_text(path, _text(path), rules)
         except OSError as error:
             unreadable.append(Unreadable(path, error.strerror or str(error)))
         except SyntaxError as error:
-            unreadable.append(Unreadable(path, f"line {error.lineno}: {error.msg}"))
-        except (ValueError, RecursionError) as error:
+            where = "" if error.lineno is None else f"line {error.lineno}: "
+            unreadable.append(Unreadable(path, f"{where}{error.msg}"))
+        except ValueError as error:
             unreadable.append(Unreadable(path, str(error)))
+        except RecursionError:
+            unreadable.append(Unreadable(path, "it is nested too deeply"))
         else:
             checked.append(path)
             findings += found
     return Outcome(tuple(checked), tuple(sorted(findings)), tuple(unreadable))
+
+
+def python_files(paths: Iterable[str]) -> Iterator[str]:
+    """These files, and the Python files in these folders but for hidden ones and environments."""
+    for path in paths:
+        if not os.path.isdir(path):
+            yield path
+            continue
+        for folder, below, files in os.walk(path):
+            below[:] = sorted(each for each in below if not _is_left_out(folder, each))
+            yield from (os.path.join(folder, file) for file in sorted(files) if _is_python(file))
+
+
+def _is_left_out(folder: str, name: str) -> bool:
+    environment = os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+    return name.startswith(".") or name in ("__pycache__", "node_modules") or environment
+
+
+def _is_python(file: str) -> bool:
+    return file.endswith(".py") and not file.startswith(".")
+
+
+def _text(path: str) -> str:
+    """What Python would read. Raises SyntaxError (PEP 263), OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe waits, and /dev/zero has no end
+        raise OSError("it is no ordinary file")
+    with tokenize.open(path) as file:
+        return file.read()
 
 
 def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.check import report
-from instep.check.checker import check_files, chosen
+from instep.check.checker import check_files, chosen, python_files
 from instep.check.pages import page
 from instep.check.rules import RULES
+from instep.errors import CommandLineError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,7 +27,9 @@ def add_command(subparsers: Subparsers) -> None:
         description="Read training scripts and name what will go wrong on several processes. "
         "Nothing is run or imported. Exit code: 0 clean, 1 findings, 2 a file could not be read.",
     )
-    parser.add_argument("scripts", nargs="*", metavar="train.py", help="scripts to read")
+    parser.add_argument(
+        "scripts", nargs="*", metavar="train.py", help="scripts, or folders of them"
+    )
     parser.add_argument(
         "--format", choices=("text", "github"), default="text", help="what is printed"
     )
@@ -61,12 +64,15 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
         return CLEAN
     if not arguments.scripts:
         parser.error("no script given: instep check train.py")
-    outcome = check_files(arguments.scripts, chosen(arguments.select, arguments.ignore))
+    scripts = [*python_files(arguments.scripts)]
+    if not scripts:
+        parser.error(f"there is no Python file in {', '.join(arguments.scripts)}")
+    outcome = check_files(scripts, chosen(arguments.select, arguments.ignore))
     if arguments.json == "-":
         print(report.as_json(outcome))
     else:
         if arguments.json is not None:
-            Path(arguments.json).write_text(report.as_json(outcome) + "\n", encoding="utf-8")
+            _write(arguments.json, report.as_json(outcome) + "\n")
         shown = (report.github if arguments.format == "github" else report.text)(outcome)
         if shown:
             print(shown)
@@ -75,3 +81,10 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     if outcome.unreadable:
         return UNREADABLE
     return FOUND if outcome.findings else CLEAN
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandLineError.report_file(path, error.strerror or str(error)) from None

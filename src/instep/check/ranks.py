@@ -42,6 +42,18 @@ class Ranks:
         self.script = script
         self.origins = origins
 
+    @property
+    def on_rank_0(self) -> str:
+        """How this script may ask whether it is rank 0.
+
+        torch.distributed.get_rank() fails under plain `python`, where there is no process group;
+        the libraries that a script imports for several processes know better.
+        """
+        roots = {name.partition(".")[0] for name in self.script.imported_modules}
+        if "instep" in roots:
+            return "instep.rank == 0"
+        return "hvd.rank() == 0" if "horovod" in roots else "torch.distributed.get_rank() == 0"
+
     def kind(self, node: ast.AST | None, depth: int = 3) -> Kind | None:
         """Whether an expression is a rank of the job, of its node, or a device; None: neither."""
         if isinstance(node, ast.Call):

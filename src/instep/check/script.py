@@ -131,7 +131,10 @@ class Script:
     def source(self, node: ast.AST) -> str:
         """The expression as text, on one line."""
         if node not in self._texts:
-            self._texts[node] = ast.unparse(node)
+            try:
+                self._texts[node] = ast.unparse(node)
+            except RecursionError:  # a chain of a thousand calls, which Python itself runs
+                self._texts[node] = "..."
         return self._texts[node]
 
     @cached_property

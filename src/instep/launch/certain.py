@@ -12,7 +12,6 @@ from itertools import takewhile
 from typing import TypeGuard
 
 _EXITS = ("exit", "_exit", "quit")
-_RUN_AS_A_PROGRAM = "__name__ == '__main__'"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -36,15 +35,27 @@ class _Way:
 
     def along(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
         """The names of what these call, in order, up to a condition under which they return."""
+        entered = [self._steps(statements)]
+        while entered:  # no recursion: functions may call each other a thousand deep
+            step = next(entered[-1], None)
+            if step is None:
+                entered.pop()
+            elif isinstance(step, str):
+                yield step
+            else:
+                entered.append(self._steps(step))
+
+    def _steps(self, statements: Sequence[ast.stmt]) -> Iterator[str | Sequence[ast.stmt]]:
+        """What these call: names, and in between the statements that are entered."""
         for statement in statements:
             if isinstance(statement, ast.With) or _is_always_entered(statement):
-                yield from self.along(statement.body)
+                yield statement.body
             elif isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign | ast.Return):
                 yield from self._evaluated(statement.value)
             if _may_return(statement):
                 return
 
-    def _evaluated(self, value: ast.expr | None) -> Iterator[str]:
+    def _evaluated(self, value: ast.expr | None) -> Iterator[str | Sequence[ast.stmt]]:
         if not isinstance(value, ast.Call):
             return
         for argument in value.args:
@@ -53,20 +64,36 @@ class _Way:
         yield name
         function = self._functions.pop(name, None)  # once: it may call itself
         if isinstance(function, ast.FunctionDef):
-            yield from self.along(function.body)
+            yield function.body
 
 
 def _is_always_entered(statement: ast.stmt) -> TypeGuard[ast.If | ast.Try]:
     if isinstance(statement, ast.Try):
         return not statement.handlers
-    return isinstance(statement, ast.If) and ast.unparse(statement.test) == _RUN_AS_A_PROGRAM
+    return isinstance(statement, ast.If) and _asks_for_a_program(statement.test)
+
+
+def _asks_for_a_program(test: ast.expr) -> bool:
+    """Whether this is `__name__ == "__main__"`."""
+    match test:
+        case ast.Compare(
+            left=ast.Name(id="__name__"),
+            ops=[ast.Eq()],
+            comparators=[ast.Constant(value="__main__")],
+        ):
+            return True
+    return False
 
 
 def _may_return(node: ast.AST) -> bool:
     """Whether it has a `return` of its own."""
-    if isinstance(node, ast.Return):
-        return True
-    return not isinstance(node, _Function) and any(map(_may_return, ast.iter_child_nodes(node)))
+    inside = [node]
+    for each in inside:  # no recursion: an expression may be a chain of a thousand calls
+        if isinstance(each, ast.Return):
+            return True
+        if not isinstance(each, _Function):
+            inside += ast.iter_child_nodes(each)
+    return False
 
 
 def _all_calls(tree: ast.Module) -> Iterator[str]:

@@ -12,6 +12,7 @@ from instep import knobs
 from instep.errors import CommandLineError
 from instep.identity import places
 from instep.launch import reading, supervisor
+from instep.launch.environment import cores
 from instep.launch.hosts import ONE_HOST, Hosts, address, of_launcher
 from instep.launch.job import Job
 
@@ -43,6 +44,8 @@ whole: everything, with the random numbers of plain Python"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The number of ranks, as other launchers call it too."""
+_MANY = 2
+"""Ranks for each core: with more, the start takes so long that a line says why."""
 WITH_VALUE = (*_RANKS, "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
 
@@ -91,6 +94,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         variables=lambda rank: load,
         hosts=_hosts(asked),
     )
+    _mention_few_cores(asked.n)
     return supervisor.run(job, started=lambda: _mention_findings(job)).told()
 
 
@@ -111,6 +115,17 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
     if asked.dist_file:
         return Hosts(node, nodes, places.SharedFile(os.path.abspath(asked.dist_file)))
     raise CommandLineError.several_hosts("the hosts need --master or --dist-file to meet")
+
+
+def _mention_few_cores(ranks: int) -> None:
+    """One line where it takes long until all ranks have started, as each imports torch."""
+    if ranks > _MANY * cores():
+        print(
+            f"instep: starts {ranks} ranks on {cores()} core{'s' * (cores() != 1)}; they share the "
+            "cores, so it takes a while until all have met.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _mention_findings(job: Job) -> None:

@@ -65,10 +65,10 @@ def rank_environment(
 
 def threads_per_rank(size: int) -> int:
     """The cores that this process may use, divided among `size` ranks; at least 1."""
-    return max(1, _cores() // size)
+    return max(1, cores() // size)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores by affinity, or fewer where a container's quota says so."""
     cores = len(os.sched_getaffinity(0))
     try:

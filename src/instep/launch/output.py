@@ -92,8 +92,12 @@ class Folder:
     def finish(self, failures: Sequence[Failure]) -> None:
         """Every rank's own traceback belongs to its file, whoever failed first."""
         for failure in failures:
-            with (self._path / f"rank{failure.rank}.err").open("a", encoding="utf-8") as file:
-                file.write(failure.text)
+            path = self._path / f"rank{failure.rank}.err"
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(failure.text)
+            except OSError as error:  # the disk is full: the report on the terminal says the rest
+                os.write(STDERR, f"instep: cannot write {path}: {error.strerror}\n".encode())
 
 
 class Prefixed:

@@ -39,6 +39,7 @@ class Vigil:
         self._count, self._seconds, self._members = count, seconds, members
         self._siblings = siblings
         self._speaks = speaks
+        self._notice = float(int(knobs.ARRIVAL_NOTICE))
         self._begin = time.monotonic()
         self._grace = grace
 
@@ -68,8 +69,8 @@ class Vigil:
             raise RendezvousError.absent(
                 self._absent(there), self._count, self._seconds, there, self._members
             )
-        if self._speaks and waited >= float(int(knobs.ARRIVAL_NOTICE)):
-            self._speaks = False
+        if self._speaks and waited >= self._notice:
+            self._notice = max(2 * waited, 1.0)
             os.write(2, f"instep: {self._waits(waited, came())}\n".encode())
 
     def _waited(self) -> float:

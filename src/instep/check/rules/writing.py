@@ -112,7 +112,7 @@ def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
             "from N = 2 on, every curve appears N times"
             if facts.script.called(call) in CURVES
             else "from N = 2 on, the processes write over each other",
-            f"if torch.distributed.get_rank() == 0:\n    {text}",
+            f"if {facts.ranks.on_rank_0}:\n    {text}",
         )
 
 
@@ -202,7 +202,7 @@ def write_on_every_node(facts: Facts) -> Iterator[Hit]:
                 call,
                 f"{guard.where} holds on one process of every node",
                 "from the second node on, the nodes write over each other",
-                "if torch.distributed.get_rank() == 0:",
+                f"if {facts.ranks.on_rank_0}:",
             )
 
 
@@ -267,7 +267,7 @@ def print_on_every_rank(facts: Facts) -> Iterator[Hit]:
                 call,
                 f"every process runs {facts.script.source(call.func)} in the training loop",
                 "with N processes each line appears N times, with different numbers",
-                f"if torch.distributed.get_rank() == 0:\n    {text}",
+                f"if {facts.ranks.on_rank_0}:\n    {text}",
             )
             return
 

@@ -1,0 +1,183 @@
+"""Wrong command lines, variables and files, and what `instep` says to each.
+
+    python tests/bad_inputs.py --json bad_inputs.json
+
+Every case has to end by itself, with the exit code that is expected, in a sentence that says what
+is wrong: no traceback of instep's, and no silence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from launching import LAUNCHER_VARIABLES
+from machine import machine
+
+LIMIT = 100.0
+"""Seconds, after which a case counts as HUNG."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is wrong, or only looks so."""
+
+    words: str
+    """What stands behind `instep`, in a shell."""
+    said: str
+    """What has to be in the output."""
+    code: int = 2
+    environ: dict[str, str] = field(default_factory=dict)
+    starts: bool = False
+    """Whether ranks are started: such a case takes seconds."""
+
+    @property
+    def name(self) -> str:
+        """As a user would type it."""
+        return " ".join([*(f"{k}={v[:20]}" for k, v in self.environ.items()), "instep", self.words])
+
+
+def _variable(name: str, value: str, said: str) -> Case:
+    return Case("run -n 1 train.py", said, environ={name: value})
+
+
+CASES = (
+    _variable("INSTEP_DEVICE", "foo", "INSTEP_DEVICE takes auto or cpu, not 'foo'"),
+    _variable("INSTEP_LOAD", "foo", "INSTEP_LOAD takes own or whole, not 'foo'"),
+    _variable("INSTEP_WATCH", "maybe", "INSTEP_WATCH takes on or off, not 'maybe'"),
+    _variable("INSTEP_BACKEND", "mpi", "INSTEP_BACKEND takes auto, gloo or shm, not 'mpi'"),
+    _variable("INSTEP_BUCKET_MIB", "-1", "INSTEP_BUCKET_MIB takes a whole number from 0"),
+    _variable("INSTEP_TIMEOUT", "0", "INSTEP_TIMEOUT takes a whole number from 1"),
+    _variable("INSTEP_TIMEOUT", "9" * 30, "INSTEP_TIMEOUT takes a whole number from 1"),
+    _variable("INSTEP_ARRIVAL_NOTICE", "soon", "INSTEP_ARRIVAL_NOTICE takes a whole number"),
+    _variable("INSTEP_SEED", "-1", "INSTEP_SEED takes a whole number from 0 to 4294967295"),
+    _variable("INSTEP_BACKND", "gloo", "Did you mean INSTEP_BACKEND?"),
+    Case("env", "INSTEP_WATCH takes on or off", environ={"INSTEP_WATCH": "maybe"}),
+    Case("verify -n 2 train.py", "Did you mean INSTEP_SEED?", environ={"INSTEP_SED": "1"}),
+    Case(
+        "env",
+        "MASTER_PORT takes a port from 1 to 65535, not '70000'",
+        environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "70000"},
+        starts=True,
+    ),
+    Case("", "usage: instep", 0),
+    Case("help", "usage: instep", 0),
+    Case("--version", "instep 0", 0),
+    Case("run train.py -n 2", "-n comes before the script: instep run -n 2 train.py"),
+    Case("run train.py", "say how many ranks: instep run -n 2 train.py"),
+    Case("run -np 2 train.py", "trained", 0, starts=True),
+    Case("run --nproc 2 train.py", "trained", 0, starts=True),
+    Case("run -n 2 --pllain train.py", "did you mean --plain?"),
+    Case("run -n 2 python train.py", "Leave python out"),
+    Case("run -n 2 package.train", "write -m package.train"),
+    Case("run -n 2 note.ipynb", "it is a notebook"),
+    Case("note.ipynb", "it is a notebook"),
+    Case("run -n 2 package", "package: it is a directory"),
+    Case("run -n 1 /dev/zero", "it is no ordinary file"),
+    Case("run -n 1 pipe.py", "it is no ordinary file"),
+    Case("run -n 1 deep.py", "maximum recursion depth exceeded", 1, starts=True),
+    Case("run -n 1 called.py", "RecursionError: maximum recursion depth", 1, starts=True),
+    Case("run -n 1 latin.py", "trained", 0, starts=True),
+    Case("run -n 1 raises.py 2>&-", "begun", 1, starts=True),
+    Case("run -n 1 --output full raises.py", "rank 0 of 1 failed", 1, starts=True),
+    Case("run -n 5 train.py", "trained", 0, starts=True),
+    Case("check .", "Nothing found in 5 files"),
+    Case("check package", "Nothing found in 1 file.", 0),
+    Case("check empty", "there is no Python file in empty"),
+    Case("check pipe.py", "pipe.py: it is no ordinary file"),
+    Case("check /dev/zero", "/dev/zero: it is no ordinary file"),
+    Case("check latin.py", "Nothing found in 1 file.", 0),
+    Case("check cookie.py", "unknown encoding"),
+    Case("check called.py", "Nothing found in 1 file.", 0),
+    Case("check deep.py", "nested too deeply"),
+    Case("check --json /no/such/x train.py", "cannot write /no/such/x: No such file"),
+    Case("check --json /dev/full train.py", "cannot write /dev/full: No space left"),
+)
+
+
+def prepare(folder: Path) -> None:
+    """The files that the cases speak of."""
+    for name in ("package", "empty", "full"):
+        (folder / name).mkdir()
+    for name in ("train.py", "package/train.py"):
+        (folder / name).write_text("print('trained')\n")
+    (folder / "raises.py").write_text("print('begun')\nraise ValueError('boo')\n")
+    (folder / "note.ipynb").write_text('{"cells": null}\n')
+    (folder / "latin.py").write_bytes(
+        "# coding: latin-1\nprint('trained', 'é')\n".encode("latin-1")
+    )
+    (folder / "cookie.py").write_text("# coding: nonsense\n")
+    (folder / "deep.py").write_text("x = y" + ".z()" * 3000 + "\n")
+    called = [f"def f{k}(): return f{k - 1}()" for k in range(1, 3000)]
+    (folder / "called.py").write_text("\n".join(["def f0(): pass", *called, "f2999()", ""]))
+    os.mkfifo(folder / "pipe.py")
+    for name in ("rank0.out", "rank0.err"):
+        (folder / "full" / name).symlink_to("/dev/full")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one case."""
+
+    case: str
+    verdict: str
+    """`as expected`, or what was otherwise."""
+    output: str
+
+
+def attempt(case: Case, folder: Path) -> Outcome:
+    """Do it in this folder, which was prepared."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    try:
+        ended = subprocess.run(
+            ["/bin/sh", "-c", f'exec "{sys.executable}" -m instep {case.words}'],
+            env=environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"} | case.environ,
+            cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Outcome(case.name, "HUNG", "")
+    output = ended.stdout + ended.stderr
+    return Outcome(case.name, _verdict(case, ended.returncode, output), output)
+
+
+def _verdict(case: Case, code: int, output: str) -> str:
+    if code != case.code:
+        return f"exit code {code}, not {case.code}"
+    if case.said not in output:
+        return f"does not say {case.said!r}"
+    return "a traceback" if case.code == 2 and "Traceback" in output else "as expected"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Try every case and print the table; the exit code is 1 where any is not as expected."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE")
+    asked = parser.parse_args(words)
+    with tempfile.TemporaryDirectory(prefix="bad-inputs-") as name:
+        prepare(Path(name))
+        outcomes = []
+        for case in CASES:
+            outcomes.append(attempt(case, Path(name)))
+            print(f"{outcomes[-1].case:70} {outcomes[-1].verdict}", flush=True)
+    wrong = [outcome for outcome in outcomes if outcome.verdict != "as expected"]
+    print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} as expected")
+    if asked.json:
+        told = {"machine": machine(), "cases": [asdict(outcome) for outcome in outcomes]}
+        Path(asked.json).write_text(json.dumps(told, indent=2) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
