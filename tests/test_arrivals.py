@@ -16,6 +16,7 @@ from instep.launch.assembly import Member, meet
 from instep.launch.hosts import address
 from instep.meeting import cards, interfaces, listening
 from instep.meeting.cards import Card
+from instep.meeting.vigil import Vigil
 
 CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
@@ -266,3 +267,14 @@ def test_a_command_of_the_script_does_not_get_it_twice(offered):
     inner.add_argument("--lr")
     sys.argv[1:] = ["fit", "--lr", "1"]
     assert vars(parser.parse_args()) == {"local_rank": 3, "lr": "1"}
+
+
+def test_the_notice_comes_again(monkeypatch, capfd):
+    monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
+    said = []
+
+    def twice():
+        said.append(capfd.readouterr().err)
+        return "".join(said).count("for rank 0 of 2 to arrive") >= 2 or None
+
+    assert Vigil(2, 60).until(twice)

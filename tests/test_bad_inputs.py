@@ -1,4 +1,4 @@
-"""The bad inputs that start no rank; `python tests/bad_inputs.py` tries all of them."""
+"""The quick ones of the bad inputs; `python tests/bad_inputs.py` tries all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.nightly] if case.starts else [], id=case.name)
+        pytest.param(case, marks=[pytest.mark.nightly] if case.slow else [], id=case.name)
         for case in CASES
     ],
 )

@@ -434,6 +434,14 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert launch.no_event()
 
 
+def test_many_ranks_on_few_cores_are_mentioned_at_once(launch: Launch) -> None:
+    core = min(os.sched_getaffinity(0))
+    script = launch.script("tell(rank)")
+    ended = launch.run("-n", 3, script, preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+    assert ended.stderr.startswith("instep: starts 3 ranks on 1 core; ")
+    assert launch.events(3) == [[0], [1], [2]]
+
+
 @pytest.mark.parametrize("ranks", ["-np 2", "--nproc 2", "--nproc-per-node=2", "-n2"])
 def test_other_launchers_words_for_the_number_of_ranks_are_taken(
     launch: Launch, ranks: str

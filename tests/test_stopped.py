@@ -23,7 +23,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     launch.close()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_stopped_supervisor_is_not_waited_for_without_end(launch: Launch, fails: bool) -> None:
     script = launch.script(f"""
         tell(rank)
