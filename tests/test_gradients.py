@@ -235,8 +235,20 @@ def reached_earlier_only(prepare):
     return tuple(p.grad for p in model[:2].parameters())
 
 
+def zeroed_in_between(prepare):
+    model, loss = part()
+    prepare(model[0])
+    with instep.no_sync():
+        loss().backward()
+    model.zero_grad()
+    head = instep.shard((torch.arange(12.0).view(12, 1).double(),))[0]
+    (head.mean() * model[2].bias.sum()).backward()
+    assert model[0].weight.grad is None
+    return (model[2].bias.grad,)
+
+
 @pytest.mark.parametrize("prepare", [no_hook, hook], ids=["in buckets", "on the spot"])
-@pytest.mark.parametrize("body", [onto_what_was_there, reached_earlier_only])
+@pytest.mark.parametrize("body", [onto_what_was_there, reached_earlier_only, zeroed_in_between])
 def test_what_no_sync_has_left_counts_once(body, prepare):
     same_on_one_rank(body, prepare)
 
