@@ -1277,6 +1277,8 @@ def test_ranks_that_round_differently_are_alike() -> None:
         (1.0, 1.0 + 1e-9, False),
         ("train", "train", True),
         ("train", 3, False),
+        (["a", "b"], ["a", "b"], True),
+        (["a", "b"], ["a", "c"], False),
     ],
 )
 @ranks(2)

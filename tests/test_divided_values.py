@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,6 +212,53 @@ def test_each_value_of_a_flag_is_proven_for_itself() -> None:
     assert all(map(torch.allclose, outputs, expected))
     parts = 1  # of the second call that is whole, its body is divided
     assert (modules.work.divided, modules.work.whole) == (6 + parts, 2)
+
+
+class Kind(Enum):
+    PLAIN = 0
+    CENTRED = 1
+
+
+@pytest.mark.parametrize("flags", [(True, False), (Kind.PLAIN, Kind.CENTRED)])
+@ranks(2)
+def test_booleans_and_enums_are_flags(flags: tuple[Any, Any]) -> None:
+    model, x = Switching(coupled=flags[1:]), torch.randn(6, 6)
+    expected = [model(x, how) for how in flags]
+    with dividing():
+        outputs = [model(x, how) for how in flags]
+    assert all(map(torch.allclose, outputs, expected))
+    assert (modules.work.divided, modules.work.whole) == (1, 1)
+
+
+class Sized(Around):
+    def forward(self, x: Tensor, shape: list[int]) -> Tensor:
+        return self.body(x.view(-1, *shape).flatten(1))
+
+
+@ranks(2)
+def test_numbers_that_only_happen_to_be_as_many_as_the_rows_are_not_divided() -> None:
+    with dividing():
+        Sized()(torch.randn(2, 6), [2, 3])
+    assert (modules.work.divided, modules.work.whole) == (1, 0)
+
+
+class ReadingAll(Around):
+    def forward(self, x: Tensor, captions: list[str]) -> Tensor:
+        if len(captions) != 6:
+            raise ValueError("some captions are missing")
+        y = self.body(x)
+        return y - y.mean(0) if "centred" in captions else y
+
+
+@ranks(2)
+def test_strings_of_all_rows_that_are_needed_on_every_rank_are_not_taken_for_proven() -> None:
+    model, x = ReadingAll(), torch.randn(6, 6)
+    captions = [[f"caption {k}"] * 5 + [end] for k, end in enumerate(["a", "b", "centred"])]
+    expected = [model(x, each) for each in captions]
+    with dividing():
+        outputs = [model(x, each) for each in captions]
+    assert all(map(torch.allclose, outputs, expected))
+    assert modules.work.whole == 3
 
 
 class Counted:
