@@ -80,6 +80,7 @@ def meet(
     if mine.number != 0:
         return _join(place, mine, seconds, members)
     calls: dict[int, Call] = {}
+    secret: bytes | None = None
     with ExitStack() as failed:
         failed.callback(_close, calls)
         try:
