@@ -289,6 +289,14 @@ def test_a_parameter_that_differs_in_shape_is_named_on_all_ranks():
     assert "1.weight (7, 6) torch.float32 on rank 1" in str(caught.value)
 
 
+@ranks(2, 3)
+def test_a_parameter_that_not_all_ranks_have_is_named_on_all_ranks():
+    more = [nn.Linear(6, 6)] * (instep.rank == 1)
+    with pytest.raises(DisagreementError, match=r"disagree about 1\.weight") as caught:
+        instep.replicate(nn.Sequential(nn.Linear(4, 6), *more))
+    assert "nothing nothing on rank" in str(caught.value)
+
+
 @ranks(1)
 def test_models_that_cannot_be_replicated_say_why():
     with pytest.raises(WrongDeviceError, match="on meta"):
