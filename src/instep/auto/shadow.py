@@ -60,7 +60,8 @@ class Shadow(Paths):
         if os.path.isdir(found):
             raise path_error(errno.EISDIR, path)
         if not stat.S_ISREG(os.stat(found).st_mode):
-            return os.devnull  # a pipe or a device: rank 0 feeds it
+            mine = self._own.find(plain) == found  # made by this rank, which also reads from it
+            return found if mine else os.devnull  # else a pipe or a device: rank 0 feeds it
         if not os.access(found, os.W_OK):
             raise path_error(errno.EACCES, path)
         return self._own.room_for(plain) if flags & os.O_TRUNC else self._brought_up(plain)
