@@ -114,10 +114,10 @@ def test_what_only_one_rank_has_outlives_a_command(tmp_path: Path) -> None:
         name = f"run-{os.getpid()}"
         os.makedirs(f"runs/{name}/logs")
         log = open(f"runs/{name}/logs/log", "w", buffering=1)
-        log.write("one ")
+        log.write("one\\n")
         for _ in range(2):
             subprocess.run("git --version >> version", shell=True, check=True)
-            log.write("two ")
+            log.write("two\\n")
         os.chdir(f"runs/{name}")
         os.system("true")
         open("logs/more", "w").write("x")
@@ -126,5 +126,5 @@ def test_what_only_one_rank_has_outlives_a_command(tmp_path: Path) -> None:
         """,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "one two two \n"
+    assert done.stdout == "one\ntwo\ntwo\n\n"
     assert (tmp_path / "version").read_text().count("git version") == 2
