@@ -124,6 +124,37 @@ def test_the_parent_of_spawned_ranks_sees_the_one_that_failed_first(
     assert "PeerLeftError" not in ran.stderr
 
 
+UNEDITED = """
+import torch
+model = torch.nn.Linear(4, 4)
+model(torch.ones(8, 4))
+rank = open("/proc/self/environ").read().split("\\0RANK=")[1].split("\\0")[0]
+if rank == "1":
+    raise ValueError("boo")
+model(torch.ones(8, 4))
+"""
+
+
+@pytest.mark.launch
+def test_an_unedited_rank_that_fails_under_another_launcher_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNEDITED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "instep", "train.py"], cwd=tmp_path, text=True,
+            stderr=subprocess.PIPE, env=os.environ | place | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = "".join([rank.communicate(timeout=50)[1] for rank in ranks])
+    assert said.startswith("instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace")
+    assert said.endswith("ValueError: boo\n")
+    assert (said.count("Traceback"), said.count("/src/instep/")) == (1, 0)
+
+
 FAILS_FIRST = """
 import sys, instep
 if str(instep.rank) == sys.argv[1]:

@@ -33,7 +33,7 @@ class LastSeen:
 
     def told(self, code: int, ended: float) -> str:
         """What is known of a rank that ended at this time, as lines; empty where nothing is."""
-        if self.left():
+        if self.left() and code <= 0:
             return f"It left at {_read(self.left_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
         return crash_told(crash) or line_told(_read(self.line_file), ended)

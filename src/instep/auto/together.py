@@ -31,6 +31,7 @@ from instep.identity import launchers
 from instep.identity.world import World
 from instep.meeting import rendezvous
 from instep.tracebacks import in_words
+from instep.watch import attendant
 from instep.watch.whereabouts import at_the_end
 
 PATIENCE = 1.5
@@ -54,12 +55,12 @@ class Together:
 
     def __init__(self, claimed: guards.Claimed) -> None:
         """Meet the other ranks and put everything in place. Collective. Raises LaunchError."""
-        self._hook = sys.excepthook
         self._in_place = False
         self._has_failed = False
         self._process = os.getpid()
         atexit.register(self.end)  # after what rendezvous and the script register
         self.world = _meet()
+        self._hook = sys.excepthook
         atexit.register(self._leave_together)
         self._store = dist.PrefixStore("instep", rendezvous.store())
         facts = _facts(self._store, self.world)
@@ -155,7 +156,8 @@ def _meet() -> World:
     """With keys of its own: should the script start a process group, it finds none of ours."""
     hook = sys.excepthook
     world = rendezvous.init_apart("unedited")
-    sys.excepthook = hook  # torch's puts the rank before each line of a traceback
+    # Not torch's, which puts the rank before each line of a traceback.
+    sys.excepthook = attendant.excepthook() or hook
     return world
 
 

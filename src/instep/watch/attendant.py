@@ -43,6 +43,7 @@ PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
     "from instep.watch.watcher import main; main(sys.argv[2])"
 )
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 PATIENCE = 3.0
 """Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
 FIRST = 1000
@@ -67,6 +68,11 @@ def attend(world: World, store: dist.Store, key: bytes | None, listen: Listen) -
     for earlier in _attendants[-1:]:
         earlier.retire()
     _attendants.append(Attendant(world, _hub(world, store, key, listen)))
+
+
+def excepthook() -> Hook | None:
+    """What tells the watch of this rank's failure; None where `instep run` sees for itself."""
+    return _attendants[-1]._fail if _attendants and JOB not in os.environ else None
 
 
 def _hub(
