@@ -57,7 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=40, help="seconds of tests per mutant")
     parser.add_argument("--parallel", type=int, default=2, help="copies at work at once")
     parser.add_argument("--map", nargs="*", help="make the map anew, or for these files of tests")
-    parser.add_argument("--only", type=Path, help="only what is not killed in this table")
+    parser.add_argument("--again", type=Path, help="a table of the same core: try what survived")
     parser.add_argument("--json", type=Path, help="where the table goes")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--copies", default="/tmp/mutants", help="how the copies' folders begin")
@@ -68,6 +68,7 @@ def _try(options: argparse.Namespace, known: Map) -> list[Verdict]:
     began = time.monotonic()
     runners = [Runner(Path(f"{options.copies}{at}")) for at in range(options.parallel)]
     verdicts: list[Verdict] = []
+    files = {package: mapping.sources(package) for package in options.packages}
 
     def one(runner: Runner, mutant: drawing.Mutant) -> None:
         verdict = trying.attempt(runner, mutant, known, options.budget)
@@ -78,13 +79,12 @@ def _try(options: argparse.Namespace, known: Map) -> list[Verdict]:
         print(f"{at} {verdict.fate:11} {mutant.path}:{mutant.line} {mutant.change}", flush=True)
 
     try:
-        files = {package: mapping.sources(package) for package in options.packages}
-        drawn = drawing.draw(runners[0].tree.folder, files, options.count, options.seed)
-        if options.only:
-            table = json.loads(options.only.read_text())
-            left = [v["mutant"] for v in table if v["fate"] in ("survived", "not reached")]
-            wanted = {(m["path"], m["function"], m["statement"], m["text"]) for m in left}
-            drawn = [m for m in drawn if (m.path, m.function, m.statement, m.text) in wanted]
+        if options.again:
+            earlier = Verdict.read(options.again)
+            verdicts += [verdict for verdict in earlier if verdict.died]
+            drawn = [verdict.mutant for verdict in earlier if not verdict.died]
+        else:
+            drawn = drawing.draw(runners[0].tree.folder, files, options.count, options.seed)
         each(runners, drawn, one)
     finally:
         for runner in runners:
@@ -98,7 +98,7 @@ def _write(path: Path, verdicts: list[Verdict]) -> None:
 
 def _print(verdicts: list[Verdict], packages: list[str]) -> None:
     for verdict in verdicts:
-        if verdict.fate in ("survived", "not reached"):
+        if not verdict.died:
             m = verdict.mutant
             print(f"\n{verdict.fate}: {m.path}:{m.line} in {m.function}: {m.change}")
             print(f"    - {verdict.before}\n    + {verdict.after}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from mapping import Map
@@ -27,6 +29,17 @@ class Verdict:
     through: int
     closeness: str
     seconds: float
+
+    @property
+    def died(self) -> bool:
+        """Whether a test has noticed it."""
+        return self.fate in ("killed", "timed out")
+
+    @classmethod
+    def read(cls, path: Path) -> list[Verdict]:
+        """Those of a table."""
+        table = json.loads(path.read_text())
+        return [cls(**line | {"mutant": Mutant(**line["mutant"])}) for line in table]
 
     def as_json(self) -> dict[str, Any]:
         """For the table."""
