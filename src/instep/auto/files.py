@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+from instep.auto.drafts import drafted
 from instep.auto.keeper import Keeper
 from instep.auto.real import is_real, real
 from instep.auto.shadow import Shadow
@@ -75,6 +76,17 @@ def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     if isinstance(role, Keeper):
         role.keep(path)
     return role.writable(path, flags) if isinstance(role, Shadow) else path
+
+
+@contextmanager
+def written_anew(path: Any) -> Iterator[Any]:
+    """Where it shall write all of `path`, whose old content stays until this block has ended."""
+    role = _role(path)
+    if isinstance(role, Keeper):
+        with drafted(path, role) as draft:
+            yield draft
+    else:
+        yield to_write(path)
 
 
 # ------------------------------------------------------------------------------------ opening

@@ -29,6 +29,7 @@ from instep.watch import interrupts
 _SEEN = "each rank sees the files as one process would have left them"
 _ONCE = "rank 0 changes the files, the others what they see of them"
 _BY_NAME = "this library opens the file itself"
+_WHOLE = "rank 0 may be ended while it writes"
 _OWN = "its name is drawn by each process, so it is no other rank's"
 _TERMINAL = "stdin and the terminal are rank 0's, on all ranks"
 _INTERRUPT = "an interrupt takes effect at the same point on every rank"
@@ -68,17 +69,27 @@ FILES = (
     *(Patch(tempfile, f"{name}TemporaryFile", files.temporary, _OWN) for name in ("Named", "")),
     Patch("torch", "save", writers.torch_save, _BY_NAME),
     Patch("torch", "load", writers.torch_load, _BY_NAME),
-    Patch("torch.jit", "save", writers.write_second, _BY_NAME),
-    Patch("torch.jit", "load", writers.read_first, _BY_NAME),
+    Patch("torch.jit", "load", writers.reads(0, "f"), _BY_NAME),
+    *(
+        Patch(f"torch._C:{name}", "save", writers.writes(1, "filename"), _BY_NAME)
+        for name in ("ScriptModule", "ScriptFunction")
+    ),
+    Patch("numpy", "save", writers.writes(0, "file", ".npy"), _WHOLE),
+    *(
+        Patch("numpy", name, writers.writes(0, "file", ".npz"), _WHOLE)
+        for name in ("savez", "savez_compressed")
+    ),
+    Patch("safetensors", "serialize_file", writers.writes(1, "filename"), _BY_NAME),
+    Patch("safetensors", "safe_open", writers.reads(0, "filename"), _BY_NAME),
     Patch("h5py:File", "__init__", writers.opens, _BY_NAME),
     Patch("soundfile:SoundFile", "__init__", writers.opens, _BY_NAME),
     Patch("sqlite3", "connect", writers.connect, _BY_NAME),
-    Patch("cv2", "imwrite", writers.write_first, _BY_NAME),
-    Patch("cv2", "imread", writers.read_first, _BY_NAME),
-    Patch("torchvision.io.image", "write_file", writers.write_first, _BY_NAME),
-    Patch("torchvision.io.image", "read_file", writers.read_first, _BY_NAME),
-    Patch("pyarrow.parquet", "write_table", writers.write_second, _BY_NAME),
-    Patch("pyarrow.parquet", "read_table", writers.read_first, _BY_NAME),
+    Patch("cv2", "imwrite", writers.writes(0, "filename"), _BY_NAME),
+    Patch("cv2", "imread", writers.reads(0, "filename"), _BY_NAME),
+    Patch("torchvision.io.image", "write_file", writers.writes(0, "filename"), _BY_NAME),
+    Patch("torchvision.io.image", "read_file", writers.reads(0, "path"), _BY_NAME),
+    Patch("pyarrow.parquet", "write_table", writers.writes(1, "where"), _BY_NAME),
+    Patch("pyarrow.parquet", "read_table", writers.reads(0, "source"), _BY_NAME),
 )
 """What every process needs that sees the files through layers."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -108,7 +108,7 @@ class Patched:
             if "torch._dynamo" in sys.modules:
                 self._keep_out()
         for supports in _SUPPORTS:
-            if original in supports:
+            if isinstance(original, Hashable) and original in supports:
                 supports.add(patched)
         self._undone.append(_Undo(owner, patch.name, before, patched))
 

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import knobs
+from instep import knobs, underway
 from instep.auto import children, files, guards, hiding, patches, seeds, streams
 from instep.auto.generations import Generations, before_of
 from instep.auto.keeper import Keeper
@@ -66,6 +66,8 @@ class Together:
         facts = _facts(self._store, self.world)
         self.seed = facts.seed
         self._folder = _Folder(facts, self.world.rank)
+        if launchers.FAILURE_FILE in os.environ:
+            underway.begin(underway.mark_at(Path(os.environ[launchers.FAILURE_FILE])))
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = streams.Streams(self.world.rank, facts.terminal, self._relay)
         barrier()  # a rank whose script ends at once would leave the others alone above

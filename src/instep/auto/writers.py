@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from instep.auto.files import role, to_read, to_write
+from instep.auto.files import role, to_read, to_write, written_anew
 from instep.auto.shadow import Shadow
 from instep.communication.apart import apart
 
@@ -23,24 +23,51 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
     """For torch.save."""
     if not _is_path(f):
         return original(obj, f, *args, **kwargs)
-    original(obj, to_write(f), *args, **kwargs)
+    with written_anew(f) as place:
+        original(obj, place, *args, **kwargs)
     saver = role()
     return saver.saved(f) if isinstance(saver, Shadow) else None
 
 
-def read_first(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For a function whose first argument is the path (or something else) that it reads."""
-    return original(to_read(path) if _is_path(path) else path, *args, **kwargs)
+def reads(position: int, name: str) -> Function:
+    """A replacement for a function that reads the path which is this argument of its."""
+
+    def reading(original: Function, *args: Any, **kwargs: Any) -> Any:
+        path = args[position] if position < len(args) else kwargs.get(name)
+        if not _is_path(path):
+            return original(*args, **kwargs)
+        return _with(to_read(path), position, name, original, args, kwargs)
+
+    return reading
 
 
-def write_first(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For a function whose first argument is the path (or something else) that it writes anew."""
-    return original(to_write(path) if _is_path(path) else path, *args, **kwargs)
+def writes(position: int, name: str, suffix: str = "") -> Function:
+    """The same for a path that it writes anew, and to which it adds `suffix` if that is missing."""
+
+    def writing(original: Function, *args: Any, **kwargs: Any) -> Any:
+        path = args[position] if position < len(args) else kwargs.get(name)
+        if not _is_path(path):
+            return original(*args, **kwargs)
+        text = os.fspath(path)  # type: ignore[arg-type]
+        if suffix and not text.endswith(suffix):
+            text += suffix
+        with written_anew(text) as place:
+            return _with(place, position, name, original, args, kwargs)
+
+    return writing
 
 
-def write_second(original: Function, what: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same for the second argument."""
-    return original(what, to_write(path) if _is_path(path) else path, *args, **kwargs)
+def _with(
+    place: Any,
+    position: int,
+    name: str,
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if position < len(args):
+        return function(*args[:position], place, *args[position + 1 :], **kwargs)
+    return function(*args, **kwargs | {name: place})
 
 
 def opens(original: Function, self: Any, path: Any, mode: Any = "r", *a: Any, **k: Any) -> Any:

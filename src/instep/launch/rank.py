@@ -10,22 +10,28 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from instep.failure import End
+from instep.identity.launchers import FAILURE_FILE
 from instep.launch.line import GO, READY
 from instep.launch.output import Streams
+from instep.underway import mark_at
 
 
 class Rank:
     """A started rank: a session of its own, a line to it, and how it ended."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes], line: socket.socket, mark: Path
+    ) -> None:
         self.number = number
         self.line = line
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
         self.end: End | None = None
         self._process = process
+        self._mark = mark
         self._ready = False
 
     def go(self) -> None:
@@ -48,6 +54,10 @@ class Rank:
             number = signal.SIGTERM
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    def is_writing(self) -> bool:
+        """Whether it is there and says that it writes a file which must not be torn."""
+        return self.end is None and self._mark.exists()
 
     def _has_begun(self) -> bool:
         """Whether it has said so, also where nobody has listened yet."""
@@ -103,4 +113,4 @@ def start_rank(
             start_new_session=True,
             pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
         )
-    return Rank(number, process, ours)
+    return Rank(number, process, ours, mark_at(Path(environ[FAILURE_FILE])))

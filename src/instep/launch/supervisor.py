@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from instep import knobs
+from instep import knobs, underway
 from instep.errors import StartError
 from instep.failure import End, Failure, first_failure, report
 from instep.lastseen import LastSeen
@@ -43,6 +43,8 @@ class Step:
 
 
 KILL = Step(signal.SIGKILL, float("inf"))
+LOOK = 0.05
+"""Seconds between two looks whether a rank has written its file."""
 AFTER_FAILURE = (
     Step(None, 0.1),  # those who fail for the same reason may still say so
     Step(signal.SIGTERM, 1.0),
@@ -143,8 +145,9 @@ def _run_ranks(
         watch.until_ended(ranks)
     finally:
         end_ranks((rank.pid for rank in ranks), party.name)
-        for rank in ranks:
+        for rank, file in zip(ranks, files, strict=False):
             rank.reap()
+            underway.tidy(underway.mark_at(file))
         guard.dismiss()
 
 
@@ -200,6 +203,8 @@ class Watch:
         self._stopping = False
         """Whether any rank was told to end."""
         self._deadline = float("inf")
+        self._patient_until = 0.0
+        """Until when ranks that are writing a file are not told to end."""
         self._selector = selectors.DefaultSelector()
         self._mailbox = mailbox
         self._on(mailbox, self._signalled)
@@ -220,8 +225,16 @@ class Watch:
         while len(self.ends) < len(ranks):
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
-            if time.monotonic() >= self._deadline:
+            if time.monotonic() >= self._deadline and not self._waits_for_a_file():
                 self._next_step()
+
+    def _waits_for_a_file(self) -> bool:
+        """Whether a rank is writing a file that it may finish before the next step."""
+        now = time.monotonic()
+        if now < self._patient_until and any(rank.is_writing() for rank in self._ranks):
+            self._deadline = now + LOOK
+            return True
+        return False
 
     def _on(self, source: int | socket.socket | Mailbox, react: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, react)
@@ -283,6 +296,8 @@ class Watch:
         """Begin with the first of `steps`, unless the end has begun already."""
         if self._steps is None:
             self._steps = list(steps)
+            if steps is AFTER_FAILURE:
+                self._patient_until = time.monotonic() + underway.LIMIT
             self.links.say(why)
             self._next_step()
 

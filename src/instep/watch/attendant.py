@@ -24,7 +24,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import knobs
+from instep import knobs, underway
 from instep.authentication import derived
 from instep.failure import Failure
 from instep.identity.launchers import FAILURE_FILE, JOB
@@ -233,7 +233,8 @@ class Attendant:
 
     def _leave(self, code: int, why: str, missed: int | None = None) -> None:
         """End this process with that code, whatever the main thread does."""
-        self._line.say("leaving")
+        self._line.say("leaving", writing=underway.is_writing())
+        underway.wait_for_all()
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
             rank, now = self._world.rank, time.time()

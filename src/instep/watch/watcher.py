@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from instep.fates import headline, named, shell_code
 from instep.lastseen import crash_told, line_told
+from instep.underway import LIMIT
 from instep.watch.hub import Hub, failure
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
@@ -53,6 +54,8 @@ class Watcher:
         self._supervised = said["supervised"]
         self._finished = self._spoke = self._leaving = self._obeyed = False
         """The rank said that its program is over; that it failed; we told it to leave; it does."""
+        self._writing = False
+        """Whether it finishes a file before it leaves."""
         self._over = False
         """The rank's process has ended."""
         self._ended: set[int] = set()
@@ -96,7 +99,7 @@ class Watcher:
                 what = f"failed (exit code {words['code']})"
                 self._fail(words["code"], what, words.get("follows", False), words.get("missed"))
             elif words["word"] == "leaving":
-                self._obeyed = True
+                self._obeyed, self._writing = True, words["writing"]
             elif words["word"] == "stands":
                 self._judge(words["wait"])
             elif words["word"] in INTERRUPTED:
@@ -147,7 +150,14 @@ class Watcher:
         )
         if not (self._spoke or self._finished):  # who ends already, its threads hear no more
             self._loop.after(OBEY, lambda: None if self._obeyed else kill(self._pidfd))
-        self._loop.after(GO, lambda: kill(self._pidfd))
+        self._loop.after(GO, self._end_rank)
+
+    def _end_rank(self) -> None:
+        if self._writing:
+            self._writing = False
+            self._loop.after(LIMIT, self._end_rank)
+        else:
+            kill(self._pidfd)
 
     def _note_children(self) -> None:
         for pid in descendants(self._pid) - self._children.keys():

@@ -1,0 +1,192 @@
+"""Checkpoints of unedited scripts are whole or absent, whoever is ended while they are written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from instep.auto import files
+from instep.auto.keeper import Keeper
+from instep.auto.layers import Layer
+from instep.auto.shadow import Shadow
+from test_overlay import seen_through
+
+
+class Fails:
+    """Cannot be saved."""
+
+    def __reduce__(self) -> object:
+        raise ValueError("in the middle")
+
+
+@pytest.fixture
+def rank0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder, with this process in it as rank 0; no draft may be left there."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with seen_through(Keeper(Layer(str(tmp_path / "before")))):
+        yield folder
+    assert not [*folder.rglob(".instep*")]
+
+
+@pytest.fixture
+def rank1(tmp_path: Path) -> Shadow:
+    return Shadow(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+
+
+def test_a_save_that_fails_leaves_the_old_file(rank0: Path) -> None:
+    torch.save(1, "model.pt")
+    with pytest.raises(ValueError, match="in the middle"):
+        torch.save(Fails(), "model.pt")
+    with pytest.raises(ValueError, match="in the middle"):
+        torch.save(Fails(), "new.pt")
+    with pytest.raises(ValueError, match="in the middle"):
+        numpy.save("model.npy", numpy.array([Fails()]))
+    assert (torch.load("model.pt"), os.listdir()) == (1, ["model.pt"])
+
+
+def test_what_is_saved_is_what_plain_python_saves(rank0: Path, tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "plain")
+    module = torch.nn.Linear(2, 2)
+    saves: dict[str, Callable[[str], object]] = {
+        "model.pt": lambda path: torch.save(module.state_dict(), path),
+        "modèle.pt": lambda path: torch.save(module.state_dict(), path),
+        "a.npy": lambda path: numpy.save(path, numpy.arange(3)),
+        "b": lambda path: numpy.savez(path, x=numpy.arange(3)),
+    }
+    for name, save in saves.items():
+        save(name)
+    with seen_through(None):
+        for name, save in saves.items():
+            save(str(tmp_path / "plain" / name))
+    here, there = (
+        {p.name: p.read_bytes() for p in f.iterdir()} for f in (rank0, tmp_path / "plain")
+    )
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name] != there[name] and name != "b.npz"] == []
+
+
+def test_mode_links_and_times_are_those_of_writing_in_place(rank0: Path) -> None:
+    torch.save(1, "model.pt")
+    os.chmod("model.pt", 0o640)
+    os.utime("model.pt", (0, 0))
+    os.symlink("model.pt", "latest.pt")
+    torch.save(2, "latest.pt")
+    seen = os.lstat("model.pt")
+    assert (torch.load("model.pt"), os.readlink("latest.pt")) == (2, "model.pt")
+    assert stat.S_IMODE(seen.st_mode) == 0o640
+    assert seen.st_mtime > 0
+    os.link("model.pt", "other.pt")
+    torch.save(3, "model.pt")
+    assert torch.load("other.pt") == 3
+
+
+def test_what_is_no_file_is_written_where_it_is(rank0: Path) -> None:
+    os.mkfifo("pipe")
+    os.symlink("pipe", "named")
+    for path in ("pipe", "named", "/dev/stdout"):
+        with files.written_anew(path) as place:
+            assert place == path
+
+
+def test_a_file_that_may_not_be_written_is_not_replaced(rank0: Path) -> None:
+    torch.save(1, "model.pt")
+    with pytest.raises(RuntimeError, match=r"no/where|directory"):
+        torch.save(1, "no/where.pt")
+    if os.geteuid() == 0:
+        pytest.skip("root may write everything")
+    os.chmod("model.pt", 0o400)
+    with pytest.raises((RuntimeError, PermissionError)):
+        torch.save(2, "model.pt")
+    assert torch.load("model.pt") == 1
+
+
+def test_other_ranks_see_the_old_one_and_no_draft(rank0: Path, rank1: Shadow) -> None:
+    with seen_through(None):
+        torch.save(1, "model.pt")
+    with seen_through(Keeper(rank1.layers[1])):
+        torch.save(2, "model.pt")
+        with seen_through(rank1):
+            assert (torch.load("model.pt"), os.listdir()) == (1, ["model.pt"])
+    assert torch.load("model.pt") == 2
+
+
+# ----------------------------------------------------------------------------- real launches
+
+RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
+KILLED = """
+{begin}
+import os, select, signal, sys, torch
+from instep.auto import session
+from instep.auto.real import real
+
+class Ends:
+    def __reduce__(self):
+        if rank == 0:
+            {rank0}
+        return int, (2,)
+
+def meet(flags):
+    with real():
+        os.close(os.open("begun", flags))
+
+rank = session.current().world.rank
+if rank == 1:
+    {rank1}
+torch.save(Ends(), "model.pt")
+"""
+IS_KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+SAVES_LONG = "meet(os.O_WRONLY); select.select([], [], [], 0.7)"
+
+
+def killed(folder: Path, command: tuple[str, ...], begin: str, rank0: str, rank1: str) -> str:
+    """What is in the folder after that job; its last line of standard error."""
+    script = folder / "train.py"
+    script.write_text(KILLED.format(begin=begin, rank0=rank0, rank1=rank1))
+    torch.save(1, folder / "model.pt")
+    os.mkfifo(folder / "begun")
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    done = subprocess.run(
+        [*command, script],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if not k.startswith("INSTEP")}
+        | {"TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode not in (0, None)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"train.py", "model.pt", "begun", "temporary"}, done.stderr
+    return done.stderr
+
+
+@pytest.mark.launch
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_old_file(tmp_path: Path) -> None:
+    stderr = killed(tmp_path, RUN, "", IS_KILLED, "pass")
+    assert torch.load(tmp_path / "model.pt") == 1
+    assert "rank 0 of 2 was killed" in stderr
+
+
+@pytest.mark.launch
+def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> None:
+    killed(tmp_path, RUN, "", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
+    assert torch.load(tmp_path / "model.pt") == 2
+
+
+@pytest.mark.launch
+def test_so_it_does_under_mpirun(tmp_path: Path) -> None:
+    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
+    killed(tmp_path, mpirun, "import instep.auto", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
+    assert torch.load(tmp_path / "model.pt") == 2
