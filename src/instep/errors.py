@@ -594,9 +594,9 @@ class UneditedError(LaunchError):
 
     @classmethod
     def too_late(cls, reason: str) -> UneditedError:
-        """It asks to be left alone after work was divided."""
+        """It asks to be left alone after work was divided, or after the first backward."""
         return cls(
-            f"this script's work was divided among the ranks, and now {reason}. "
+            f"this script's work was begun as one process's on all ranks, and now {reason}. "
             "Run it with --plain, as a script for several processes."
         )
 

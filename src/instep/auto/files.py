@@ -78,6 +78,14 @@ def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     return role.writable(path, flags) if isinstance(role, Shadow) else path
 
 
+def to_make(path: Any) -> Any:
+    """Where it shall make `path`, which must not exist."""
+    role = _role(path)
+    if isinstance(role, Keeper):
+        role.keep(path, follow=False)
+    return role.new(path) if isinstance(role, Shadow) else path
+
+
 @contextmanager
 def written_anew(path: Any) -> Iterator[Any]:
     """Where it shall write all of `path`, whose old content stays until this block has ended."""

@@ -12,6 +12,7 @@ import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 
@@ -45,7 +46,10 @@ FILES = (
     Patch("bz2", "_builtin_open", files.open_, _ONCE),
     Patch("lzma", "_builtin_open", files.open_, _ONCE),
     Patch("numpy.lib._datasource:_FileOpeners", "__getitem__", files.numpy_opener, _BY_NAME),
+    Patch("_io", "open", files.open_, _ONCE),
+    Patch(io, "FileIO", writers.file_io, _ONCE, makes_class=True),
     Patch(os, "open", files.os_open, _ONCE),
+    Patch("posix", "open", writers.posix_open, _ONCE),
     Patch(os, "truncate", files.truncate, _ONCE),
     *(Patch(os, name, files.look, _SEEN) for name in ("stat", "statvfs")),
     *(Patch(os, name, files.look, _SEEN) for name in ("getxattr", "listxattr", "pathconf")),
@@ -83,7 +87,24 @@ FILES = (
     Patch("safetensors", "safe_open", writers.reads(0, "filename"), _BY_NAME),
     Patch("h5py:File", "__init__", writers.opens, _BY_NAME),
     Patch("soundfile:SoundFile", "__init__", writers.opens, _BY_NAME),
-    Patch("sqlite3", "connect", writers.connect, _BY_NAME),
+    *(
+        Patch(owner, "connect", writers.connect, _BY_NAME)
+        for owner in ("sqlite3", "sqlite3.dbapi2")
+    ),
+    *(
+        Patch(owner, "Connection", writers.connection, _BY_NAME, makes_class=True)
+        for owner in ("sqlite3", "sqlite3.dbapi2")
+    ),
+    *(
+        Patch("lmdb", name, writers.lmdb, _BY_NAME, makes_class=True)
+        for name in ("Environment", "open")
+    ),
+    Patch("torch", "from_file", writers.from_file, _BY_NAME),
+    Patch("torch._C._autograd:_ProfilerResult", "save", writers.writes(1, "path"), _BY_NAME),
+    Patch("tokenizers:Tokenizer", "save", writers.writes(1, "path"), _BY_NAME),
+    Patch("tokenizers:Tokenizer", "from_file", writers.reads(0, "path"), _BY_NAME),
+    Patch(socket.socket, "bind", writers.bind, _ONCE),
+    *(Patch(socket.socket, name, writers.reach, _SEEN) for name in ("connect", "connect_ex")),
     Patch("cv2", "imwrite", writers.writes(0, "filename"), _BY_NAME),
     Patch("cv2", "imread", writers.reads(0, "filename"), _BY_NAME),
     Patch("torchvision.io.image", "write_file", writers.writes(0, "filename"), _BY_NAME),

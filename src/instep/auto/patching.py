@@ -29,6 +29,8 @@ class Patch:
     """Called as `replacement(original, *args, **kwargs)`."""
     reason: str
     """Why an unedited script needs it."""
+    makes_class: bool = False
+    """Whether it is a class that is replaced: by what `replacement(original)` returns, once."""
     in_graphs: bool = False
     """Whether torch.compile takes this function of torch's into its graphs as it is, by its name;
     it must not take what answers for it."""
@@ -99,7 +101,8 @@ class Patched:
         original = getattr(owner, patch.name, None)
         if original is None:  # another version of the library has no such thing
             return
-        patched = _answering(patch.replacement, original)
+        answering = patch.replacement if patch.makes_class else _answering(patch.replacement)
+        patched = answering(original)
         if isinstance(before, staticmethod | classmethod):
             patched = staticmethod(patched)
         setattr(owner, patch.name, patched)
@@ -113,12 +116,40 @@ class Patched:
         self._undone.append(_Undo(owner, patch.name, before, patched))
 
 
-def _answering(replacement: Function, original: Function) -> Function:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
+def _answering(replacement: Function) -> Function:
+    def answering(original: Function) -> Function:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
 
-    return patched
+        return patched
+
+    return answering
+
+
+def subclass(original: type, init: Function) -> type:
+    """A class in place of `original`, whose objects begin with `init(self, begin, *args)`.
+
+    Of this class are all objects of the original, whoever made them.
+    """
+
+    class _Kind(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            if cls is made:
+                return isinstance(instance, original)
+            return bool(super().__instancecheck__(instance))
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            if cls is made:
+                return issubclass(other, original)
+            return bool(super().__subclasscheck__(other))
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(functools.partial(original.__init__, self), *args, **kwargs)  # type: ignore[misc]
+
+    made = _Kind(original.__name__, (original,), {"__init__": begin, "__doc__": original.__doc__})
+    made.__module__, made.__qualname__ = original.__module__, original.__qualname__
+    return made
 
 
 def _module_of(owner: object) -> str | None:

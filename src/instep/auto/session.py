@@ -23,8 +23,6 @@ class Session:
     world: World
     seed: int
     """What torch, numpy and random were seeded with on every rank."""
-    divided: bool = False
-    """Whether any work was divided so far: then it is too late to leave the script alone."""
     alone: Alone | None = field(default=None, repr=False)
     """What is in place in a world of one."""
     together: Any = field(default=None, repr=False)
@@ -76,11 +74,17 @@ def stand_down(reason: str) -> None:
     session = _current
     if session is None:
         return
-    if session.divided or import_module("instep.divided.modules").work.divided:
+    if session.together.has_begun or import_module("instep.divided.modules").work.divided:
         raise UneditedError.too_late(reason)
     say_left_alone(session.world, reason)
     session.together.forget()
     stop()
+
+
+def explain(error: BaseException) -> None:
+    """Note on an exception that escapes the script what instep knows of it."""
+    if _current is not None and _current.together is not None:
+        _current.together.explain(error)
 
 
 def failing(what: str) -> bool:

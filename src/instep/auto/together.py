@@ -18,7 +18,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from instep import knobs, underway
-from instep.auto import children, files, guards, hiding, patches, seeds, streams
+from instep.auto import children, confined, files, guards, hiding, patches, seeds, streams
 from instep.auto.generations import Generations, before_of
 from instep.auto.keeper import Keeper
 from instep.auto.real import real
@@ -27,6 +27,7 @@ from instep.auto.relay import Relay
 from instep.auto.shadow import Shadow
 from instep.communication import apart
 from instep.communication.collectives import barrier
+from instep.divided import begun
 from instep.identity import launchers
 from instep.identity.world import World
 from instep.meeting import rendezvous
@@ -68,6 +69,10 @@ class Together:
         self._folder = _Folder(facts, self.world.rank)
         if launchers.FAILURE_FILE in os.environ:
             underway.begin(underway.mark_at(Path(os.environ[launchers.FAILURE_FILE])))
+            confined.spare(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
+        confined.spare(*self._folder.places())
+        self.has_begun = False
+        """Whether it is too late to leave the script alone."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = streams.Streams(self.world.rank, facts.terminal, self._relay)
         barrier()  # a rank whose script ends at once would leave the others alone above
@@ -80,9 +85,20 @@ class Together:
         children.begin(self._relay, self._folder.rebasing(role), patches.see_files)
         guards.begin(claimed)
         apart.begin()
+        begun.when_begun(self._begin)
         patches.install()
         self._streams.enter()
         sys.excepthook = self._heard_once
+
+    def _begin(self) -> None:
+        """From here on the ranks stay together, so those other than 0 can be confined."""
+        self.has_begun = True
+        if self.world.rank != 0:
+            confined.confine()
+
+    def explain(self, error: BaseException) -> None:
+        """Note on an exception that escapes the script what instep knows of it."""
+        confined.explain(error, self.world.rank)
 
     def end(self) -> None:
         """Everything is as it was, except that the ranks still know each other."""
@@ -90,6 +106,7 @@ class Together:
             return
         self._in_place = False
         patches.undo()
+        begun.when_begun(None)
         apart.end()
         guards.end()
         children.end()
@@ -148,6 +165,7 @@ class Together:
     ) -> None:
         """For sys.excepthook."""
         heard = self.failing(in_words(error))
+        self.explain(error)
         if heard and self.world.rank != 0:
             self._streams.leave()
         if heard:
@@ -210,6 +228,10 @@ class _Folder:
     def rebasing(self, role: Keeper | Shadow) -> Rebasing:
         """What the files are after a command."""
         return Rebasing(role, self._shared, self._layers)
+
+    def places(self) -> list[str]:
+        """All folders in which this rank writes."""
+        return [self._own, *([] if self._shared is None else [self._shared])]
 
     def leave(self) -> None:
         """Remove what is this rank's, and what is everybody's after the last one."""

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from instep.auto.files import role, to_read, to_write, written_anew
+from instep.auto.files import (
+    open_,
+    os_open,
+    role,
+    to_make,
+    to_read,
+    to_write,
+    written_anew,
+)
+from instep.auto.keeper import Keeper
+from instep.auto.patching import subclass
+from instep.auto.real import real
 from instep.auto.shadow import Shadow
 from instep.communication.apart import apart
 
@@ -80,9 +94,123 @@ def opens(original: Function, self: Any, path: Any, mode: Any = "r", *a: Any, **
 
 
 def connect(original: Function, database: Any, *args: Any, **kwargs: Any) -> Any:
-    """For sqlite3.connect."""
-    in_memory = database in ("", b"") or os.fsdecode(database).startswith((":memory:", "file:"))
-    return original(database if in_memory else to_write(database, _KEEP_CONTENT), *args, **kwargs)
+    """For sqlite3.connect and sqlite3.Connection."""
+    is_uri = args[_URI] if len(args) > _URI else kwargs.get("uri", False)
+    return original(_database(os.fsdecode(database), bool(is_uri)), *args, **kwargs)
+
+
+def connection(original: type) -> type:
+    """For the class sqlite3.Connection."""
+    return subclass(original, connect)
+
+
+_URI = 6
+"""Behind the path."""
+
+
+def _database(name: str, is_uri: bool) -> str:
+    """Where SQLite shall look for it, its journals beside it."""
+    if name in ("", ":memory:"):
+        return name
+    if not is_uri or not name.startswith("file:"):
+        return _with_journals(name)
+    said, _, query = name.partition("?")
+    path = unquote(urlsplit(said).path)
+    mode = parse_qs(query).get("mode", ["rwc"])[0]
+    if mode == "memory" or path in ("", ":memory:"):
+        return name
+    place = to_read(path) if mode == "ro" else _with_journals(path)
+    return f"file:{quote(os.path.abspath(place))}{'?' if query else ''}{query}"
+
+
+def _with_journals(path: str) -> str:
+    for journal in ("-journal", "-wal"):
+        if os.path.exists(path + journal) or isinstance(role(), Keeper):
+            to_write(path + journal, _KEEP_CONTENT)
+    return str(to_write(path, _KEEP_CONTENT))
+
+
+def lmdb(original: type) -> type:
+    """For the class lmdb.Environment, which is lmdb.open too and has no subclasses."""
+
+    class _Kind(type):
+        def __call__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return _environment(original, path, *args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+    return _Kind(original.__name__, (), {"__doc__": original.__doc__})
+
+
+def _environment(
+    make: Function, path: Any, map_size: int = 10 << 20, subdir: bool = True, **kwargs: Any
+) -> Any:
+    name = os.fsdecode(path)
+    data, lock = (f"{name}/data.mdb", f"{name}/lock.mdb") if subdir else (name, f"{name}-lock")
+    if kwargs.get("readonly"):
+        place = to_read(data)
+        if isinstance(role(), Shadow):
+            kwargs["lock"] = False  # it would write into rank 0's file
+    else:
+        if subdir and kwargs.get("create", True) and not os.path.isdir(name):
+            os.mkdir(name, kwargs.get("mode", 0o755))
+        place, _ = to_write(data, _KEEP_CONTENT), to_write(lock, _KEEP_CONTENT)
+    return make(os.path.dirname(place) if subdir else place, map_size, subdir, **kwargs)
+
+
+def file_io(original: type) -> type:
+    """For the class io.FileIO."""
+
+    def begin(
+        begin: Function, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None
+    ) -> None:
+        open_(begin, file, mode, closefd=closefd, opener=opener)
+
+    return subclass(original, begin)
+
+
+def posix_open(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For posix.open, which is os.open; Python's import system caches by it what it compiles."""
+    if sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap_external":
+        return original(*args, **kwargs)
+    return os_open(original, *args, **kwargs)
+
+
+def bind(original: Function, self: Any, address: Any) -> Any:
+    """For socket.bind: on ranks other than 0, at a path that lies elsewhere."""
+    if self.family != socket.AF_UNIX or not _is_path(address) or os.fsencode(address)[:1] == b"\0":
+        return original(self, address)
+    return _near(to_make(address), lambda place: original(self, place))
+
+
+def reach(original: Function, self: Any, address: Any) -> Any:
+    """For socket.connect and connect_ex."""
+    if self.family != socket.AF_UNIX or not _is_path(address) or os.fsencode(address)[:1] == b"\0":
+        return original(self, address)
+    return _near(to_read(address), lambda place: original(self, place))
+
+
+def _near(place: Any, do: Function) -> Any:
+    """A socket's path may have 107 letters only: `do` it with a short name of `place`."""
+    folder, name = os.path.split(os.fsdecode(place))
+    if len(os.fsencode(place)) < _SOCKET_PATH:
+        return do(place)
+    with real():
+        fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return do(f"/proc/self/fd/{fd}/{name}")
+    finally:
+        os.close(fd)
+
+
+_SOCKET_PATH = 107
+
+
+def from_file(original: Function, filename: Any, shared: Any = None, *a: Any, **k: Any) -> Any:
+    """For torch.from_file, which maps the file itself, and changes it if it is `shared`."""
+    place = to_write(filename, _KEEP_CONTENT) if shared else to_read(filename)
+    return original(place, shared, *a, **k)
 
 
 def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.communication.transport import aside, transport
+from instep.divided.begun import begun
 from instep.divided.region import regions_below
 from instep.divided.sums import collecting
 from instep.training.seams import Function
@@ -23,6 +24,7 @@ def backward(
     inputs: Any = None,
 ) -> None:
     """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
+    begun()
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
     nested = torch._C._current_graph_task_id() != -1
     if nested or create_graph or inputs is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from instep.communication.apart import is_apart
 from instep.communication.transport import Transport, transport
+from instep.divided.begun import begun
 from instep.divided.compiled import compiling
 from instep.divided.division import has_text, rows_first
 from instep.divided.hooks import hooked
@@ -184,6 +185,7 @@ def _count(call: Call, plan: Plan | None, way: Transport) -> None:
         rows = _rows(call, None)
     else:
         work.divided += 1
+        begun()
         block = plan.division.block(call.leaves, way.rank, way.size)
         rows = block.count if block is not None else 0
     if torch.is_grad_enabled() and not _above:

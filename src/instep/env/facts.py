@@ -14,11 +14,17 @@ import torch.distributed as dist
 
 import instep
 from instep import knobs
+from instep.auto import landlock
 from instep.identity import launchers, visible
 from instep.meeting import rendezvous
 
 Facts = dict[str, Any]
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_NO_LANDLOCK = (
+    "this kernel, or this container, has no Landlock (Linux 5.13 and later): a library that writes "
+    "files in compiled code and that instep does not know writes them once on each rank of an "
+    "unedited script"
+)
 TALKING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
 
 
@@ -107,4 +113,4 @@ def _versions() -> dict[str, str]:
 
 def _warnings() -> list[str]:
     late = rendezvous.devices_set_too_late() if torch.cuda.is_initialized() else None
-    return [late] if late else []
+    return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]

@@ -10,7 +10,7 @@ from instep.launch import heap, local_rank, reading, script, torch_init
 from instep.meeting import cards
 
 real_files = real.real
-failing = session.failing
+failing, explain = session.failing, session.explain
 
 
 def run(command: Sequence[str], *, plain: bool = False) -> None:

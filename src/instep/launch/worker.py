@@ -54,6 +54,7 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
         hook.written = error
         if not program.failing(in_words(error)):
             sys.exit(1)
+        program.explain(error)
         leave.failure(error, code=1, raised=True)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from instep.auto import confined
 from instep.auto.real import real
 
 
@@ -171,6 +172,7 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
+        confined.spare(str(folder))
         with real():
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 
