@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def test_other_ranks_see_the_old_one_and_no_draft(rank0: Path, rank1: Shadow) ->
 # ----------------------------------------------------------------------------- real launches
 
 RUN = (sys.executable, "-m", "instep", "run", "-n", "2")
+MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
 KILLED = """
 {begin}
 import os, select, signal, sys, torch
@@ -186,7 +188,40 @@ def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> No
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "os._exit(1) if rank else time.sleep(100)",
+        "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(100)",
+        "raise KeyError",
+    ],
+)
+def test_nothing_is_left_in_the_temporary_folder_under_mpirun(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "train.py").write_text(f"""
+import instep.auto, os, time, torch
+from instep.auto import session
+rank = session.current().world.rank
+open("model.pt", "w").write("x")
+{ending}
+""")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = subprocess.run(
+        [*MPIRUN, tmp_path / "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    deadline = time.monotonic() + 30
+    while [*temporary.glob("instep-*")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.launch
 def test_so_it_does_under_mpirun(tmp_path: Path) -> None:
-    mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
-    killed(tmp_path, mpirun, "import instep.auto", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
+    killed(tmp_path, MPIRUN, "import instep.auto", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
     assert torch.load(tmp_path / "model.pt", weights_only=False) == 2

@@ -33,6 +33,7 @@ from instep.identity.world import World
 from instep.meeting import rendezvous
 from instep.tracebacks import in_words
 from instep.watch import attendant
+from instep.watch.attendant import remove_afterwards
 from instep.watch.whereabouts import at_the_end
 
 PATIENCE = 1.5
@@ -217,6 +218,8 @@ class _Folder:
             else os.path.realpath(tempfile.mkdtemp(prefix="instep-"))
         )
         self._layers = None if rank == 0 else Generations(self._own, self._shared)
+
+        remove_afterwards(self._own, self._shared)
 
     def role(self) -> Keeper | Shadow:
         """This rank's way with files."""

@@ -100,6 +100,15 @@ def _master(store: dist.Store) -> list[str]:
     return [store.host] if isinstance(store, dist.TCPStore) else []
 
 
+def remove_afterwards(own: str, shared: str | None) -> None:
+    """When this rank has ended, however it did, its watcher removes the folder `own`.
+
+    Then also `shared`, if no rank's folder is left in it.
+    """
+    for attendant in _attendants[-1:]:
+        attendant.remove_afterwards(own, shared)
+
+
 class Attendant:
     """This rank's end of the line to its watcher."""
 
@@ -152,6 +161,10 @@ class Attendant:
             sys.excepthook = self._fail
             if parent_process() is not None:
                 Finalize(None, self._child_ends, exitpriority=FIRST)
+
+    def remove_afterwards(self, own: str, shared: str | None) -> None:
+        """Have the watcher do it."""
+        self._line.say("remove", own=own, shared=shared)
 
     def retire(self) -> None:
         """This rank is about to meet the others anew. Of this watcher nothing is left."""

@@ -8,11 +8,13 @@ until all have ended.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from instep.fates import headline, named, shell_code
 from instep.lastseen import crash_told, line_told
@@ -64,6 +66,8 @@ class Watcher:
         """The job's first."""
         self._missed: int | None = None
         """The rank for which it waits in vain."""
+        self._folders: tuple[str, str | None] | None = None
+        """What is to be removed when the rank has ended: its own, and what all ranks share."""
         self._verdict: str | None = None
         """What the rank is to die of, as we have seen."""
         self._children: dict[int, int] = {}
@@ -104,7 +108,10 @@ class Watcher:
                 self._judge(words["wait"])
             elif words["word"] in INTERRUPTED:
                 self._hub.say(**words)
+            elif words["word"] == "remove":
+                self._folders = words["own"], words["shared"]
             elif words["word"] == "retired":
+                self._folders = None
                 self._hub.say("ended", code=0)
                 self._loop.stop()
 
@@ -158,6 +165,17 @@ class Watcher:
             self._loop.after(LIMIT, self._end_rank)
         else:
             kill(self._pidfd)
+
+    def clean_up(self) -> None:
+        """Remove the rank's folders, once it has ended."""
+        if self._folders is None or not select.select([self._pidfd], [], [], LIMIT)[0]:
+            return
+        import shutil  # few watchers need it
+
+        own, shared = self._folders
+        shutil.rmtree(own, ignore_errors=True)
+        if shared is not None and not [*Path(shared).glob("rank*")]:
+            shutil.rmtree(shared, ignore_errors=True)
 
     def _note_children(self) -> None:
         for pid in descendants(self._pid) - self._children.keys():
@@ -326,5 +344,7 @@ def main(fd: str) -> None:
         if reached is None:
             return
         end = reached
-    Watcher(loop, line, Line(end), said).take(heard[1:])
+    watcher = Watcher(loop, line, Line(end), said)
+    watcher.take(heard[1:])
     loop.run()
+    watcher.clean_up()
