@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
+import stat
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from instep.auto import files, shadow
+from instep.auto import files, keeper, shadow
 from instep.auto.keeper import Keeper
 from instep.auto.layers import Layer
 from instep.auto.patches import FILES
 from instep.auto.patching import Patched
 from instep.auto.shadow import Shadow
+from instep.errors import UneditedError
 
 NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 
@@ -179,6 +181,39 @@ def test_old_checkpoints_are_read_from_rank_0(
             assert not os.path.exists("0.pt")
     kept = [path.name for path in (tmp_path / "layer1" / "files").rglob("*.pt")]
     assert kept == ["2.pt"]
+
+
+def test_what_was_too_large_to_keep_is_an_error_and_never_other_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(keeper, "KEPT_BYTES", 2)
+    before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
+    write("large", "w", "old")
+    write("other", "w", "old!")
+    with seen_through(Keeper(before)):
+        for name in ("large", "other"):
+            write(name, "w", "something new")
+    with seen_through(Shadow(own, before)):
+        assert [os.path.getsize(name) for name in ("large", "other")] == [3, 4]
+        with pytest.raises(UneditedError, match="after rank 0 has written over it"):
+            read("large")
+        with pytest.raises(UneditedError, match="after rank 0 has written over it"):
+            write("large", "a", "more")
+        write("large", "w", "mine")
+        assert read("large") == "mine"
+        os.unlink("other")
+        assert not os.path.exists("other")
+
+
+def test_a_folder_on_the_way_keeps_its_mode(tmp_path: Path) -> None:
+    before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    with seen_through(Shadow(own, before)):
+        write(f"{folder}/file", "w", "x")
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        assert os.listdir(folder) == ["file"]
 
 
 def test_temporary_files_are_real_and_can_be_moved_into_place(rank1: Path) -> None:

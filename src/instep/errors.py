@@ -593,6 +593,16 @@ class UneditedError(LaunchError):
         )
 
     @classmethod
+    def not_kept(cls, path: str, size: int) -> UneditedError:
+        """It reads, on a rank other than 0, a large file that rank 0 has written over already."""
+        return cls(
+            f"this rank reads {path} ({size / 2**30:.1f} GiB) after rank 0 has written over it. "
+            "Of that, rank 0 keeps at most 1 GiB for the others, more only where TMPDIR "
+            "lies on the same file system and that shares blocks (btrfs, XFS). Write the new "
+            "content under another name."
+        )
+
+    @classmethod
     def too_late(cls, reason: str) -> UneditedError:
         """It asks to be left alone after work was divided, or after the first backward."""
         return cls(

@@ -6,8 +6,10 @@ is denied it by the kernel, and the error that comes of it is explained.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import tempfile
 import traceback
 from contextlib import suppress
@@ -15,6 +17,7 @@ from contextlib import suppress
 from instep.auto import landlock
 from instep.auto.paths import spared_folders
 from instep.auto.real import real
+from instep.tracebacks import in_words
 
 _DENIED = re.compile(
     r"permission denied|os error 13\b|errno:? 13\b|not permitted|read-?only"
@@ -22,6 +25,7 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 """How libraries say that a file cannot be written."""
+_FULL = re.compile(r"no space left|quota exceeded|os error 28\b|unexpected pos", re.IGNORECASE)
 _own: list[str] = []
 _confined: list[int] = []
 
@@ -51,7 +55,8 @@ def _caches() -> list[str]:
 
 def explain(error: BaseException, rank: int) -> None:
     """Note on an exception that escapes the script what may have been denied to this rank."""
-    if not _confined or not _DENIED.search(f"{error}"):
+    _explain_full_disk(error, rank)
+    if not _confined or not _DENIED.search(in_words(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({frame[0].filename}:{frame[0].lineno})" if frame else ""
@@ -60,4 +65,17 @@ def explain(error: BaseException, rank: int) -> None:
         f"If the call above{where} opens a file in compiled code, instep does not know it. Let it "
         "write into a temporary file (tempfile) and move that into place by shutil.move, write "
         "through Python's open, or start the script with --plain."
+    )
+
+
+def _explain_full_disk(error: BaseException, rank: int) -> None:
+    """TorchScript's and torch.save's writers say no more than that a position is unexpected."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if rank == 0 or not _own or not (is_full or _FULL.search(in_words(error))):
+        return
+    with real():
+        free = shutil.disk_usage(_own[0]).free >> 20
+    error.add_note(
+        f"instep: rank {rank} keeps what the script writes below {_own[0]}, where {free} MiB are "
+        "free. Let TMPDIR name a folder with room for the checkpoints of all ranks of this host."
     )

@@ -67,7 +67,7 @@ def _named(path: Any, second: Any = None) -> Iterator[None]:
 def to_read(path: Any) -> Any:
     """Where a library that opens files by itself shall read `path`."""
     role = _role(path)
-    return role.place(path) if isinstance(role, Shadow) else path
+    return role.readable(path) if isinstance(role, Shadow) else path
 
 
 def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
@@ -137,7 +137,7 @@ def os_open(
         return original(path, flags, mode, dir_fd=dir_fd)
     with _named(path):
         if not flags & _CHANGES:
-            return original(role.place(path), flags, mode)
+            return original(role.readable(path), flags, mode)
         return original(role.writable(path, flags), flags | os.O_CREAT, mode)
 
 

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from instep.auto.layers import GONE, Layer, copy
+from instep.auto.layers import GONE, Layer, clone, copy
 from instep.auto.paths import Path, Paths, on_real_files
 
 KEPT_BYTES = 1 << 30
@@ -45,22 +45,42 @@ class Keeper(Paths):
         self._kept.add(plain)
         if not os.path.lexists(plain):
             self._before.remove(plain)
-        elif self._before.find(plain) is None and self._is_worth(os.lstat(plain)):
-            # Elsewhere first: the others may look at any time.
-            draft = self._before.room_for(f"/.instep-{os.getpid()}")
-            _link_or_copy(plain, draft) if unwritten else copy(plain, draft)
-            os.replace(draft, self._before.room_for(plain))
+        elif self._before.find(plain) is None:
+            mode = os.lstat(plain).st_mode
+            if stat.S_ISDIR(mode):
+                self._before.keep_folder(plain)
+            elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+                self._keep_file(plain, unwritten)
         for layer in self._earlier():
             if layer.find(plain) is None:
                 self._hand_down(plain, layer)
+
+    def _keep_file(self, plain: str, unwritten: bool) -> None:
+        """Elsewhere first: the others may look at any time."""
+        draft = self._before.room_for(f"/.instep-{os.getpid()}")
+        if not ((unwritten and _linked(plain, draft)) or clone(plain, draft)):
+            self._bytes += os.lstat(plain).st_size
+            if self._bytes > KEPT_BYTES:
+                self._before.lose(plain)
+                return
+            copy(plain, draft)
+        os.replace(draft, self._before.room_for(plain))
 
     def _hand_down(self, plain: str, layer: Layer) -> None:
         """An earlier layer, which does not know this path, keeps what this one does."""
         place = self._before.find(plain)
         if place == GONE:
             layer.remove(plain)
-        elif place is not None:
-            _link_or_copy(place, layer.room_for(plain))
+        elif place is None:
+            return
+        elif self._before.has_lost(plain, place):
+            layer.lose(plain)
+        elif os.path.isdir(place) and not os.path.islink(place):
+            layer.keep_folder(plain)
+        else:
+            target = layer.room_for(plain)
+            if not _linked(place, target):
+                copy(place, target)
 
     @on_real_files
     def keep_both(self, source: Path, target: Path) -> None:
@@ -72,12 +92,6 @@ class Keeper(Paths):
                 below = (os.path.join(os.fsdecode(path), name) for path in (source, target))
                 self.keep_both(*below)
 
-    def _is_worth(self, seen: os.stat_result) -> bool:
-        if not stat.S_ISREG(seen.st_mode):
-            return stat.S_ISDIR(seen.st_mode) or stat.S_ISLNK(seen.st_mode)
-        self._bytes += seen.st_size
-        return self._bytes <= KEPT_BYTES
-
     @on_real_files
     def has_changed(self, folder: str) -> bool:
         """Whether this job has changed what is in this folder."""
@@ -87,11 +101,11 @@ class Keeper(Paths):
             return False
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _linked(source: str, target: str) -> bool:
+    if os.lstat(source).st_nlink > 1:  # it can be written into by another name
+        return False
     try:
-        if os.lstat(source).st_nlink == 1:  # else it can be written into by another name
-            os.link(source, target, follow_symlinks=False)
-            return
-    except OSError:  # another file system, or a folder
-        pass
-    copy(source, target)
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system
+        return False
+    return True

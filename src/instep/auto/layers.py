@@ -7,6 +7,7 @@ Paths are absolute and without symbolic links on the way.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -16,10 +17,11 @@ from contextlib import suppress
 GONE = ""
 """Where something lies that this layer says is not there."""
 
-_FOLDER, _MARK, _NEW, _RELEASED = "d", "m", "o", "r"
+_FOLDER, _MARK, _NEW, _RELEASED, _KEPT, _LOST = "d", "m", "o", "r", "k", "l"
 """First letters of names below `marks`: a folder on the way to marks; the mark of what is gone; of
 a folder that is new, so that nothing that lies below this layer is in it; of what lies where it
-lies without layers."""
+lies without layers; of a folder that is here itself, not only on the way to what is; of a file
+whose content was too large to keep: what lies here has its size, mode and times only."""
 
 
 class Layer:
@@ -38,13 +40,15 @@ class Layer:
         """Where `path` lies in this layer; GONE if it is not there; None if nothing is known."""
         place = self._files + path
         try:
-            os.lstat(place)
+            seen = os.lstat(place)
         except NotADirectoryError:
             return GONE
         except FileNotFoundError:
             if os.path.lexists(self._mark(path, _RELEASED)):
                 return path
             return GONE if self._is_closed(path) else None
+        if stat.S_ISDIR(seen.st_mode) and not (self._is_here(path) or self._is_closed(path)):
+            return None  # only on the way to what is here: its mode is not the folder's
         return place
 
     def knows(self, path: str) -> bool:
@@ -55,6 +59,13 @@ class Layer:
         """Whether the folder was made in this layer, and not only on the way to something."""
         return os.path.lexists(self._mark(folder, _NEW))
 
+    def _is_here(self, folder: str) -> bool:
+        return any(os.path.lexists(self._mark(folder, kind)) for kind in (_NEW, _KEPT))
+
+    def has_lost(self, path: str, place: str) -> bool:
+        """Whether `place` is where `path` lies in this layer, without its content."""
+        return place == self._files + path and os.path.lexists(self._mark(path, _LOST))
+
     def hides(self, folder: str) -> bool:
         """Whether nothing that lies below this layer is in a folder."""
         return self.is_new(folder) or self.find(folder) == GONE
@@ -63,13 +74,28 @@ class Layer:
         """Where to write `path` from now on; the folder above is made."""
         place = self._files + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        self._unset(path, _MARK, _RELEASED)
+        self._unset(path, _MARK, _RELEASED, _LOST)
         return place
 
     def room_for_folder(self, path: str) -> str:
         """Where to make the folder `path`, in which nothing is yet."""
         self._set(path, _NEW)
         return self.room_for(path)
+
+    def keep_folder(self, folder: str) -> None:
+        """Let a folder be here as it is now, without what is in it."""
+        place = self.room_for(folder)
+        os.makedirs(place, exist_ok=True)
+        self._set(folder, _KEPT)
+        shutil.copystat(folder, place)
+
+    def lose(self, path: str) -> None:
+        """Let a file be here, without its content."""
+        seen, place = os.lstat(path), self.room_for(path)
+        self._set(path, _LOST)
+        with open(place, "wb") as file:
+            file.truncate(seen.st_size)
+        shutil.copystat(path, place)
 
     def remove(self, path: str) -> None:
         """From now on `path`, with all that this layer has below it, is not there."""
@@ -78,7 +104,7 @@ class Layer:
             shutil.rmtree(place)
         elif os.path.lexists(place):
             os.unlink(place)
-        self._unset(path, _NEW, _RELEASED)
+        self._unset(path, _NEW, _RELEASED, _KEPT, _LOST)
         self._set(path, _MARK)
 
     def release(self, path: str) -> None:
@@ -144,5 +170,21 @@ def copy(source: str, target: str) -> None:
     if stat.S_ISDIR(mode):
         os.makedirs(target, exist_ok=True)
         shutil.copystat(source, target)
-    else:
+    elif not clone(source, target):
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+_FICLONE = 0x40049409
+
+
+def clone(source: str, target: str) -> bool:
+    """Copy a file, with its times and mode, by sharing its blocks; False where that cannot be."""
+    if not stat.S_ISREG(os.lstat(source).st_mode):
+        return False
+    try:
+        with open(source, "rb") as old, open(target, "wb") as new:
+            fcntl.ioctl(new, _FICLONE, old.fileno())
+    except OSError:
+        return False
+    shutil.copystat(source, target)
+    return True

@@ -108,13 +108,17 @@ class _Retained:
         for name in sorted(self._old.names(folder)[0]):
             plain = os.path.join(folder, name)
             place = self._old.find(plain)
+            if place is None:  # a folder on the way to something
+                self.take(plain)
+                continue
             if not place or place == plain:  # what is released lies where it lies
                 continue
             is_folder = os.path.isdir(place) and not os.path.islink(place)
             if is_folder and not self._old.is_new(plain):
                 self.take(plain)
             elif not self._before.knows(plain) and not os.path.lexists(plain):
-                os.rename(place, self._new.room_for(plain))
+                make_room = self._new.room_for_folder if is_folder else self._new.room_for
+                os.rename(place, make_room(plain))
             elif is_folder:
                 self.take(plain)
             elif plain in self._open and plain in self._told.open:

@@ -8,6 +8,7 @@ import stat
 
 from instep.auto.layers import GONE, Layer, copy
 from instep.auto.paths import Path, Paths, on_real_files, path_error
+from instep.errors import UneditedError
 
 SAVED_BYTES = 2 << 30
 """How much a rank's own checkpoints may take in all, but for the last one."""
@@ -30,6 +31,18 @@ class Shadow(Paths):
     def place(self, path: Path, *, follow: bool = True) -> str:
         """Where `path` lies. Raises FileNotFoundError or NotADirectoryError."""
         return self._existing(self.followed(path) if follow else self.plain(path), path)
+
+    @on_real_files
+    def readable(self, path: Path) -> str:
+        """Where to read `path`. Raises as above; UneditedError where it was too large to keep."""
+        plain = self.followed(path)
+        place = self._existing(plain, path)
+        self._check_kept(plain, place)
+        return place
+
+    def _check_kept(self, plain: str, place: str) -> None:
+        if any(layer.has_lost(plain, place) for layer in self.layers):
+            raise UneditedError.not_kept(plain, os.path.getsize(place))
 
     @on_real_files
     def folder(self, path: Path) -> str:
@@ -98,6 +111,7 @@ class Shadow(Paths):
         found = self._existing(plain, path)
         if self._is_folder(found):
             raise path_error(errno.EISDIR, path)
+        self._check_folder(plain, path)
         self._own.remove(plain)
         self.forget_links()
         return True
@@ -113,6 +127,7 @@ class Shadow(Paths):
             raise path_error(errno.ENOTDIR, path)
         if self.names(plain):
             raise path_error(errno.ENOTEMPTY, path)
+        self._check_folder(plain, path)
         self._own.remove(plain)
         self.forget_links()
         return True
@@ -261,6 +276,7 @@ class Shadow(Paths):
         found = self.find(plain)
         if self.is_spared(plain):
             return found
+        self._check_kept(plain, found)
         place = self._own.room_for(plain)
         if found != place:
             copy(found, place)
