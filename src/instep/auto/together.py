@@ -33,7 +33,6 @@ from instep.identity.world import World
 from instep.meeting import rendezvous
 from instep.tracebacks import in_words
 from instep.watch import attendant
-from instep.watch.attendant import remove_afterwards
 from instep.watch.whereabouts import at_the_end
 
 PATIENCE = 1.5
@@ -219,7 +218,7 @@ class _Folder:
         )
         self._layers = None if rank == 0 else Generations(self._own, self._shared)
 
-        remove_afterwards(self._own, self._shared)
+        attendant.remove_afterwards(self._own, self._shared)
 
     def role(self) -> Keeper | Shadow:
         """This rank's way with files."""
