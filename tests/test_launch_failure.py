@@ -467,6 +467,14 @@ def test_who_only_says_that_another_failed_is_not_the_first() -> None:
     assert first_failure(ends, [complaint, cause]) is cause
 
 
+def test_a_death_that_is_seen_late_is_still_the_first() -> None:
+    complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
+    ends = [End(0, 10.2, 1, stopped=False), End(1, 10.3, -9, stopped=True, told="There.\n")]
+    first = first_failure(ends, [complaint])
+    assert first is not None
+    assert (first.rank, first.exit_code, first.text) == (1, 137, "There.\n")
+
+
 def test_who_left_while_another_waited_is_the_first() -> None:
     complaint = Failure(0, 10.0, 1, raised=True, text="gone\n", follows=True, missed=1)
     ends = [End(0, 10.2, 1, stopped=False), End(1, 9.0, 0, stopped=False, told="There.\n")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -101,7 +102,11 @@ def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | 
     ] or [Failure(end.rank, end.time, end.code, text=end.told) for end in silent]
     first = min(candidates, key=lambda each: (each.follows, each.time, each.rank), default=None)
     missed = ended.get(first.missed) if first and first.missed is not None else None
-    if first is None or missed is None or not missed.in_peace:
+    if first is None or missed is None:
+        return first
+    if missed.code not in (0, -signal.SIGTERM):  # it died before anybody was told to end
+        return Failure(missed.rank, first.time, missed.code, text=missed.told)
+    if not missed.in_peace:
         return first
     text = missed.told + first.text
     return replace(first, rank=missed.rank, missed=None, waiting=first.rank, text=text)
