@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from instep.divided import modules
 from instep.divided.rows import Rows
@@ -291,3 +293,33 @@ def test_a_model_that_was_made_in_inference_mode_is_divided() -> None:
         with dividing() as said:
             torch.testing.assert_close(model(x), expected)
             assert (modules.work.divided, said.getvalue()) == (1, "")
+
+
+@ranks(2)
+def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_outside() -> None:
+    entered: list[str] = []
+
+    class Noted(AbstractContextManager[None]):
+        def __init__(self, what: str) -> None:
+            self.what = what
+
+        def __enter__(self) -> None:
+            entered.append(self.what)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def saving(function: Callable[..., Any], x: Tensor) -> Tensor:
+        contexts = (Noted("forward"), Noted("again"))
+        result: Tensor = checkpoint(function, x, use_reentrant=False, context_fn=lambda: contexts)
+        return result
+
+    with dividing():
+        model = With(lambda y: saving(torch.sin, y))
+        model(torch.ones(12, 6)).sum().backward()
+        assert modules.work.divided == 1
+        del entered[:]
+        model(torch.ones(12, 6)).sum().backward()
+        assert entered == ["forward", "again"]
+        saving(torch.sin, torch.ones(3, requires_grad=True)).sum().backward()
+        assert entered == ["forward", "again"] * 2
