@@ -307,6 +307,18 @@ def test_models_that_cannot_be_replicated_say_why():
         instep.replicate(nn.Linear(2, 2), batch_statistics="local")
 
 
+@ranks(3)
+def test_what_a_ghost_states_as_its_denominator_counts_for_nothing():
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    mine = instep.shard(torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
+    for denominator, whole in ((float(len(mine)), [3.0, 4.0]), (None, [6.0, 8.0])):
+        model.zero_grad()
+        loss = model(mine).sum() if denominator is None else model(mine).mean()
+        instep.weight(denominator)
+        loss.backward()
+        assert model.weight.grad.tolist() == [whole]
+
+
 @ranks(2)
 def test_backward_with_a_graph_is_refused():
     model = instep.replicate(nn.Linear(2, 1))

@@ -218,7 +218,7 @@ class _Finder:
                 self._replace(node, "pass", "raise left out")
                 return  # what an error says is not looked at
             case ast.Return(value=ast.expr() as value):
-                if not (isinstance(value, ast.Constant) and value.value is None):
+                if not (isinstance(value, ast.Constant) and value.value in (None, False)):
                     self._replace(node, "return None", "value not returned")
             case ast.Expr(value=ast.Yield() | ast.YieldFrom() | ast.Constant()):
                 pass

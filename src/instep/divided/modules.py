@@ -187,7 +187,8 @@ def _count(call: Call, plan: Plan | None, way: Transport) -> None:
         work.divided += 1
         begun()
         block = plan.division.block(call.leaves, way.rank, way.size)
-        rows = block.count if block is not None else 0
+        assert block is not None
+        rows = block.count
     if torch.is_grad_enabled() and not _above:
         work.samples += rows
 
