@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from instep.fates import headline, how_it_ended, shell_code
 from instep.watch.deadlock import stuck
 from instep.watch.line import Line
 from instep.watch.process import exit_code
+from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
 
 
@@ -153,6 +155,31 @@ def test_an_unedited_rank_that_fails_under_another_launcher_is_named(tmp_path: P
     assert said.startswith("instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace")
     assert said.endswith("ValueError: boo\n")
     assert (said.count("Traceback"), said.count("/src/instep/")) == (1, 0)
+
+
+DIES = """
+import os, signal, torch, instep
+instep.all_reduce(torch.ones(2))
+if instep.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+instep.all_reduce(torch.ones(2))
+"""
+
+
+@pytest.mark.launch
+@components.needs("MPICH")
+def test_rank_0_is_named_though_its_launcher_kills_all_others_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DIES)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    ran = subprocess.run(
+        ["mpirun.mpich", "-n", "2", sys.executable, "train.py"], cwd=tmp_path,
+        env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=50,
+        check=False,
+    )  # fmt: skip
+    said = [line for line in ran.stderr.splitlines() if line.startswith("instep: ")]
+    assert len(said) == 1, ran.stderr
+    # Where a watcher was not yet there when the first rank died, both are named.
+    assert re.match(r"instep: rank (0 of 2|1 of 2 .* at the same moment as rank 0)", said[0])
 
 
 FAILS_FIRST = """

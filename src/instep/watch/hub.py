@@ -9,7 +9,7 @@ from functools import partial
 from hmac import compare_digest
 
 from instep.fates import ended_early, headline, how_it_ended
-from instep.watch import deadlock
+from instep.watch import deadlock, order
 from instep.watch.agreement import Agreement
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
@@ -52,8 +52,8 @@ class Hub:
         self._finished: set[int] = set()
         """The ranks that have come to the end of their program."""
         self._postponed = 0
-        self._left = False
-        """Whether the others were told to go."""
+        self._left = self._concluded = False
+        """Whether the others were told to go; whether nothing is left to be said."""
         self._agreement = Agreement(loop, self)
         """About a Ctrl-C."""
         self._waits: dict[int, Said] = {}
@@ -125,7 +125,7 @@ class Hub:
             self._lines.pop(rank).hang_up()
             self._end(rank, None)
             if set(self._lines) <= {0} and 0 in self._ended:
-                self._over()  # nobody else is left, or ever came
+                self._nobody_is_left()  # or ever came
         else:
             for words in said:
                 self._take(rank, words)
@@ -173,19 +173,16 @@ class Hub:
             self._loop.after(NEWS, self._name_the_first)
 
     def _name_the_first(self) -> None:
-        """One that vanished without a word comes before those who complain."""
         silent = [failure for failure in self._news if failure["silent"]]
         if len(silent) == self._size and {failure["code"] for failure in silent} <= ASKED:
             self._over()  # the whole job was told to end, and whoever did that knows
             return
-        if not silent and self._finished - self._ended.keys() and self._postponed < 5:
-            self._postponed += (
-                1  # a rank is on its way out: did it fail, so that a peer complained?
-            )
+        leaving = self._finished - self._ended.keys()  # did one fail, so that a peer complained?
+        if (not self.all_came() or (leaving and not silent)) and self._postponed < 5:
+            self._postponed += 1
             self._loop.after(NEWS, self._name_the_first)
             return
-        own = [failure for failure in self._news if not failure.get("follows")]
-        self._first = (silent or own or self._news)[0]
+        self._first = order.first(self._news)
         self._first["headline"] = self._headline(self._first)
         self.tell_all("failed", **self._first)
         if self._first["rank"] in self._ended:
@@ -200,7 +197,7 @@ class Hub:
         what = first["what"] + where
         if missed is not None and (missed in self._finished or self._ended.get(missed) == 0):
             what, rank = ended_early(rank), missed
-        others = set(range(self._size)) - {rank}
+        others = set(range(self._size)) - {rank, *first.get("with", ())}
         return headline(rank, self._size, what, others & self._finished, others - self._finished)
 
     def _let_the_others_go(self) -> None:
@@ -216,13 +213,21 @@ class Hub:
         self.tell_all("ended", rank=rank)
         if self._first is not None and rank == self._first["rank"]:
             self._loop.after(SEEN, self._let_the_others_go)
-        if len(self._ended) == self._size and (self._first is not None or not self._news):
+        if len(self._ended) == self._size:
+            self._nobody_is_left()
+
+    def _nobody_is_left(self) -> None:
+        if self._first is not None or not self._news:  # else one is about to be named
             self._over()
 
     def _over(self) -> None:
+        if self._concluded:
+            return
+        self._concluded = True
         if self._first is not None:
             self.tell_all("over")
-        self._loop.stop()
+        if self._first is None or 0 not in self._lines:
+            self._loop.stop()  # else rank 0's watcher, in this loop, does, when it has reported
 
     # ---------------------------------------------------------------------------- divergences
 

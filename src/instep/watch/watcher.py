@@ -60,6 +60,8 @@ class Watcher:
         """Whether it finishes a file before it leaves."""
         self._over = False
         """The rank's process has ended."""
+        self._came_late = bool(select.select([self._pidfd], [], [], 0)[0])
+        """Whether it had ended before this watcher watched."""
         self._ended: set[int] = set()
         """The ranks that have ended."""
         self._failure: Said | None = None
@@ -121,6 +123,7 @@ class Watcher:
         self._hub.say("failed", **news | {"follows": follows, "missed": missed})
 
     def _rank_ended(self) -> None:
+        moment = None if self._came_late else time.monotonic()
         self._loop.off(self._pidfd)
         self._over = True
         code = exit_code(self._pidfd)
@@ -129,7 +132,8 @@ class Watcher:
         )
         if silent:
             news = failure(self._rank, self._host, code, silent=True)
-            self._hub.say("failed", **news | {"told": self._last_words(code)})
+            told = {"told": self._last_words(code), "moment": moment}
+            self._hub.say("failed", **news | told)
         self._hub.say("ended", code=code)
         if code != 0:
             self._end_children()

@@ -24,7 +24,12 @@ _FACTS: dict[str, dict[str, tuple[type, ...]]] = {
     "point": {"begun": _NUMBER, "line": _TEXT},
     "taken": {"line": _TEXT},
 }
-_MAY: dict[str, tuple[type, ...]] = {"follows": _FLAG, "missed": _NUMBER_OR_NONE, "told": _TEXT}
+_MAY: dict[str, tuple[type, ...]] = {
+    "follows": _FLAG,
+    "missed": _NUMBER_OR_NONE,
+    "told": _TEXT,
+    "moment": (float, type(None)),
+}
 """Facts that some say of a failure and some do not."""
 
 
