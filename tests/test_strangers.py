@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import psutil
@@ -23,9 +23,10 @@ import instep
 from instep import authentication
 from instep.communication import signed
 from instep.errors import LaunchVariablesError, RendezvousError, StrangerError
-from instep.identity import places
+from instep.identity import launchers, places
+from instep.identity.world import World
 from instep.launch.assembly import Member, meet
-from instep.meeting import notice, rendezvous
+from instep.meeting import handover, interfaces, notice, rendezvous, stores
 from instep.meeting.cards import Card
 from instep.meeting.verified import VerifiedStore
 from launching import LAUNCHER_VARIABLES
@@ -148,6 +149,144 @@ def test_a_note_is_read_from_a_private_file_only(tmp_path):
     other.write_text("no note \udc80", errors="surrogateescape")
     with pytest.raises(RendezvousError, match="it is no note"):
         notice.read(str(other))
+
+
+# -------------------------------------------------------------- ranks of one host, and only they
+
+
+@pytest.fixture
+def nothing_given(tmp_path, monkeypatch):
+    """As bare processes are started: nobody has told them a secret."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_VARIABLES) or name == "INSTEP_SECRET":
+            monkeypatch.delenv(name)
+
+
+def opened_by_each(port, size=3):
+    """What each of so many ranks meets with at this port of the loopback interface."""
+
+    def come(rank):
+        world, method = World(rank, size, rank, size), f"tcp://127.0.0.1:{port}"
+        return stores.open_store(method, world, timedelta(seconds=30))
+
+    with ThreadPoolExecutor(size) as threads:
+        return [*threads.map(come, range(size))]
+
+
+def test_bare_ranks_of_one_host_mark_what_they_write_before_they_have_met(nothing_given):
+    found = opened_by_each(free_port())
+    keys = {each.key for each in found}
+    assert len(keys) == 1
+    assert None not in keys
+    written = [found[0].store.get(key) for key in ("instep/card1", "instep/verdict")]
+    assert [text.startswith(authentication.MAGIC) for text in written] == [True, True]
+
+
+def test_without_a_secret_for_all_hosts_nothing_is_marked(nothing_given, monkeypatch):
+    monkeypatch.setattr(interfaces, "is_loopback", lambda _: False)
+    assert [each.key for each in opened_by_each(free_port())] == [None] * 3
+
+
+def test_which_ranks_are_known_to_be_of_one_host():
+    bare = {"RANK": "0", "WORLD_SIZE": "2"}
+    for told, known in ((bare, False), (bare | {"LOCAL_WORLD_SIZE": "2"}, True)):
+        assert launchers.says_one_host(launchers.detect(told), told) is known
+    told = bare | {"LOCAL_WORLD_SIZE": "1"}
+    assert not launchers.says_one_host(launchers.detect(told), told)
+    assert not launchers.says_one_host(World(0, 2, 0, 2), bare | {"LOCAL_WORLD_SIZE": "2"})
+    hosts = ("127.0.0.1", "::1", "localhost", "10.0.0.1", socket.gethostname())
+    assert [interfaces.is_loopback(host) for host in hosts] == [True] * 3 + [False] * 2
+
+
+@contextmanager
+def another_user(body, port):
+    """What comes of it in a process of another user, which is there inside of the block."""
+    ours, theirs = forked.Pipe()
+
+    def live():
+        os.setuid(65534)
+        theirs.send(body(port))
+        theirs.recv()
+
+    process = forked.Process(target=live)
+    process.start()
+    try:
+        assert ours.poll(30)
+        yield ours.recv()
+    finally:
+        ours.send("end")
+        process.join()
+
+
+def called(port):
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(f"\0instep/127.0.0.1:{port}")
+        return line.recv(64)
+
+
+held: list[socket.socket] = []
+
+
+def held_by_a_stranger(port):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[0].bind(f"\0instep/127.0.0.1:{port}")
+    held[0].listen()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
+def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
+    port, secret = free_port(), authentication.new_secret()
+    with handover.offer("127.0.0.1", port, secret):
+        assert handover.ask("127.0.0.1", port) == secret
+        with another_user(called, port) as told:
+            assert told == b""
+        assert handover.ask("127.0.0.1", port) == secret
+    with pytest.raises(ConnectionRefusedError):
+        handover.ask("127.0.0.1", port)
+    with another_user(held_by_a_stranger, port):
+        with pytest.raises(StrangerError, match="belongs to another process"):
+            handover.ask("127.0.0.1", port)
+        with pytest.raises(StrangerError, match="or take another port"):
+            handover.offer("127.0.0.1", port, secret).__enter__()
+
+
+def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypatch):
+    port = free_port()
+    method, seconds = f"tcp://127.0.0.1:{port}", timedelta(seconds=2)
+    monkeypatch.setenv("INSTEP_SECRET", "known to rank 0 only")
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(stores.open_store, method, World(0, 2, 0, 2), seconds)
+        while not notice.answers("127.0.0.1", port):
+            assert not first.done()
+        monkeypatch.delenv("INSTEP_SECRET")
+        with pytest.raises(StrangerError, match=r"rank 0 hands no secret.*the same INSTEP_SECRET"):
+            stores.open_store(method, World(1, 2, 1, 2), seconds)
+        with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
+            first.result()
+
+
+@ranks(2)
+def test_torchruns_ranks_meet_again_at_its_store_and_after_a_restart():
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = instep.broadcast_object(agent.port)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    keys = set()
+    for attempt in range(2):
+        with pytest.MonkeyPatch.context() as environ:
+            environ.setattr(stores, "_kept", {})  # as in a new process
+            for name, value in told.items():
+                environ.setenv(name, value)
+            environ.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+            world = World(instep.rank, 2, instep.rank, 2)
+            for _ in range(2):
+                opened = stores.open_store(None, world, timedelta(seconds=20))
+                keys.add(opened.key)
+    instep.barrier()
+    assert len(keys) == 4
+    assert None not in keys
+    assert len(set(instep.all_gather_object(frozenset(keys)))) == 1
 
 
 # ------------------------------------------------------------------- whoever reaches a socket

@@ -1,8 +1,8 @@
 """Which messages are of this job: a secret that only its processes know, and marks made with it.
 
-The secret never passes through what it protects (the ranks' store, a socket). `instep run` hands it
-to its ranks in their environment, which no other user can read; other launchers' ranks have it from
-where `given_secret` looks, or from a file of mode 0600.
+The secret never passes through what it protects (the ranks' store, a network). `instep run` hands
+it to its ranks in their environment, which no other user can read; other launchers' ranks have it
+from where `given_secret` looks, from a file of mode 0600, or from rank 0 on the same host.
 """
 
 from __future__ import annotations

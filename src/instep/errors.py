@@ -447,6 +447,25 @@ class StrangerError(LaunchError):
         )
 
     @classmethod
+    def not_handed_over(cls) -> StrangerError:
+        """Rank 0 is there, and tells this rank of its host no secret."""
+        return cls(
+            "rank 0 hands no secret to this rank: it was given one of its own (INSTEP_SECRET, or "
+            "the file ~/.instep/secret), or it is in another network namespace than this rank, or "
+            "it has ended. Give all ranks the same INSTEP_SECRET."
+        )
+
+    @classmethod
+    def in_place_of_rank_0(cls, port: int) -> StrangerError:
+        """The name at which rank 0 hands over the secret is another process's."""
+        return cls(
+            "the socket at which rank 0 hands the job's secret to the ranks of this host belongs "
+            "to another process: of another user (or of one that this user namespace does not "
+            f"know), or of another job with the port {port}. "
+            "Nothing of it was used. Give all ranks the same INSTEP_SECRET, or take another port."
+        )
+
+    @classmethod
     def unequal(cls, without: Iterable[int], others: Iterable[int]) -> StrangerError:
         """Ranks that have met by the script's own means have unlike secrets."""
         return cls(

@@ -234,6 +234,16 @@ def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> plac
     return launcher.meeting(environ, world)
 
 
+def says_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that all ranks are on this host. Where it does not say how many
+    are, all are taken to be, and that may be wrong."""
+    launcher = _launcher(environ)
+    if launcher is None or not world.one_host:
+        return False
+    says = {launcher.local_size, launcher.tasks_per_node} & environ.keys()
+    return bool(says) and launcher.world(environ) == world
+
+
 def master_port(environ: Mapping[str, str] = os.environ) -> int:
     """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
     port = _number(environ, "MASTER_PORT")

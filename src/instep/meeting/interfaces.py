@@ -57,6 +57,16 @@ def means_itself_here_only(host: str) -> bool:
     return host != "localhost" and source is not None and _stays_here(source)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether this means the loopback interface wherever it is said, so only to one host's ranks.
+
+    A host's own name may mean it there, and that host elsewhere.
+    """
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
 def _source_towards(host: str) -> str | None:
     """The address that this host would have in talks with `host`."""
     with suppress(OSError):

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -51,11 +51,13 @@ def call(
     timeout: timedelta,
     siblings: Siblings | None = None,
     secret: bytes | None = None,
+    all_have_come: Callable[[], None] = lambda: None,
 ) -> Met:
     """Return when all ranks have come and are of one job.
 
     With a `secret` every rank draws a number, and the key comes of the secret and all numbers: so
-    what was said in an earlier job with the same secret says nothing in this one.
+    what was said in an earlier job with the same secret says nothing in this one. Rank 0 calls
+    `all_have_come` before it says so: who has heard it may be at the next meeting.
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not come
     within `timeout`, or will not, as one of the `siblings` on any host has ended. Raises
@@ -76,11 +78,17 @@ def call(
     else:
         try:
             one_host, numbers = _judge(store, world, Vigil(world.size, seconds, siblings))
+            all_have_come()
         except LaunchError as error:
             store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
             raise
         store.set(_VERDICT, json.dumps([one_host, numbers]))
     return Met(one_host, secret and authentication.derived(secret, "job", *numbers))
+
+
+def has_come(store: dist.Store, rank: int) -> bool:
+    """Whether somebody has handed in that rank's card."""
+    return store.check([_key(rank)])
 
 
 def stand_in(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
@@ -99,11 +107,11 @@ def _judge(store: dist.Store, world: World, vigil: Vigil) -> tuple[bool, list[st
     """Whether all share one loopback interface, and the numbers that they have drawn."""
 
     def came() -> Mapping[int, str]:
-        there = [rank for rank in range(world.size) if store.check([_key(rank)])]
+        there = [rank for rank in range(world.size) if has_come(store, rank)]
         return {rank: _card(store, rank)[0].host for rank in there}
 
     def comes(rank: int) -> tuple[Card, str] | None:
-        if store.check([_key(rank)]):
+        if has_come(store, rank):
             return _card(store, rank)
         if store.check([_ENDED]):
             ended, host = _read(store, _ENDED)

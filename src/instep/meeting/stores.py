@@ -24,11 +24,12 @@ from instep.errors import (
     LaunchVariablesError,
     LeftoverRendezvousError,
     RendezvousError,
+    StrangerError,
 )
 from instep.identity import launchers, places
 from instep.identity.siblings import Siblings
 from instep.identity.world import World
-from instep.meeting import interfaces, notice, rollcall
+from instep.meeting import handover, interfaces, notice, rollcall
 from instep.meeting.listening import ANYWHERE, handed_down, only, reserve, resolve
 from instep.meeting.verified import VerifiedStore
 from instep.meeting.vigil import Vigil
@@ -54,7 +55,9 @@ def open_store(method: str | dist.Store | None, world: World, timeout: timedelta
         secret = given_secret()
         arrival = _Arrival(world, timeout, launchers.siblings(world), secret, until_all_have_come)
         store, secret = _open(method, arrival)
-        met = rollcall.call(store, world, timeout, arrival.siblings, secret)
+        met = rollcall.call(
+            store, world, timeout, arrival.siblings, secret, until_all_have_come.close
+        )
     if met.one_host:
         return Opened(store, interfaces.LOOPBACK, met.key)
     return Opened(store, interfaces.interface_towards(host_of(store)), met.key)
@@ -128,7 +131,8 @@ def _open(method: str | dist.Store | None, arrival: _Arrival) -> _Found:
     if url.scheme == "env":
         return _store_of_environment(os.environ, arrival)
     if url.scheme == "tcp" and url.hostname and url.port:
-        return _tcp_store(url.hostname, url.port, arrival), arrival.secret
+        store = _tcp_store(url.hostname, url.port, arrival)
+        return store, _secret(store, url.hostname, url.port, arrival)
     if url.scheme == "file" and url.path:
         return _file_store(url.path, arrival)
     raise RendezvousError(
@@ -146,20 +150,56 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> _Fou
         raise LaunchVariablesError.half_set(world.source, present, missing)
     host = environ["MASTER_ADDR"]
     port = launchers.master_port(environ)
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return arrival.client(host, port), arrival.secret
-    if (met_before := again(host, port)) is not None:
-        return met_before, arrival.secret
-    held = handed_down(port) if world.rank == 0 else None
-    store = arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
-    _kept[host, port] = store
-    return store, arrival.secret
+    store = again(host, port)
+    if store is None:
+        store = _kept[host, port] = _store_of_master(host, port, environ, arrival)
+    return store, _secret(store, host, port, arrival)
+
+
+def _store_of_master(
+    host: str, port: int, environ: Mapping[str, str], arrival: _Arrival
+) -> dist.Store:
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives ranks, which come again
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"instep/attempt{attempt}", arrival.client(host, port))
+    held = handed_down(port) if arrival.world.rank == 0 else None
+    return arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
+
+
+def _secret(store: dist.Store, host: str, port: int, arrival: _Arrival) -> bytes | None:
+    """What this rank was given; else, where all ranks are known to be on one host, what rank 0
+    draws and hands to this user's processes; else none."""
+    world = arrival.world
+    if arrival.secret is not None or not (
+        interfaces.is_loopback(host) or launchers.says_one_host(world)
+    ):
+        return arrival.secret
+    address = str(resolve(host, port)[1][0])
+    if world.rank != 0:
+        return arrival.find(partial(_handed_over, store, address, port, world.size))
+    secret = new_secret()
+    arrival.until_all_have_come.enter_context(handover.offer(address, port, secret))
+    return secret
+
+
+def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
+    """None where rank 0 is still to come, which begins to hand over before it hands in its card."""
+    try:
+        is_there = rollcall.has_come(store, 0)
+        return handover.ask(address, port)
+    except dist.DistNetworkError:
+        raise RendezvousError.ended([0], size, "its host") from None
+    except ConnectionRefusedError:
+        if is_there:
+            raise StrangerError.not_handed_over() from None
+        return None
 
 
 def _store_at(place: places.Place, arrival: _Arrival) -> _Found:
     match place:
         case places.Address(host, port, job):
-            return _tcp_store(host, port, arrival, job), arrival.secret
+            store = _tcp_store(host, port, arrival, job)
+            return store, _secret(store, host, port, arrival)
         case places.PrivateFile(path):
             return _noted_store(path, (notice.HOST,), arrival)
         case places.SharedFile(path):
