@@ -129,4 +129,4 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
     """)
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "this script's work was divided among the ranks, and now it takes RANK" in done.stderr
+    assert "on all ranks, and now it takes RANK for granted" in done.stderr

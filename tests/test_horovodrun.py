@@ -129,7 +129,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
         ("-np 2 python -c 1", "the ranks' Python takes no -c"),
         ("-np 2 python nowhere.py", "cannot run nowhere.py: there is no such file"),
         ("-np 2", "nothing to run"),
-        ("-np 2 --spam python a.py", "unrecognized arguments: --spam"),
+        ("-np 2 --spam python a.py", "there is no option --spam"),
     ],
 )
 def test_what_cannot_be_done_as_asked_is_said_in_one_line(words, said, capsys):

@@ -1,8 +1,9 @@
 """A file that is being written, and for whose end the processes that end this one wait a little.
 
-Between ranks of one job there is a mark: a file, named like the rank's failure file, that holds
-the path of the draft and is there while the draft is written. `instep run` looks for it before it
-ends the ranks after a failure; a rank that is told to leave by its watcher asks `wait_for_all`.
+Between processes of one job there is a mark: a file that holds the path of the draft and is there
+while the draft is written. `instep run`, for whom it is named like the rank's failure file, looks
+for it before it ends the ranks after a failure. Under other launchers the rank's watcher removes
+what a rank that was killed has left. A rank that its watcher tells to leave asks `wait_for_all`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from types import FrameType
 
 LIMIT = 10.0
 """Seconds that others wait for the files that a rank is writing when another one has failed."""
+MARK = "writing"
+"""The mark's name in a rank's own folder, where there is no failure file."""
 DRAFTS = ".instep-"
 """How the folder of a draft begins; the draft in it has the name of the file that it will be."""
 

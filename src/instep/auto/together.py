@@ -67,8 +67,8 @@ class Together:
         facts = _facts(self._store, self.world)
         self.seed = facts.seed
         self._folder = _Folder(facts, self.world.rank)
+        underway.begin(self._folder.mark())
         if launchers.FAILURE_FILE in os.environ:
-            underway.begin(underway.mark_at(Path(os.environ[launchers.FAILURE_FILE])))
             confined.spare(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         confined.spare(*self._folder.places())
         self.has_begun = False
@@ -234,6 +234,13 @@ class _Folder:
     def places(self) -> list[str]:
         """All folders in which this rank writes."""
         return [self._own, *([] if self._shared is None else [self._shared])]
+
+    def mark(self) -> Path:
+        """Where this rank says which file it is writing: to the supervisor, else to its watcher."""
+        if launchers.FAILURE_FILE in os.environ:
+            return underway.mark_at(Path(os.environ[launchers.FAILURE_FILE]))
+        os.makedirs(self._own, mode=0o700, exist_ok=True)
+        return Path(self._own, underway.MARK)
 
     def leave(self) -> None:
         """Remove what is this rank's, and what is everybody's after the last one."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from instep.communication.transport import transport
-from instep.training.batches import batch_of, known_block
-from instep.training.calls import current
+from instep.training.batches import batch_of
+from instep.training.calls import latest
 
 M = TypeVar("M", bound="_Sums")
 
@@ -115,8 +115,8 @@ class Accuracy(_Sums):
 
 def _ghost(values: Tensor) -> bool:
     """Whether these come from a sample that only keeps this rank's loop running."""
-    call = current()
-    block = known_block(values)
-    if block is not None or call is None:
-        return batch_of(values).ghost
-    return call.batch.ghost
+    batch, call = batch_of(values), latest()
+    # A loss is no part of a batch: it belongs to the forward that was made last, if that may be.
+    if len(batch.blocks) > 1 and call is not None and {*call.batch.blocks} < {*batch.blocks}:
+        batch = call.batch
+    return batch.ghost

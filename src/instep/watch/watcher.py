@@ -18,7 +18,7 @@ from pathlib import Path
 
 from instep.fates import headline, named, shell_code
 from instep.lastseen import crash_told, line_told
-from instep.underway import LIMIT
+from instep.underway import LIMIT, MARK, tidy
 from instep.watch.hub import Hub, failure
 from instep.watch.line import Line, Said
 from instep.watch.loop import Loop
@@ -177,6 +177,7 @@ class Watcher:
         import shutil  # few watchers need it
 
         own, shared = self._folders
+        tidy(Path(own, MARK))
         shutil.rmtree(own, ignore_errors=True)
         if shared is not None and not [*Path(shared).glob("rank*")]:
             shutil.rmtree(shared, ignore_errors=True)
