@@ -184,6 +184,20 @@ def test_gradients_that_share_memory_are_summed_once():
     same_on_one_rank(one_memory)
 
 
+def hooks_that_come_and_go():
+    model, loss = part()
+    for _ in range(2):
+        handle = model[0].weight.register_hook(torch.clone)
+        loss().backward()
+        handle.remove()
+        loss().backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+def test_hooks_of_the_users_may_come_and_go():
+    same_on_one_rank(hooks_that_come_and_go)
+
+
 def layouts():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(6 * 16, 5)).double()
