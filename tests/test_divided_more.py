@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from instep.divided import modules
 from instep.divided.rows import Rows
@@ -149,7 +149,7 @@ def losses_of_two_large_outputs(log: Log) -> None:
         changed.mul_(2)
         return (
             first
-            + F.mse_loss(changed, two)
+            + F.mse_loss(two, changed)
             + F.l1_loss(model(x).view(-1), other(x).flatten())
             + F.cross_entropy(model(x).view(-1, 1, 3).transpose(1, 2), tokens(y)[:, :1])
             + F.mse_loss(model(x), torch.ones(()).double().expand(len(x), 3))
@@ -311,7 +311,9 @@ def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_out
 
     def saving(function: Callable[..., Any], x: Tensor) -> Tensor:
         contexts = (Noted("forward"), Noted("again"))
-        result: Tensor = checkpoint(function, x, use_reentrant=False, context_fn=lambda: contexts)
+        result: Tensor = torch.utils.checkpoint.checkpoint(
+            function, x, use_reentrant=False, context_fn=lambda: contexts
+        )
         return result
 
     with dividing():
