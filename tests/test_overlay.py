@@ -50,7 +50,7 @@ def read(path: str) -> str:
         return file.read()
 
 
-def scanned(path: str) -> list[tuple[str, bool, bool]]:
+def scanned(path: str | int) -> list[tuple[str, bool, bool]]:
     with os.scandir(path) as entries:
         return sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries)
 
@@ -85,8 +85,41 @@ def operations(numbers: random.Random) -> Iterator[Callable[[], object]]:
     yield lambda: sorted(os.listdir(one))
     yield lambda: scanned(one)
     yield lambda: os.readlink(one)
+    yield from within(one, two, text)
     yield lambda: os.path.realpath(one).removeprefix(os.getcwd())
     yield tree
+
+
+def within(one: str, two: str, text: str) -> Iterator[Callable[[], object]]:
+    """What takes a folder's descriptor."""
+    yield lambda: beside(one, lambda fd: os.mkdir("a", dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.rename("a", "b", src_dir_fd=fd, dst_dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.replace(src=two, dst="c", dst_dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.unlink("b", dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.rmdir("b", dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.link(two, "c", dst_dir_fd=fd))
+    yield lambda: beside(one, lambda fd: os.symlink("b", "c", dir_fd=fd))
+    yield lambda: beside(one, lambda fd: write_beside(fd, text))
+    yield lambda: beside(one, lambda fd: os.stat("b", dir_fd=fd).st_size)
+    yield lambda: beside(one, lambda fd: os.access("b", os.R_OK, dir_fd=fd))
+    yield lambda: beside(one, lambda fd: shutil.rmtree("b", dir_fd=fd))
+    yield lambda: beside(one, lambda fd: (os.rename(one, two), write_beside(fd, text)))
+    yield lambda: beside(one, lambda fd: (shutil.rmtree(one), write_beside(fd, text)))
+    yield lambda: beside(one, lambda fd: (sorted(os.listdir(fd)), scanned(fd)))
+    yield lambda: sorted((at, sorted(d), sorted(f)) for at, d, f, _ in os.fwalk(one))
+
+
+def beside(folder: str, use: Callable[[int], object]) -> object:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return use(fd)
+    finally:
+        os.close(fd)
+
+
+def write_beside(fd: int, text: str) -> None:
+    with open(os.open("b", os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=fd), "w") as file:
+        file.write(text)
 
 
 def outcome(operation: Callable[[], object]) -> object:

@@ -1,15 +1,16 @@
 """What answers for `open` and the functions of `os` that take a path.
 
 Rank 0 keeps what it is about to change and goes on; the others are sent to where their own version
-lies. What takes a file descriptor, or a path relative to one, is left alone.
+lies. A path that is relative to a folder's descriptor (`dir_fd=`) is turned into an absolute one.
+What takes the descriptor of a file is left alone.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,19 +38,15 @@ def role() -> Keeper | Shadow | None:
     return _roles[0] if _roles else None
 
 
-def _role(*paths: object, **options: Any) -> Keeper | Shadow | None:
-    """Who answers for these paths; None: the original itself."""
-    if not _roles or is_real():
-        return None
-    if any(isinstance(path, int) for path in paths):
-        return None
-    if any(options.get(name) is not None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+def answering(*paths: object) -> Keeper | Shadow | None:
+    """Who answers for these paths; None: the original function does."""
+    if not _roles or is_real() or any(isinstance(path, int) for path in paths):
         return None
     return _roles[0]
 
 
 @contextmanager
-def _named(path: Any, second: Any = None) -> Iterator[None]:
+def named(path: Any, second: Any = None) -> Iterator[None]:
     """Errors name the paths that the script gave."""
     try:
         yield
@@ -61,18 +58,59 @@ def _named(path: Any, second: Any = None) -> Iterator[None]:
         raise
 
 
+# ------------------------------------------------------------------- folders by their descriptors
+
+_RELATIVE = {"dir_fd": ("dst", "path"), "src_dir_fd": ("src",), "dst_dir_fd": ("dst",)}
+"""Which parameter is relative to this one: the first that a function has."""
+
+
+def _takes_folders(function: Function) -> Function:
+    """A replacement which is given absolute paths for those relative to a folder's descriptor."""
+    names = list(signature(function).parameters)
+
+    @functools.wraps(function)
+    def with_paths(original: Function, *args: Any, **kwargs: Any) -> Any:
+        folders = {name: kwargs.pop(name) for name in _RELATIVE if kwargs.get(name) is not None}
+        if not folders:
+            return function(original, *args, **kwargs)
+        bound = signature(function).bind(original, *args, **kwargs)
+        given = [bound.arguments[name] for name in ("path", "src", "dst") if name in names]
+        role = answering(*given)
+        if role is None:
+            return function(original, *args, **kwargs, **folders)
+        with named(*given):
+            for name, fd in folders.items():
+                which = next(each for each in _RELATIVE[name] if each in names)
+                bound.arguments[which] = _within(fd, bound.arguments[which], role)
+            return function(*bound.args, **bound.kwargs)
+
+    return with_paths
+
+
+def _within(fd: int, path: Any, role: Keeper | Shadow) -> str:
+    """A path that is relative to this descriptor's folder."""
+    text = os.fsdecode(path)
+    if os.path.isabs(text):
+        return text
+    try:
+        return os.path.join(role.open_folders.path_of(fd), text)
+    except OSError as error:
+        error.filename = path
+        raise
+
+
 # ------------------------------------------------------------------------ for whoever opens itself
 
 
 def to_read(path: Any) -> Any:
     """Where a library that opens files by itself shall read `path`."""
-    role = _role(path)
+    role = answering(path)
     return role.readable(path) if isinstance(role, Shadow) else path
 
 
 def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     """Where it shall write `path`. Raises what opening it with these flags would raise."""
-    role = _role(path)
+    role = answering(path)
     if isinstance(role, Keeper):
         role.keep(path)
     return role.writable(path, flags) if isinstance(role, Shadow) else path
@@ -80,7 +118,7 @@ def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
 
 def to_make(path: Any) -> Any:
     """Where it shall make `path`, which must not exist."""
-    role = _role(path)
+    role = answering(path)
     if isinstance(role, Keeper):
         role.keep(path, follow=False)
     return role.new(path) if isinstance(role, Shadow) else path
@@ -89,7 +127,7 @@ def to_make(path: Any) -> Any:
 @contextmanager
 def written_anew(path: Any) -> Iterator[Any]:
     """Where it shall write all of `path`, whose old content stays until this block has ended."""
-    role = _role(path)
+    role = answering(path)
     if isinstance(role, Keeper):
         with drafted(path, role) as draft:
             yield draft
@@ -104,7 +142,7 @@ def open_(
     original: Function, file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any
 ) -> Any:
     """For `open`: whoever has an opener of his own calls os.open."""
-    role = _role(file)
+    role = answering(file)
     given = opener or (args[5] if len(args) > 5 else None)
     if isinstance(role, Keeper) and not {*"wax+"}.isdisjoint(mode):
         role.keep(file)
@@ -126,36 +164,40 @@ def _opener(path: Any, flags: int) -> int:
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
+@_takes_folders
 def os_open(
     original: Function, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 ) -> Any:
     """For os.open."""
-    role = _role(path, dir_fd=dir_fd)
+    role = answering(path)
     if isinstance(role, Keeper) and flags & _CHANGES:
         role.keep(path)
     if not isinstance(role, Shadow):
         return original(path, flags, mode, dir_fd=dir_fd)
-    with _named(path):
+    with named(path):
         if not flags & _CHANGES:
-            return original(role.readable(path), flags, mode)
+            fd = original(role.readable(path), flags, mode)
+            role.opened(fd, path)
+            return fd
         return original(role.writable(path, flags), flags | os.O_CREAT, mode)
 
 
 def truncate(original: Function, path: Any, length: int) -> None:
     """For os.truncate."""
-    with _named(path):
+    with named(path):
         original(to_write(path, 0), length)
 
 
 # ------------------------------------------------------------------------------------ looking
 
 
+@_takes_folders
 def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.stat and so on."""
-    role = _role(path, **kwargs)
+    role = answering(path)
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
-    with _named(path):
+    with named(path):
         place = role.place(path, follow=kwargs.get("follow_symlinks", True))
         return original(place, *args, **kwargs)
 
@@ -168,155 +210,64 @@ def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         return False
 
 
+@_takes_folders
 def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.lstat and os.readlink."""
-    role = _role(path, **kwargs)
+    role = answering(path)
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
-    with _named(path):
+    with named(path):
         return original(role.place(path, follow=False), *args, **kwargs)
-
-
-def listdir(original: Function, path: Any = ".") -> Any:
-    """For os.listdir: in the same order on all ranks."""
-    role = _role(path)
-    if isinstance(role, Shadow):
-        with _named(path):
-            names = role.listed(path)
-        if names is not None:
-            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
-    names = original(path)
-    return sorted(names) if isinstance(role, Keeper) and role.has_changed(path) else names
-
-
-class Entry(os.PathLike[str]):
-    """What os.DirEntry is, for a folder that is not there as it is seen."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self.name = name
-        self.path = os.path.join(folder, name)
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """As os.DirEntry has it."""
-        return stat.S_ISDIR(self._mode(follow_symlinks))
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """As os.DirEntry has it."""
-        return stat.S_ISREG(self._mode(follow_symlinks))
-
-    def is_symlink(self) -> bool:
-        """As os.DirEntry has it."""
-        return os.path.islink(self.path)
-
-    def _mode(self, follow_symlinks: bool) -> int:
-        try:
-            return os.stat(self.path, follow_symlinks=follow_symlinks).st_mode
-        except FileNotFoundError:
-            return 0
-
-    def is_junction(self) -> bool:
-        """As os.DirEntry has it."""
-        return False
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """As os.DirEntry has it."""
-        return os.stat(self.path, follow_symlinks=follow_symlinks)
-
-    def inode(self) -> int:
-        """As os.DirEntry has it."""
-        return os.lstat(self.path).st_ino
-
-
-class _Entries:
-    """What os.scandir returns."""
-
-    def __init__(self, entries: list[Any]) -> None:
-        self._entries = iter(entries)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._entries
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def scandir(original: Function, path: Any = ".") -> Any:
-    """For os.scandir: in the same order on all ranks."""
-    role = _role(path)
-    folder = "." if path is None else path
-    if role is None or isinstance(folder, bytes):
-        return original(path)
-    if isinstance(role, Shadow):
-        with _named(path):
-            names = role.listed(folder)
-        if names is not None:
-            return _Entries([Entry(os.fspath(folder), name) for name in names])
-        return original(path)
-    if not role.has_changed(folder):
-        return original(path)
-    with original(path) as entries:
-        return _Entries(sorted(entries, key=lambda entry: str(entry.name)))
 
 
 # ----------------------------------------------------------------------------------- changing
 
 
+@_takes_folders
 def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.mkdir, os.mkfifo and os.mknod."""
-    role = _role(path, **kwargs)
+    role = answering(path)
     if isinstance(role, Keeper):
         role.keep(path, follow=False)
     if isinstance(role, Shadow):
-        with _named(path):
+        with named(path):
             return original(role.new(path, folder=original is _mkdir), *args, **kwargs)
     return original(path, *args, **kwargs)
 
 
-def symlink(original: Function, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+@_takes_folders
+def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.symlink."""
-    role = _role(target, **kwargs)
+    role = answering(dst)
     if role is not None:
         role.forget_links()
     if isinstance(role, Keeper):
-        role.keep(target, follow=False)
+        role.keep(dst, follow=False)
     if isinstance(role, Shadow):
-        with _named(source, target):
-            return original(source, role.new(target))
-    return original(source, target, *args, **kwargs)
+        with named(src, dst):
+            return original(src, role.new(dst))
+    return original(src, dst, *args, **kwargs)
 
 
-def link(original: Function, source: Any, target: Any, **kwargs: Any) -> Any:
+@_takes_folders
+def link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     """For os.link."""
-    role = _role(source, target, **kwargs)
+    role = answering(src, dst)
     if role is not None:
         role.forget_links()
     if isinstance(role, Keeper):
-        role.keep(target, follow=False)
+        role.keep(dst, follow=False)
     if not isinstance(role, Shadow):
-        return original(source, target, **kwargs)
-    with _named(source, target):
-        return role.link(source, target)
+        return original(src, dst, **kwargs)
+    with named(src, dst):
+        return role.link(src, dst)
 
 
+@_takes_folders
 def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.unlink and os.remove."""
-    role = _role(path, dir_fd=dir_fd)
-    with _named(path):
+    role = answering(path)
+    with named(path):
         if isinstance(role, Shadow) and role.unlink(path):
             return None
     if isinstance(role, Keeper):
@@ -325,10 +276,11 @@ def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     return original(path, dir_fd=dir_fd)
 
 
+@_takes_folders
 def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.rmdir."""
-    role = _role(path, dir_fd=dir_fd)
-    with _named(path):
+    role = answering(path)
+    with named(path):
         if isinstance(role, Shadow) and role.rmdir(path):
             return None
     if isinstance(role, Keeper):
@@ -337,34 +289,44 @@ def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     return original(path, dir_fd=dir_fd)
 
 
-def rename(original: Function, source: Any, target: Any, **kwargs: Any) -> Any:
+@_takes_folders
+def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     """For os.rename and os.replace."""
-    role = _role(source, target, **kwargs)
-    with _named(source, target):
-        if isinstance(role, Shadow) and role.rename(source, target):
+    role = answering(src, dst)
+    with named(src, dst):
+        if isinstance(role, Shadow) and role.rename(src, dst):
             return None
     if isinstance(role, Keeper):
-        role.keep_both(source, target)
+        role.keep_both(src, dst)
         role.forget_links()
-    return original(source, target, **kwargs)
+    return original(src, dst, **kwargs)
 
 
+@_takes_folders
 def describe(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.chmod, os.utime and so on: what was there before keeps its mode and times."""
-    role = _role(path, **kwargs)
+    role = answering(path)
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
-    with _named(path):
+    with named(path):
         place = role.own(path, follow=kwargs.get("follow_symlinks", True))
         return None if place is None else original(place, *args, **kwargs)
 
 
-def rmtree(original: Function, *args: Any, **kwargs: Any) -> Any:
+def rmtree(
+    original: Function, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any
+) -> Any:
     """For shutil.rmtree: by paths, not by file descriptors."""
+    role = answering(path)
+    if role is None:
+        return original(path, *args, dir_fd=dir_fd, **kwargs)
+    if dir_fd is not None:
+        with named(path):
+            return rmtree(original, _within(dir_fd, path, role), *args, **kwargs)
     before = shutil._use_fd_functions  # type: ignore[attr-defined]
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     try:
-        return original(*args, **kwargs)
+        return original(path, *args, **kwargs)
     finally:
         shutil._use_fd_functions = before  # type: ignore[attr-defined]
 
@@ -374,8 +336,8 @@ def rmtree(original: Function, *args: Any, **kwargs: Any) -> Any:
 
 def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
-    role = _role(path)
-    with _named(path):
+    role = answering(path)
+    with named(path):
         original(role.folder(path) if isinstance(role, Shadow) else path)
 
 

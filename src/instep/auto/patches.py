@@ -19,7 +19,7 @@ import tempfile
 import torch
 from torch import nn
 
-from instep.auto import children, devices, files, guards, popens, streams, writers
+from instep.auto import children, devices, files, guards, listing, popens, streams, writers
 from instep.auto.alone import LOADING, SEEDING
 from instep.auto.layers import Layer
 from instep.auto.patching import Patch, Patched
@@ -55,8 +55,8 @@ FILES = (
     *(Patch(os, name, files.look, _SEEN) for name in ("getxattr", "listxattr", "pathconf")),
     Patch(os, "access", files.access, _SEEN),
     *(Patch(os, name, files.look_at_link, _SEEN) for name in ("lstat", "readlink")),
-    Patch(os, "listdir", files.listdir, _SEEN),
-    Patch(os, "scandir", files.scandir, _SEEN),
+    Patch(os, "listdir", listing.listdir, _SEEN),
+    Patch(os, "scandir", listing.scandir, _SEEN),
     *(Patch(os, name, files.make, _ONCE) for name in ("mkdir", "mkfifo", "mknod")),
     Patch(os, "symlink", files.symlink, _ONCE),
     Patch(os, "link", files.link, _ONCE),

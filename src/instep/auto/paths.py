@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from instep.auto.descriptors import OpenFolders
 from instep.auto.layers import GONE, Layer
 from instep.auto.real import real
 
@@ -53,6 +54,7 @@ class Paths:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
         """The first one that knows a path is right."""
+        self.open_folders = OpenFolders()
         self._spared = tuple(spared_folders())
         self._temporary: set[str] = set()
         self._followed: dict[str, str] = {}

@@ -40,6 +40,12 @@ class Shadow(Paths):
         self._check_kept(plain, place)
         return place
 
+    @on_real_files
+    def opened(self, fd: int, path: Path) -> None:
+        """The script has opened `path`: if that is a folder, paths may be relative to it."""
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            self.open_folders.opened(fd, self.followed(path))
+
     def _check_kept(self, plain: str, place: str) -> None:
         if any(layer.has_lost(plain, place) for layer in self.layers):
             raise UneditedError.not_kept(plain, os.path.getsize(place))
@@ -129,6 +135,7 @@ class Shadow(Paths):
             raise path_error(errno.ENOTEMPTY, path)
         self._check_folder(plain, path)
         self._own.remove(plain)
+        self.open_folders.moved(plain, None)
         self.forget_links()
         return True
 
@@ -145,6 +152,8 @@ class Shadow(Paths):
         if old != new and not self._same_file(old, new):
             self._check_move(old, new)
             self._move(old, new)
+            self.open_folders.moved(new, None)
+            self.open_folders.moved(old, new)
             self.forget_links()
         return True
 
@@ -202,8 +211,9 @@ class Shadow(Paths):
     @on_real_files
     def link(self, source: Path, target: Path) -> None:
         """Give a file another name. Raises what os.link would."""
-        old, new = self.plain(source), self.plain(target)
+        old = self.plain(source)
         found = self._existing(old, source)
+        new = self.plain(target)
         self._check_new(new, target)
         if self._is_folder(found):
             raise path_error(errno.EPERM, source)
