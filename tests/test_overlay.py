@@ -198,8 +198,32 @@ def test_libraries_that_open_by_themselves_are_sent_along(rank1: Path) -> None:
     assert os.path.getsize("table.db") > 0
 
 
+class Returns(torch.nn.Module):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def forward(self) -> int:
+        return self.epoch
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (lambda epoch, path: torch.save(epoch, path), lambda path: torch.load(path)),
+        (
+            lambda epoch, path: torch.jit.save(torch.jit.script(Returns(epoch)), path),
+            lambda path: torch.jit.load(path)(),
+        ),
+    ],
+    ids=["torch.save", "torch.jit.save"],
+)
 def test_old_checkpoints_are_read_from_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[[int, str], object],
+    load: Callable[[str], int],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shadow, "SAVED_BYTES", 1)
@@ -207,8 +231,8 @@ def test_old_checkpoints_are_read_from_rank_0(
     for role in (Keeper(before), Shadow(own, before)):
         with seen_through(role):
             for epoch in range(3):
-                torch.save(epoch, f"{epoch}.pt")
-            assert [torch.load(f"{epoch}.pt") for epoch in range(3)] == [0, 1, 2]
+                save(epoch, f"{epoch}.pt")
+            assert [load(f"{epoch}.pt") for epoch in range(3)] == [0, 1, 2]
             assert {"0.pt", "1.pt", "2.pt"} < {*os.listdir()}
             os.unlink("0.pt")
             assert not os.path.exists("0.pt")

@@ -616,9 +616,9 @@ class UneditedError(LaunchError):
         """It reads, on a rank other than 0, a large file that rank 0 has written over already."""
         return cls(
             f"this rank reads {path} ({size / 2**30:.1f} GiB) after rank 0 has written over it. "
-            "Of that, rank 0 keeps at most 1 GiB for the others, more only where TMPDIR "
-            "lies on the same file system and that shares blocks (btrfs, XFS). Write the new "
-            "content under another name."
+            "Of that, rank 0 keeps at most 1 GiB for the others, less where TMPDIR is full, more "
+            "only where it lies on the same file system and that shares blocks (btrfs, XFS). Write "
+            "the new content under another name."
         )
 
     @classmethod

@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import tempfile
 import traceback
 from contextlib import suppress
 
+from instep import storage
 from instep.auto import landlock
 from instep.auto.paths import spared_folders
 from instep.auto.real import real
@@ -74,8 +74,8 @@ def _explain_full_disk(error: BaseException, rank: int) -> None:
     if rank == 0 or not _own or not (is_full or _FULL.search(in_words(error))):
         return
     with real():
-        free = shutil.disk_usage(_own[0]).free >> 20
+        place = storage.said(_own[0])
     error.add_note(
-        f"instep: rank {rank} keeps what the script writes below {_own[0]}, where {free} MiB are "
-        "free. Let TMPDIR name a folder with room for the checkpoints of all ranks of this host."
+        f"instep: rank {rank} keeps what the script writes below {place}. Let TMPDIR name a folder "
+        "with room for the checkpoints of all ranks of this host."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -60,10 +61,9 @@ class Keeper(Paths):
         draft = self._before.room_for(f"/.instep-{os.getpid()}")
         if not ((unwritten and _linked(plain, draft)) or clone(plain, draft)):
             self._bytes += os.lstat(plain).st_size
-            if self._bytes > KEPT_BYTES:
+            if self._bytes > KEPT_BYTES or not _copied(plain, draft):
                 self._before.lose(plain)
                 return
-            copy(plain, draft)
         os.replace(draft, self._before.room_for(plain))
 
     def _hand_down(self, plain: str, layer: Layer) -> None:
@@ -99,6 +99,18 @@ class Keeper(Paths):
             return any(self._before.names(self.followed(folder)))
         except OSError:  # links in a circle: who uses this path is told
             return False
+
+
+def _copied(source: str, target: str) -> bool:
+    """False where there is no room for it."""
+    try:
+        copy(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.unlink(target)
+        return False
+    return True
 
 
 def _linked(source: str, target: str) -> bool:

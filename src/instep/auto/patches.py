@@ -75,7 +75,7 @@ FILES = (
     Patch("torch", "load", writers.torch_load, _BY_NAME),
     Patch("torch.jit", "load", writers.reads(0, "f"), _BY_NAME),
     *(
-        Patch(f"torch._C:{name}", "save", writers.writes(1, "filename"), _BY_NAME)
+        Patch(f"torch._C:{name}", "save", writers.writes(1, "filename", checkpoint=True), _BY_NAME)
         for name in ("ScriptModule", "ScriptFunction")
     ),
     Patch("numpy", "save", writers.writes(0, "file", ".npy"), _WHOLE),
@@ -83,7 +83,9 @@ FILES = (
         Patch("numpy", name, writers.writes(0, "file", ".npz"), _WHOLE)
         for name in ("savez", "savez_compressed")
     ),
-    Patch("safetensors", "serialize_file", writers.writes(1, "filename"), _BY_NAME),
+    Patch(
+        "safetensors", "serialize_file", writers.writes(1, "filename", checkpoint=True), _BY_NAME
+    ),
     Patch("safetensors", "safe_open", writers.reads(0, "filename"), _BY_NAME),
     Patch("h5py:File", "__init__", writers.opens, _BY_NAME),
     Patch("soundfile:SoundFile", "__init__", writers.opens, _BY_NAME),

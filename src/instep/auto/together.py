@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep import knobs, underway
+from instep import knobs, storage, underway
 from instep.auto import children, confined, files, guards, hiding, patches, seeds, streams
 from instep.auto.generations import Generations, before_of
 from instep.auto.keeper import Keeper
@@ -66,7 +66,7 @@ class Together:
         self._store = dist.PrefixStore("instep", rendezvous.store())
         facts = _facts(self._store, self.world)
         self.seed = facts.seed
-        self._folder = _Folder(facts, self.world.rank)
+        self._folder = _Folder(facts, self.world)
         underway.begin(self._folder.mark())
         if launchers.FAILURE_FILE in os.environ:
             confined.spare(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
@@ -197,26 +197,31 @@ def _host() -> str:
 def _new_folder(world: World) -> str:
     """A folder for each rank. `instep run` removes it whatever happens; else the last one does."""
     above = os.environ.get(launchers.FAILURE_FILE)
-    folder = tempfile.mkdtemp(prefix="instep-", dir=None if above is None else Path(above).parent)
+    beside = storage.folder(world.local_size) if above is None else Path(above).parent
+    folder = tempfile.mkdtemp(prefix="instep-", dir=beside)
     for rank in range(world.size):
         os.mkdir(os.path.join(folder, f"rank{rank}"))
     return os.path.realpath(folder)
 
 
+def _mine(world: World) -> str:
+    """A folder for this rank, whose host is not rank 0's."""
+    return tempfile.mkdtemp(prefix="instep-", dir=storage.folder(world.local_size))
+
+
 class _Folder:
     """Where this rank's layers lie."""
 
-    def __init__(self, facts: Facts, rank: int) -> None:
+    def __init__(self, facts: Facts, world: World) -> None:
         self._shared = facts.folder if facts.host == _host() else None
         if self._shared is not None and not os.path.isdir(self._shared):
             self._shared = None  # the same machine in another container
-        self._rank = rank
         self._own = (
-            os.path.join(self._shared, f"rank{rank}")
+            os.path.join(self._shared, f"rank{world.rank}")
             if self._shared is not None
-            else os.path.realpath(tempfile.mkdtemp(prefix="instep-"))
+            else os.path.realpath(_mine(world))
         )
-        self._layers = None if rank == 0 else Generations(self._own, self._shared)
+        self._layers = None if world.rank == 0 else Generations(self._own, self._shared)
 
         attendant.remove_afterwards(self._own, self._shared)
 

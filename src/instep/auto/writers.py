@@ -39,8 +39,13 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
         return original(obj, f, *args, **kwargs)
     with written_anew(f) as place:
         original(obj, place, *args, **kwargs)
+    return _saved(f)
+
+
+def _saved(path: Any) -> None:
     saver = role()
-    return saver.saved(f) if isinstance(saver, Shadow) else None
+    if isinstance(saver, Shadow):
+        saver.saved(path)
 
 
 def reads(position: int, name: str) -> Function:
@@ -55,7 +60,7 @@ def reads(position: int, name: str) -> Function:
     return reading
 
 
-def writes(position: int, name: str, suffix: str = "") -> Function:
+def writes(position: int, name: str, suffix: str = "", *, checkpoint: bool = False) -> Function:
     """The same for a path that it writes anew, and to which it adds `suffix` if that is missing."""
 
     def writing(original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +71,10 @@ def writes(position: int, name: str, suffix: str = "") -> Function:
         if suffix and not text.endswith(suffix):
             text += suffix
         with written_anew(text) as place:
-            return _with(place, position, name, original, args, kwargs)
+            result = _with(place, position, name, original, args, kwargs)
+        if checkpoint:
+            _saved(text)
+        return result
 
     return writing
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep import knobs
+from instep import knobs, storage
 from instep.auto import landlock
 from instep.identity import launchers, visible
 from instep.meeting import rendezvous
@@ -44,6 +44,7 @@ def of_rank() -> Facts:
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
         "versions": _versions(),
+        "layers": storage.said(storage.folder(world.local_size)),
         "warnings": _warnings(),
     }
 

@@ -20,6 +20,7 @@ def text(report: Facts) -> str:
         f"variables   {_assignments(job['set']) or 'none set'}",
         *(f"versions    {seen}" for seen in _by_rank(ranks, "versions")),
         *(f"interfaces  {seen}" for seen in _by_rank(ranks, "interfaces")),
+        *(f"layers      {seen}" for seen in _by_rank(ranks, "layers")),
         *(f"gpus        {seen}" for seen in _by_rank(ranks, "gpus")),
         *(f"WARNING     {seen}" for seen in _by_rank(ranks, "warnings") if seen != "none"),
         "",

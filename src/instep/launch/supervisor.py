@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from instep import knobs, underway
+from instep import knobs, storage, underway
 from instep.errors import StartError
 from instep.failure import End, Failure, first_failure, report
 from instep.lastseen import LastSeen
@@ -103,7 +103,7 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
     party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
     with Mailbox() as mailbox:
         watch = Watch(mailbox, Links(party))
-        with _new_folder() if folder is None else nullcontext(folder) as files_of_job:
+        with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
             _run_ranks(job, party, watch, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
@@ -119,8 +119,8 @@ def _told(end: End, seen: LastSeen) -> End:
     return replace(end, told=seen.told(end.code, end.time), left=seen.left())
 
 
-def _new_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="instep-")
+def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="instep-", dir=storage.folder(ranks))
 
 
 def _run_ranks(

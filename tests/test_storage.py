@@ -1,0 +1,92 @@
+"""Where the layers lie: where there is room for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from instep import storage
+
+IN_A_SMALL_FOLDER = 'mount -t tmpfs -o size=1m tmpfs "$TMPDIR" && exec "$@"'
+SAVES = """
+import os, torch
+value = torch.arange(1 << 20)
+torch.save(value, "model.pt")
+assert torch.equal(torch.load("model.pt"), value)
+model = torch.nn.Linear(1, 1)
+model(torch.ones(8, 1)).sum().backward()
+assert torch.equal(torch.load("model.pt"), value)
+print("right")
+"""
+KEEPS = """
+import os
+from instep.auto.keeper import Keeper
+from instep.auto.layers import Layer
+from instep.auto.shadow import Shadow
+from instep.errors import UneditedError
+
+before = Layer(os.path.join(os.environ["TMPDIR"], "before"))
+for name in "large", "small":
+    Keeper(before).keep(name)
+seen = Shadow(Layer("rank1"), before)
+assert open(seen.readable("small")).read() == "content"
+assert os.path.getsize(seen.place("large")) == 2 << 20
+try:
+    seen.readable("large")
+except UneditedError:
+    print("refused")
+"""
+
+
+def alone(*command: str) -> tuple[str, ...]:
+    """With mounts of its own."""
+    return ("unshare", "--user", "--map-root-user", "--mount", *command)
+
+
+def can_mount() -> bool:
+    """Whether a process may have mounts of its own here."""
+    made = alone("sh", "-c", "mount -t tmpfs tmpfs /mnt")
+    return bool(shutil.which("unshare")) and not subprocess.run(made, check=False).returncode
+
+
+@pytest.mark.launch
+def test_checkpoints_that_are_larger_than_the_temporary_folder(tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("no process may mount anything here")
+    small, home = tmp_path / "small", tmp_path / "home"
+    small.mkdir()
+    home.mkdir()
+    (tmp_path / "script.py").write_text(SAVES)
+    run = (sys.executable, "-m", "instep", "run", "-n", "2", "script.py")
+    done = subprocess.run(
+        alone("sh", "-c", IN_A_SMALL_FOLDER, "sh", *run),
+        env=os.environ | {"TMPDIR": str(small), "XDG_CACHE_HOME": str(home)},
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    assert not [*home.iterdir()]
+
+
+def test_what_rank_0_has_no_room_to_keep_is_an_error_for_who_reads_it_late(tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip("no process may mount anything here")
+    (tmp_path / "large").write_bytes(bytes(2 << 20))
+    (tmp_path / "small").write_text("content")
+    (tmp_path / "full").mkdir()
+    done = subprocess.run(
+        alone("sh", "-c", IN_A_SMALL_FOLDER, "sh", sys.executable, "-c", KEEPS),
+        env=os.environ | {"TMPDIR": str(tmp_path / "full")},
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+def test_the_first_folder_with_room_is_taken() -> None:
+    assert storage.folder(0) == tempfile.gettempdir()
+    assert os.access(storage.folder(1 << 40), os.W_OK)
