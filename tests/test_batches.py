@@ -98,6 +98,30 @@ def test_parts_of_one_data_set_in_memory_are_told_apart():
     assert len(batch_of(data).blocks) == 2, "the whole data set is no batch"
 
 
+def test_a_batch_that_is_used_again_and_again_makes_the_order_uncertain():
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    first = torch.ones(4, 3)
+    deliver(first, Block(0, 2, 8), tracker)
+    for total in (10, 12, 9):
+        assert Block(0, 2, 8) in batch_of(first).blocks
+        deliver((), Block(0, 2, total), tracker)
+    batch_of(first)
+    deliver((), Block(0, 2, 6), tracker)
+    assert len(batch_of(torch.ones(1)).blocks) == 4  # one that is in work, or up to three before
+
+
+def test_tensors_without_bytes_are_recognised_as_themselves_only():
+    loop = Loop()
+    tracker = BatchTracker(loop)
+    sparse, empty, dense = torch.eye(4).to_sparse(), torch.ones(0, 3), torch.ones(4, 3)
+    deliver([sparse, empty, dense], Block(0, 2, 8), tracker)
+    deliver((), Block(0, 2, 5), tracker)
+    assert batch_of(sparse).blocks == batch_of(empty).blocks == (Block(0, 2, 8),)
+    assert len(batch_of(torch.eye(4).to_sparse()).blocks) == 2
+    assert len(batch_of(dense[:0]).blocks) == 2
+
+
 def test_what_is_remembered_of_an_endless_loop_is_bounded():
     loop = Loop()
     tracker = BatchTracker(loop)

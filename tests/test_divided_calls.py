@@ -914,6 +914,22 @@ def divides_by_what_the_first_batches_do_not_show(log: Log) -> None:
 
 
 @whole
+def divides_by_what_only_another_number_of_rows_shows(log: Log) -> None:
+    class Ignoring(Around):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            kept = (y != 2).double()
+            return (F.cross_entropy(self.body(x), y, reduction="none") * kept).sum() / kept.sum()
+
+    model, calls = Ignoring(), [0]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return model(x[:10], y[:10]) if calls[0] == 6 else model(x[:12], y[:12].clamp(max=1))
+
+    train(log, model, step, steps=6)
+
+
+@whole
 def reaches_for_a_parameter_outside(log: Log) -> None:
     scale = nn.Parameter(torch.ones(3).double())
 
