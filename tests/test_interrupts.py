@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+import components
 from instep.watch.agreement import HERE_LIMIT, LIMIT, SAME, STILL, Agreement
 from instep.watch.loop import Loop
-from launching import Launch
+from launching import LAUNCHER_VARIABLES, Launch
 
 TRAINING = """
 import signal, sys, time, torch
@@ -133,6 +134,67 @@ def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert said[0] == "interrupted\nall at the same step: True\n"
     launch.wait_until_gone([])
+
+
+OPEN_MPI = (
+    *("mpirun.openmpi", "--allow-run-as-root", "--mca", "oob_tcp_if_include", "lo"),
+    *("--oversubscribe", "--bind-to", "none"),
+)
+ELASTIC = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1")
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", *ELASTIC),
+    *("--rdzv-endpoint", "127.0.0.1:0", "--local-ranks-filter", "0"),
+)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "parts", "said", "code"),
+    [
+        pytest.param(
+            TORCHRUN, TWO_LINES, "all at the same step: True\n", 1, id="torchrun, two lines"
+        ),
+        pytest.param(
+            ("mpirun.mpich", "-n", "2", sys.executable, "-m", "instep"), UNEDITED,
+            "all at the same step: ", 0, id="MPICH, unedited", marks=components.needs("MPICH"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_script_goes_on_after_ctrl_c_of_another_launcher(
+    launch: Launch, launcher: tuple[str, ...], parts: dict[str, str], said: str, code: int
+) -> None:
+    """As a terminal sends it: to the launcher's process group."""
+    environ = {k: v for k, v in launch.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    kept = {k: v for k, v in environ.items() if k != "TMPDIR"}  # torchrun leaves its folder there
+    process = subprocess.Popen(
+        [*launcher, script(launch, **parts)], cwd=launch.folder, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, env=kept | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    until(process, "go")
+    os.killpg(process.pid, signal.SIGINT)
+    result = launch.end_of(process)
+    assert (result.returncode, said in result.stdout) == (code, True), result.stdout
+    assert (launch.folder / "model.pt").exists()
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@components.needs("Open MPI")
+def test_open_mpi_ends_the_job_at_ctrl_c(launch: Launch) -> None:
+    """No script hears of it, and nothing is left."""
+    environ = {k: v for k, v in launch.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    process = subprocess.Popen(
+        [*OPEN_MPI, "-n", "2", sys.executable, "-m", "instep", script(launch, **UNEDITED)],
+        cwd=launch.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    until(process, "go")
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=50)[0]
+    launch.wait_until_gone([])
+    assert process.returncode != 0
+    assert "interrupted" not in said
 
 
 # ---------------------------------------------------------------------------------- pure parts
