@@ -189,6 +189,12 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_old_file(tmp_path: Path
 
 
 @pytest.mark.launch
+def test_a_rank_that_is_killed_when_it_has_saved_leaves_no_folder(tmp_path: Path) -> None:
+    killed(tmp_path, RUN, "", f"os.rmdir = lambda folder: {IS_KILLED}", "pass")
+    assert torch.load(tmp_path / "model.pt", weights_only=False) == 2
+
+
+@pytest.mark.launch
 def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> None:
     killed(tmp_path, RUN, "", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
     assert torch.load(tmp_path / "model.pt", weights_only=False) == 2

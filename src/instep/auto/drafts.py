@@ -28,41 +28,50 @@ def drafted(path: Path, keeper: Keeper) -> Iterator[str]:
     """
     with real():
         target = os.path.realpath(os.fsdecode(path))
-        draft = _draft_of(target, keeper) if _may_be_replaced(path, target, keeper) else None
-        if draft is None:
+        if not _may_be_replaced(path, target, keeper):
             keeper.keep(path)
             yield os.fsdecode(path)
             return
-        try:
-            with writing(draft):
+        draft = _draft_of(target)
+        with writing(draft):  # from before its folder is made until it has been removed
+            if not _has_folder(draft, keeper):
+                keeper.keep(path)
+                yield os.fsdecode(path)
+                return
+            try:
                 yield draft
                 if os.path.lexists(target):
                     _describe_like(target, draft)
                 keeper.keep(target, unwritten=True)
                 os.replace(draft, target)
-        except OSError as error:
-            if error.filename == draft:
-                error.filename = path
-            raise
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(draft)
-            with suppress(OSError):  # what somebody else has put into it
-                os.rmdir(os.path.dirname(draft))
+            except OSError as error:
+                if error.filename == draft:
+                    error.filename = path
+                raise
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(draft)
+                with suppress(OSError):  # what somebody else has put into it
+                    os.rmdir(os.path.dirname(draft))
 
 
-def _draft_of(target: str, keeper: Keeper) -> str | None:
-    """In a folder beside `target`, which is made; None where it cannot be."""
+def _draft_of(target: str) -> str:
+    """In a folder beside `target`."""
     above, name = os.path.split(target)
-    folder = os.path.join(above, f"{DRAFTS}{os.getpid()}-{threading.get_native_id()}")
+    return os.path.join(above, f"{DRAFTS}{os.getpid()}-{threading.get_native_id()}", name)
+
+
+def _has_folder(draft: str, keeper: Keeper) -> bool:
+    """Make the folder of a draft; False where that cannot be done."""
+    folder = os.path.dirname(draft)
     keeper.keep(folder, follow=False)  # no other rank shall see it
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:  # of a process that was killed
         pass
     except OSError:
-        return None
-    return os.path.join(folder, name)
+        return False
+    return True
 
 
 def _may_be_replaced(path: Path, target: str, keeper: Keeper) -> bool:
