@@ -8,6 +8,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,9 @@ import components
 import failures
 from instep.fates import headline, how_it_ended, shell_code
 from instep.watch.deadlock import stuck
+from instep.watch.hub import Hub
 from instep.watch.line import Line
+from instep.watch.loop import Loop
 from instep.watch.process import exit_code
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
@@ -132,14 +135,23 @@ model = torch.nn.Linear(4, 4)
 model(torch.ones(8, 4))
 rank = open("/proc/self/environ").read().split("\\0RANK=")[1].split("\\0")[0]
 if rank == "1":
-    raise ValueError("boo")
+    {end}
 model(torch.ones(8, 4))
 """
 
 
 @pytest.mark.launch
-def test_an_unedited_rank_that_fails_under_another_launcher_is_named(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(UNEDITED)
+@pytest.mark.parametrize(
+    ("end", "what", "last"),
+    [
+        ("raise ValueError('boo')", "failed (exit code 1)", "ValueError: boo\n"),
+        ("raise SystemExit(3)", "exited with code 3", " s before its end.\n"),
+    ],
+)
+def test_an_unedited_rank_that_fails_under_another_launcher_is_named(
+    tmp_path: Path, end: str, what: str, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(UNEDITED.format(end=end))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -152,9 +164,33 @@ def test_an_unedited_rank_that_fails_under_another_launcher_is_named(tmp_path: P
         for rank in range(2)
     ]  # fmt: skip
     said = "".join([rank.communicate(timeout=50)[1] for rank in ranks])
-    assert said.startswith("instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace")
-    assert said.endswith("ValueError: boo\n")
-    assert (said.count("Traceback"), said.count("/src/instep/")) == (1, 0)
+    assert said.startswith(f"instep: rank 1 of 2 {what}; rank 0 was stopped\n")
+    assert said.endswith(last)
+    assert (said.count("Traceback"), said.count("/src/instep/")) == (end.count("boo"), 0)
+
+
+def test_all_watchers_look_closely_when_a_rank_waits_at_the_end_of_its_script() -> None:
+    loop = Loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(loop, 2, listener, "token")
+        watchers, ends = [], []
+        for rank in range(2):
+            ours, theirs = socket.socketpair()
+            ends.append(theirs)
+            ours.settimeout(20)
+            hub.welcome(theirs)
+            watchers.append(Line(ours))
+            watchers[-1].say("hello", rank=rank, host="a", token="token")
+        running = threading.Thread(target=loop.run)
+        running.start()
+        watchers[1].say("exits")
+        assert [watcher.hear() for watcher in watchers] == [[{"word": "closely"}]] * 2
+        for watcher in watchers:
+            watcher.say("ended", code=0)
+        running.join(20)
+        assert not running.is_alive()
+        for end in (*watchers, *map(Line, ends)):
+            end.hang_up()
 
 
 DIES = """

@@ -97,7 +97,12 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
         return _refuse(error)
     if not sys.flags.safe_path:
         del sys.path[0]  # this command's own folder
-    program.run(words, plain=plain)
+    try:
+        program.run(words, plain=plain)
+    except SystemExit as leaving:  # no sys.excepthook hears of it
+        if leaving.code:
+            program.failing(f"SystemExit: {leaving.code}")
+        raise
     return 0
 
 

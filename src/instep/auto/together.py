@@ -157,6 +157,7 @@ class Together:
             self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
         everybody = [f"{_DONE}{rank}" for rank in range(self.world.size)]
+        attendant.say_at_the_end()
         with suppress(RuntimeError):  # rank 0 has gone: it waited for all
             at_the_end(lambda: self._store.wait(everybody, knobs.patience()))
 

@@ -100,6 +100,12 @@ def _master(store: dist.Store) -> list[str]:
     return [store.host] if isinstance(store, dist.TCPStore) else []
 
 
+def say_at_the_end() -> None:
+    """This rank has come to the end of its script, and begins to wait for the others."""
+    for attendant in _attendants[-1:]:
+        attendant.say_at_the_end()
+
+
 def remove_afterwards(own: str, shared: str | None) -> None:
     """When this rank has ended, however it did, its watcher removes the folder `own`.
 
@@ -161,6 +167,10 @@ class Attendant:
             sys.excepthook = self._fail
             if parent_process() is not None:
                 Finalize(None, self._child_ends, exitpriority=FIRST)
+
+    def say_at_the_end(self) -> None:
+        """Who waits for it now waits in vain, which shall be seen soon."""
+        self._line.say("exits")
 
     def remove_afterwards(self, own: str, shared: str | None) -> None:
         """Have the watcher do it."""

@@ -26,8 +26,9 @@ OTHERS = 0.9
 """Seconds that the others have to go."""
 ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 """How a rank ends that was asked to."""
-STUCK = 3.0
-"""Seconds until ranks that seem stuck are looked at again."""
+STUCK, STUCK_AT_THE_END = 3.0, 1.0
+"""Seconds until ranks that seem stuck are looked at again; the second where one of them has come
+to the end of its script, so that it begins no collective any more."""
 GREETING = 5.0
 """Seconds within which whoever has called says who it is."""
 CALLERS = 64
@@ -136,6 +137,8 @@ class Hub:
             self._end(rank, said["code"])
         elif word == "finished":
             self._finished.add(rank)
+        elif word == "exits":
+            self.tell_all("closely")
         elif word == "failed":
             self._fail(said)
         elif word == "waits":
@@ -234,7 +237,9 @@ class Hub:
     def _suspect(self) -> None:
         if suspects := deadlock.stuck(self._waits):
             seen = {rank: self._waits[rank] for rank in suspects}
-            self._loop.after(STUCK, partial(self._convict, seen))
+            at_the_end = any(wait["op"] == "exit" for wait in seen.values())
+            patience = STUCK_AT_THE_END if at_the_end else STUCK
+            self._loop.after(patience, partial(self._convict, seen))
 
     def _convict(self, seen: dict[int, Said]) -> None:
         """They are stuck if they still wait as they did."""

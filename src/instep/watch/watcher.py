@@ -25,7 +25,7 @@ from instep.watch.loop import Loop
 from instep.watch.process import activity, descendants, exit_code, kill
 
 LOOK, LOOK_CLOSELY = 2.5, 0.3
-"""Seconds between two looks at the rank; the second once any rank has ended."""
+"""Seconds between two looks at the rank; the second once any rank has come to its end."""
 IDLE = 3
 """Clock ticks between two looks that are no work: Gloo's threads wake a hundred times a second."""
 OBEY, GO = 0.7, 3.0
@@ -62,6 +62,8 @@ class Watcher:
         """The rank's process has ended."""
         self._came_late = bool(select.select([self._pidfd], [], [], 0)[0])
         """Whether it had ended before this watcher watched."""
+        self._closely = False
+        """Whether it looks at the rank often."""
         self._ended: set[int] = set()
         """The ranks that have ended."""
         self._failure: Said | None = None
@@ -104,6 +106,8 @@ class Watcher:
             elif words["word"] == "failed":
                 what = f"failed (exit code {words['code']})"
                 self._fail(words["code"], what, words.get("follows", False), words.get("missed"))
+            elif words["word"] == "exits":
+                self._hub.say("exits")
             elif words["word"] == "leaving":
                 self._obeyed, self._writing = True, words["writing"]
             elif words["word"] == "stands":
@@ -216,6 +220,8 @@ class Watcher:
                 self._job_failed(words)
             elif word == "leave":
                 self._leave()
+            elif word == "closely":
+                self._begin_to_look_closely()
             elif word == "verdict" and self._verdict is None:
                 self._convict(words["text"])
             elif word == "over":
@@ -246,12 +252,16 @@ class Watcher:
     # ------------------------------------------------------------------------ is it getting on
 
     def _has_ended(self, rank: int) -> None:
-        if not self._ended:
-            self._loop.after(LOOK_CLOSELY, self._look_closely)
         self._ended.add(rank)
+        self._begin_to_look_closely()
+
+    def _begin_to_look_closely(self) -> None:
+        if not self._closely:
+            self._closely = True
+            self._loop.after(LOOK_CLOSELY, self._look_closely)
 
     def _look_sometimes(self) -> None:
-        if not self._ended and not self._over:
+        if not self._closely and not self._over:
             self._look()
             self._loop.after(LOOK, self._look_sometimes)
 

@@ -10,6 +10,7 @@ _FACTS: dict[str, dict[str, tuple[type, ...]]] = {
     "hello": {"rank": _NUMBER, "host": _TEXT, "token": _TEXT},
     "ended": {"code": _NUMBER_OR_NONE},
     "finished": {},
+    "exits": {},
     "failed": {
         "rank": _NUMBER,
         "host": _TEXT,
