@@ -47,12 +47,17 @@ def _tell(views):
     current = session and session.current()
     rank = current.world.rank if current else 0
     if not current:
-        json.dump(views, open(f"{sys.argv[2]}/{rank}.json", "w"))
+        _dump(views, f"{sys.argv[2]}/{rank}.json")
         return
     from instep.auto import files
     from instep.auto.real import real
     with real():
-        json.dump(views, open(f"{sys.argv[2]}/{rank}.json", "w"))
+        _dump(views, f"{sys.argv[2]}/{rank}.json")
+
+def _dump(views, path):
+    with open(f"{path}.draft", "w") as file:
+        json.dump(views, file)
+    os.replace(f"{path}.draft", path)  # a rank may be stopped at any time
 
 def see(*values):
     _seen.extend(map(repr, values))
@@ -160,7 +165,7 @@ def _launched(top: Path, chosen: list[Script], ranks: int) -> Outcome:
     return Outcome(
         code,
         {s.name: "".join(line for line in lines if line.startswith(s.name)) for s in chosen},
-        [json.loads(path.read_text()) for path in sorted((top / "tmp/views").iterdir())],
+        [json.loads(path.read_text()) for path in sorted((top / "tmp/views").glob("*.json"))],
         {script.name: _tree(top / "w", script.folder) for script in chosen},
         errors,
     )

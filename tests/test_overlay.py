@@ -11,8 +11,10 @@ import stat
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -309,3 +311,28 @@ def test_what_is_no_file_is_left_alone(rank1: Path) -> None:
         writing.write("through")
         writing.close()
         assert reading.read() == "through"
+
+
+def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(60):
+            write("file", "w", f"{number}")
+            before, own = Layer(f"{tmp_path}/before{number}"), Layer(f"{tmp_path}/own{number}")
+            both = Barrier(2)
+
+            def rank0(before: Layer = before, both: Barrier = both) -> None:
+                keeper = Keeper(before)
+                both.wait()
+                keeper.keep("file", follow=False)
+                os.rename("file", "moved")
+
+            def rank1(shadow: Shadow, both: Barrier = both) -> str:
+                both.wait()
+                return read(shadow.writable("file", os.O_RDWR))
+
+            moves, seen = pool.submit(rank0), pool.submit(rank1, Shadow(own, before))
+            moves.result()
+            assert seen.result() == f"{number}"

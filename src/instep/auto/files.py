@@ -99,6 +99,26 @@ def _within(fd: int, path: Any, role: Keeper | Shadow) -> str:
         raise
 
 
+def _steadily(
+    find: Callable[[], str], use: Function, discard: Function = lambda result: None
+) -> Any:
+    """`use(find())`; again, elsewhere, if rank 0 has begun to change what was found meanwhile."""
+    place = find()
+    while True:
+        try:
+            result = use(place)
+        except OSError:
+            again = find()
+            if again == place:
+                raise
+        else:
+            again = find()
+            if again == place:
+                return result
+            discard(result)
+        place = again
+
+
 # ------------------------------------------------------------------------ for whoever opens itself
 
 
@@ -176,7 +196,9 @@ def os_open(
         return original(path, flags, mode, dir_fd=dir_fd)
     with named(path):
         if not flags & _CHANGES:
-            fd = original(role.readable(path), flags, mode)
+            fd: int = _steadily(
+                lambda: role.readable(path), lambda place: original(place, flags, mode), os.close
+            )
             role.opened(fd, path)
             return fd
         return original(role.writable(path, flags), flags | os.O_CREAT, mode)
@@ -198,8 +220,10 @@ def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
     with named(path):
-        place = role.place(path, follow=kwargs.get("follow_symlinks", True))
-        return original(place, *args, **kwargs)
+        follow = kwargs.get("follow_symlinks", True)
+        return _steadily(
+            lambda: role.place(path, follow=follow), lambda place: original(place, *args, **kwargs)
+        )
 
 
 def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +241,9 @@ def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> An
     if not isinstance(role, Shadow):
         return original(path, *args, **kwargs)
     with named(path):
-        return original(role.place(path, follow=False), *args, **kwargs)
+        return _steadily(
+            lambda: role.place(path, follow=False), lambda place: original(place, *args, **kwargs)
+        )
 
 
 # ----------------------------------------------------------------------------------- changing

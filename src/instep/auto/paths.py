@@ -95,12 +95,22 @@ class Paths:
 
     def find(self, plain: str) -> str:
         """Where a plain path lies; GONE if it does not exist, or did not when the job began."""
-        if not self.is_spared(plain):
-            for layer in self.layers:
-                place = layer.find(plain)
-                if place is not None:
-                    return place
-        return plain if os.path.lexists(plain) and self._is_itself(plain) else GONE
+        if self.is_spared(plain):
+            return plain if os.path.lexists(plain) and self._is_itself(plain) else GONE
+        for layer in self.layers:
+            place = layer.find(plain)
+            if place is not None:
+                return place
+        found = plain if os.path.lexists(plain) and self._is_itself(plain) else GONE
+        kept = self.kept(plain)
+        return found if kept is None else kept
+
+    def kept(self, plain: str) -> str | None:
+        """Where rank 0 has kept a path; None: it has not touched it, what was seen there is right.
+
+        Rank 0 works at the same time, so this is asked again after looking.
+        """
+        return next((p for p in (x.find(plain) for x in self.layers[1:]) if p is not None), None)
 
     def _is_itself(self, plain: str) -> bool:
         """Whether no folder above has become a link since the job began."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 
 from instep.auto.layers import GONE, Layer, copy
 from instep.auto.paths import Path, Paths, on_real_files, path_error
@@ -69,12 +70,20 @@ class Shadow(Paths):
         if self.is_spared(plain):
             return plain
         found = self.find(plain)
+        try:
+            return self._to_write(plain, found, path, flags)
+        except OSError:
+            if self.find(plain) == found:
+                raise
+            return self.writable(path, flags)  # rank 0 has just changed what was found
+
+    def _to_write(self, plain: str, found: str, path: Path, flags: int) -> str:
         if found == GONE:
             if not flags & os.O_CREAT:
                 self._existing(plain, path)
             self._check_folder(plain, path)
             return self._own.room_for(plain)
-        if anew:
+        if flags & os.O_CREAT and flags & os.O_EXCL:
             raise path_error(errno.EEXIST, path)
         if os.path.isdir(found):
             raise path_error(errno.EISDIR, path)
@@ -288,6 +297,22 @@ class Shadow(Paths):
             return found
         self._check_kept(plain, found)
         place = self._own.room_for(plain)
-        if found != place:
+        if found == plain:
+            self._copy_real(plain, place)
+        elif found != place:
             copy(found, place)
         return place
+
+    def _copy_real(self, plain: str, place: str) -> None:
+        """Copy what lies at `plain` itself, or what rank 0 has kept of it if it changes it now."""
+        try:
+            copy(plain, place)
+        except FileNotFoundError:
+            if self.kept(plain) is None:
+                raise
+        kept = self.kept(plain)
+        if kept is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(place)
+            self._check_kept(plain, kept)
+            copy(kept, place)
