@@ -100,23 +100,21 @@ def _within(fd: int, path: Any, role: Keeper | Shadow) -> str:
 
 
 def _steadily(
-    find: Callable[[], str], use: Function, discard: Function = lambda result: None
+    role: Shadow, find: Callable[[], str], use: Function, discard: Function = lambda result: None
 ) -> Any:
     """`use(find())`; again, elsewhere, if rank 0 has begun to change what was found meanwhile."""
-    place = find()
+    place = ""
     while True:
+        before, place = place, find()
         try:
             result = use(place)
         except OSError:
-            again = find()
-            if again == place:
+            if place == before or role.kept(place) is None:
                 raise
         else:
-            again = find()
-            if again == place:
+            if place == before or role.kept(place) is None:
                 return result
             discard(result)
-        place = again
 
 
 # ------------------------------------------------------------------------ for whoever opens itself
@@ -197,7 +195,10 @@ def os_open(
     with named(path):
         if not flags & _CHANGES:
             fd: int = _steadily(
-                lambda: role.readable(path), lambda place: original(place, flags, mode), os.close
+                role,
+                lambda: role.readable(path),
+                lambda place: original(place, flags, mode),
+                os.close,
             )
             role.opened(fd, path)
             return fd
@@ -222,7 +223,9 @@ def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     with named(path):
         follow = kwargs.get("follow_symlinks", True)
         return _steadily(
-            lambda: role.place(path, follow=follow), lambda place: original(place, *args, **kwargs)
+            role,
+            lambda: role.place(path, follow=follow),
+            lambda place: original(place, *args, **kwargs),
         )
 
 
@@ -242,7 +245,9 @@ def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> An
         return original(path, *args, **kwargs)
     with named(path):
         return _steadily(
-            lambda: role.place(path, follow=False), lambda place: original(place, *args, **kwargs)
+            role,
+            lambda: role.place(path, follow=False),
+            lambda place: original(place, *args, **kwargs),
         )
 
 

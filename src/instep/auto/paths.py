@@ -105,6 +105,7 @@ class Paths:
         kept = self.kept(plain)
         return found if kept is None else kept
 
+    @on_real_files
     def kept(self, plain: str) -> str | None:
         """Where rank 0 has kept a path; None: it has not touched it, what was seen there is right.
 
