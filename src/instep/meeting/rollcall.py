@@ -97,6 +97,18 @@ def stand_in(store: dist.Store, error: LaunchError, secret: bytes | None) -> Non
     time.sleep(_LINGERS)
 
 
+def check_for_stand_in(store: dist.Store) -> None:
+    """Raise what a rank that stands in for rank 0 has said, if there is one."""
+    if store.check([_VERDICT]):
+        _raise_told(_read(store, _VERDICT))
+
+
+def _raise_told(verdict: Any) -> None:
+    kind, *text = verdict if isinstance(verdict, list) else [None]
+    if isinstance(kind, str):
+        raise _KINDS.get(kind, LaunchError)(*map(str, text[:1]))
+
+
 def _of_job(store: dist.Store, secret: bytes | None) -> dist.Store:
     if secret is None:
         return store
@@ -139,13 +151,13 @@ def _hear(
         return None
 
     try:
-        first, second = vigil.until(verdict)
+        told = vigil.until(verdict)
+        _raise_told(told)
+        first, second = told
     except dist.DistNetworkError:  # rank 0, who keeps the store, has gone
         raise RendezvousError.ended([0], world.size, "its host") from None
     except (TypeError, ValueError):
         raise StrangerError.value(_VERDICT) from None
-    if isinstance(first, str):
-        raise _KINDS.get(first, LaunchError)(second)
     if not isinstance(second, list) or len(second) != world.size:
         raise StrangerError.value(_VERDICT)
     return bool(first), [str(number) for number in second]

@@ -185,6 +185,7 @@ def _secret(store: dist.Store, host: str, port: int, arrival: _Arrival) -> bytes
 def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
     """None where rank 0 is still to come, which begins to hand over before it hands in its card."""
     try:
+        rollcall.check_for_stand_in(store)
         is_there = rollcall.has_come(store, 0)
         return handover.ask(address, port)
     except dist.DistNetworkError:
