@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import instep
 from instep import PowerSGD
-from instep.communication.transport import Pending, Transport, through, transport
+from instep.distributed.communication.transport import Pending, Transport, through, transport
 from machine import machine
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import instep
-from instep.auto.loading import iterate
+from instep.unedited.data.loaders import iterate
 from machine import machine, quartiles, ratios
 
 BATCH_SIZE = 32

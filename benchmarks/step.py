@@ -28,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 import instep.compat.horovod as hvd
-from instep.auto.patches import DIVISION
-from instep.auto.patching import Patched
-from instep.communication.transport import transport
-from instep.divided import modules
-from instep.divided.backward import backward as divided_backward
+from instep.distributed.communication.transport import transport
+from instep.process.patching import Patched
 from instep.training.reducer import Backward as Collected
 from instep.training.reducer import Reducer, collecting
+from instep.unedited.patch_table import DIVISION
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.backward import backward as divided_backward
 from machine import machine, ratios, shown
 from models import workload
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import instep
-from instep.communication.transport import transport
-from instep.divided.crossing import all_rows
-from instep.divided.losses import loss
-from instep.divided.rows import Rows
+from instep.distributed.communication.transport import transport
 from instep.training.blocks import Block
+from instep.unedited.sharded_call.losses import loss
+from instep.unedited.sharded_call.mappings import all_rows
+from instep.unedited.sharded_call.sharded_output import Rows
 from machine import machine, ratios
 
 SCRIPT = Path(__file__).parent / "scripts" / "classifier.py"

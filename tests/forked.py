@@ -14,16 +14,21 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 
+from instep.distributed.identity.launchers import STORE_FD
 from instep.errors import ScriptFailedError, ScriptLateError
-from instep.identity.launchers import STORE_FD
-from instep.verify.records import read_run
+from instep.verify.recording.records import read_run
 from instep.verify.runs import EQUAL
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes seconds to import, once for all ranks: torch imports its compiler when the first
 # optimizer is made.
 _processes.set_forkserver_preload(
-    ["torch._dynamo", "sklearn.datasets", "sklearn.model_selection", "instep.verify.entry"]
+    [
+        "torch._dynamo",
+        "sklearn.datasets",
+        "sklearn.model_selection",
+        "instep.verify.recording.entry",
+    ]
 )
 
 LIMIT = 45.0
@@ -87,11 +92,11 @@ def _rank(
     rank: int, place: Place, command: tuple[str, ...], listener: socket.socket | None
 ) -> None:
     import torch
+    from instep.launch.worker.entry.script_reader import speaks_for_itself
 
-    from instep.communication import apart
-    from instep.launch.reading import speaks_for_itself
-    from instep.meeting import rendezvous
-    from instep.verify import entry
+    from instep.distributed.communication import rank_local
+    from instep.distributed.rendezvous import bootstrap
+    from instep.verify.recording import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -101,7 +106,7 @@ def _rank(
     os.chdir(place.folder)
     os.environ |= EQUAL
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
-    apart._depth.value = 0
+    rank_local._depth.value = 0
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter
     try:
         if place.size > 1:
@@ -109,7 +114,7 @@ def _rank(
             if listener is not None:
                 os.environ[STORE_FD] = str(listener.detach())
             if speaks_for_itself(command):
-                rendezvous.init()
+                bootstrap.init()
         try:
             entry.main(place.folder, *command)
         finally:

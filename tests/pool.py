@@ -144,14 +144,14 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
     os.environ["INSTEP_BACKEND"] = backend
     import torch
 
-    from instep.meeting import rendezvous
+    from instep.distributed.rendezvous import bootstrap
 
     warnings.simplefilter("error")
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter
     torch.set_num_threads(1)
     os.environ["INSTEP_WATCH"] = "off"  # a pool is killed, and looks after its ranks itself
     if size > 1:
-        rendezvous.init(f"file://{store}", rank=rank, world_size=size)
+        bootstrap.init(f"file://{store}", rank=rank, world_size=size)
     gc.freeze()  # what is imported is not looked through after each call
     while True:
         try:
@@ -165,11 +165,11 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     import torch
 
-    from instep.training import batches, calls
+    from instep.training import batches, forward_calls
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
     batches.forget()
-    calls._latest = None
+    forward_calls._latest = None
     try:
         body: Any = importlib.import_module(module)
         for part in name.split("."):

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp
 
+from instep.distributed.rendezvous import bootstrap
+from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
+from instep.distributed.shm.joining import join, obstacle
+from instep.distributed.shm.memory.reduction import find_reduction, reduce_into, scratch_count
 from instep.errors import BrokenGroupError
-from instep.meeting import rendezvous
-from instep.shm.across import ProcessGroupAcrossHosts
-from instep.shm.joining import join, obstacle
-from instep.shm.reduction import find_reduction, reduce_into, scratch_count
 from pool import ranks
 
 pytestmark = [
@@ -33,7 +33,7 @@ SIZES = [0, 1, 3, 40_000, 5_000_001]  # none, fewer than ranks, a part, several 
 def group(near, name, seconds=50):
     """As if each `near` successive ranks had a host of their own."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"{name}{near}/", rendezvous.store())
+    store = PrefixStore(f"{name}{near}/", bootstrap.store())
     timeout = timedelta(seconds=seconds)
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
     gloo._set_sequence_number_for_group()

@@ -11,7 +11,8 @@ from torch.nn import functional
 import instep
 from instep.compat.apex import amp
 from instep.compat.apex.parallel import LARC, DistributedDataParallel
-from instep.precision import PrecisionError, casting
+from instep.precision import PrecisionError
+from instep.training.amp import casting
 from pool import ranks
 
 pytestmark = pytest.mark.slow

@@ -8,15 +8,15 @@ from contextlib import suppress
 
 import pytest
 
+from instep.distributed.identity import endpoints
+from instep.distributed.identity.world import World
+from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
+from instep.distributed.rendezvous.arrival_wait import Vigil
+from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
-from instep.identity import places
-from instep.identity.world import World
-from instep.launch import local_rank
-from instep.launch.assembly import Member, meet
-from instep.launch.hosts import address
-from instep.meeting import cards, interfaces, listening
-from instep.meeting.cards import Card
-from instep.meeting.vigil import Vigil
+from instep.launch.multihost.hosts import address
+from instep.launch.multihost.supervisor_rendezvous import Member, meet
+from instep.launch.worker import local_rank_argument
 
 CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
@@ -38,11 +38,11 @@ def card(**changed):
 )
 def test_what_is_not_one_job_is_named(changed, message):
     with pytest.raises(MixedJobError, match=message):
-        cards.check({0: CARD, 1: card(**changed), 2: CARD}, "rank")
+        job_fingerprint.check({0: CARD, 1: card(**changed), 2: CARD}, "rank")
 
 
 def test_one_job_on_several_hosts_is_one_job():
-    cards.check({0: CARD, 1: card(host="other", network="other")}, "rank")
+    job_fingerprint.check({0: CARD, 1: card(host="other", network="other")}, "rank")
 
 
 def test_an_argument_that_tells_a_rank_its_place_is_no_difference(tmp_path):
@@ -138,8 +138,8 @@ def come(place, *members, seconds=5.0):
 @pytest.fixture(params=["address", "file"])
 def place(request, tmp_path):
     if request.param == "file":
-        return places.PrivateFile(str(tmp_path / "note"))
-    return places.Address("127.0.0.1", _free_port(), "job")
+        return endpoints.PrivateFile(str(tmp_path / "note"))
+    return endpoints.Address("127.0.0.1", _free_port(), "job")
 
 
 def test_all_hear_what_the_first_decides(place):
@@ -204,7 +204,7 @@ def test_who_comes_twice_is_named(place):
 
 
 def test_a_stranger_is_sent_away():
-    place = places.Address("127.0.0.1", _free_port(), "job")
+    place = endpoints.Address("127.0.0.1", _free_port(), "job")
     heard = []
     first = threading.Thread(target=lambda: heard.extend(come(place, Member(0, 2, CARD, 1))))
     first.start()
@@ -240,7 +240,7 @@ def offered(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
                         argparse.ArgumentParser.parse_known_args)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    local_rank.offer(World(3, 4, 3, 4))
+    local_rank_argument.offer(World(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])

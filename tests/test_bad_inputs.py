@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bad_inputs import CASES, Case, attempt, prepare
-from instep.launch import reading
+from instep.launch.worker import script_reader
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def test_what_is_wrong_is_said(case: Case, folder: Path) -> None:
 
 def test_functions_that_call_each_other_a_thousand_deep_are_followed(folder: Path) -> None:
     script = folder / "called.py"
-    assert reading.speaks_for_itself([str(script)]) is None
+    assert script_reader.speaks_for_itself([str(script)]) is None
     begins = script.with_name("begins.py")
     begins.write_text(script.read_text().replace("pass", "init_process_group()", 1))
-    reason = reading.speaks_for_itself([str(begins)])
+    reason = script_reader.speaks_for_itself([str(begins)])
     assert reason == "it starts a process group of its own"
     begins.unlink()

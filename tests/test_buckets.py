@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.training.buckets import plan_buckets
+from instep.training.buckets.layout import plan_buckets
 
 tensors = st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab")), max_size=20)
 

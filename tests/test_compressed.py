@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import instep
 from instep import PowerSGD
-from instep.communication.transport import through, transport
+from instep.distributed.communication.transport import through, transport
 from instep.errors import DisagreementError
 from pool import ranks, run, talking_over
 

@@ -19,16 +19,16 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
 import instep
-from instep.auto.patches import DIVISION
-from instep.auto.patching import Patched
-from instep.communication.transport import transport
-from instep.divided import modules, rows
-from instep.divided.alike import told_apart
-from instep.divided.draws import WholeDraws
-from instep.divided.rounding import tolerance
-from instep.divided.rows import Rows
+from instep.distributed.communication.transport import transport
 from instep.errors import MixedSumsError
+from instep.process.patching import Patched
 from instep.training.blocks import Block
+from instep.unedited.patch_table import DIVISION
+from instep.unedited.sharded_call import modules, sharded_output
+from instep.unedited.sharded_call.random_numbers import WholeDraws
+from instep.unedited.sharded_call.rank_mismatch import told_apart
+from instep.unedited.sharded_call.rounding import tolerance
+from instep.unedited.sharded_call.sharded_output import Rows
 from oracle import Log, same_as_one_process
 from pool import ranks, talking_over
 
@@ -61,7 +61,7 @@ def unedited(log: Log, training: Training, is_divided: bool) -> None:
     ranks = torch.distributed.is_initialized()
     patched = Patched(DIVISION if ranks else ())
     modules.forget()
-    rows.LARGE = LARGE.get(training.__name__, 2**20)
+    sharded_output.LARGE = LARGE.get(training.__name__, 2**20)
     try:
         training(log)
     finally:

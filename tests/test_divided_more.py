@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from instep.divided import modules
-from instep.divided.rows import Rows
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.sharded_output import Rows
 from oracle import Log, same_as_one_process
 from pool import ranks, talking_over
 from test_divided_calls import LARGE, Around, dividing, mlp, tokens, train, unedited

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import instep
-from instep.divided import modules
 from instep.errors import UndividedError
+from instep.unedited.sharded_call import modules
 from oracle import Log, same_as_one_process
 from pool import ranks
 from test_divided_calls import Around, dividing, train, unedited

@@ -14,10 +14,10 @@ import numpy
 import pytest
 import torch
 
-from instep.auto import files
-from instep.auto.keeper import Keeper
-from instep.auto.layers import Layer
-from instep.auto.shadow import Shadow
+from instep.unedited.files import os_functions
+from instep.unedited.files.layers import Layer
+from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.rank0_files import Keeper
 from test_overlay import seen_through
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_file_is_written_where_it_is(rank0: Path) -> None:
     os.mkfifo("pipe")
     os.symlink("pipe", "named")
     for path in ("pipe", "named", "/dev/stdout"):
-        with files.written_anew(path) as place:
+        with os_functions.written_anew(path) as place:
             assert place == path
 
 
@@ -129,7 +129,7 @@ KILLED = """
 {begin}
 import os, select, signal, sys, torch
 from instep.auto import session
-from instep.auto.real import real
+from instep.unedited.files.bypass import real
 
 class Ends:
     def __reduce__(self):

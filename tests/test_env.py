@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from instep import cli
-from instep.env import facts, selftest, table
-from instep.identity import visible
+from instep.distributed.identity import cuda_visible_devices
+from instep.launch.env import rank_report, selftest, table
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -33,7 +33,7 @@ from pool import ranks
 def test_the_physical_device_of_each_visible_one(
     count: int, said: str | None, found: list[str]
 ) -> None:
-    assert visible.physical(count, said) == found
+    assert cuda_visible_devices.physical(count, said) == found
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_the_physical_device_of_each_visible_one(
 def test_a_variable_that_cuda_does_not_know_was_set_too_late(
     said: str | None, shown: list[str], late: bool
 ) -> None:
-    warning = visible.set_too_late(said, None, shown)
+    warning = cuda_visible_devices.set_too_late(said, None, shown)
     assert (warning is not None) == late
     if warning:
         assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
         assert "it was unset when this process started" in warning
-        again = visible.set_too_late(said, "2,3", shown)
+        again = cuda_visible_devices.set_too_late(said, "2,3", shown)
         assert again == warning.replace("it was unset when", "it was '2,3' when")
 
 
 @ranks(1, 2, 3)
 def test_every_collective_is_tried_and_right() -> None:
-    found = selftest.run(facts.device())
+    found = selftest.run(rank_report.device())
     assert [name for name, _, _ in found] == list(selftest.TESTS)
     assert {verdict for _, verdict, _ in found} == {"ok"}
 

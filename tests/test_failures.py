@@ -17,12 +17,12 @@ import pytest
 
 import components
 import failures
-from instep.fates import headline, how_it_ended, shell_code
-from instep.watch.deadlock import stuck
-from instep.watch.hub import Hub
-from instep.watch.line import Line
-from instep.watch.loop import Loop
-from instep.watch.process import exit_code
+from instep.distributed.watchdog.connection import Line
+from instep.distributed.watchdog.deadlock import stuck
+from instep.distributed.watchdog.event_loop import Loop
+from instep.distributed.watchdog.hub import Hub
+from instep.distributed.watchdog.processes import exit_code
+from instep.exit_status import headline, how_it_ended, shell_code
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
 

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from detour import Detour
-from instep.communication.transport import transport
 from instep.compat.apex.parallel import DistributedDataParallel
+from instep.distributed.communication.transport import transport
 from instep.errors import MixedSumsError, TrainingError
 from oracle import compare
 from pool import run, talking_over

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.communication.groups import Group, release
-from instep.communication.transport import transport
+from instep.distributed.communication.groups import Group, release
+from instep.distributed.communication.transport import transport
 from instep.errors import DisagreementError, NotAMemberError, RendezvousError
 from pool import ranks, talking_over
 

@@ -4,23 +4,23 @@ import os
 
 import pytest
 
-from instep.auto import guards, hiding
-from instep.identity import launchers
-from instep.identity.world import World
+from instep.distributed.identity import launchers
+from instep.distributed.identity.world import World
+from instep.unedited import launcher_env, opt_out
 from test_unedited_world import RUN, Place
 
 
 @pytest.fixture
 def claimed():
     reasons = []
-    guards.begin(reasons.append)
+    opt_out.begin(reasons.append)
     yield reasons
-    guards.end()
+    opt_out.end()
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr(hiding, "hidden", {})
+    monkeypatch.setattr(launcher_env, "hidden", {})
     for name in [*os.environ]:
         if launchers.says_who(name):
             monkeypatch.delenv(name)
@@ -32,13 +32,13 @@ def launched(monkeypatch):
 
 def test_the_launchers_variables_are_hidden_and_shown_again(launched):
     before = dict(os.environ)
-    hiding.hide()
+    launcher_env.hide()
     assert dict(os.environ) == {k: v for k, v in before.items() if k not in launched}
-    assert hiding.hidden == launched
-    hiding.show()
+    assert launcher_env.hidden == launched
+    launcher_env.show()
     del before[launchers.STORE_FD]  # what it named is not there any more
     assert dict(os.environ) == before
-    assert hiding.hidden == {}
+    assert launcher_env.hidden == {}
 
 
 def asks(seam, *args):
@@ -49,33 +49,33 @@ def asks(seam, *args):
 def test_who_asks_politely_hears_nothing_and_who_takes_it_for_granted_is_left_alone(
     launched, claimed
 ):
-    hiding.hide()
+    launcher_env.hide()
     get, contains, item = (
         getattr(type(os.environ), name) for name in ("get", "__contains__", "__getitem__")
     )
     try:
-        assert guards.environ_get(get, os.environ, "RANK") is None
-        assert guards.environ_get(get, os.environ, "RANK", "0") == "0"
-        assert guards.environ_get(get, os.environ, "PATH") == os.environ["PATH"]
-        assert guards.environ_get(get, os.environ, "NOT_SET", "else") == "else"
-        assert not guards.environ_contains(contains, os.environ, "RANK")
-        assert not guards.environ_contains(contains, os.environ, "NOT_SET")
-        assert guards.environ_contains(contains, os.environ, "PATH")
-        assert guards.environ_getitem(item, os.environ, "PATH") == os.environ["PATH"]
+        assert opt_out.environ_get(get, os.environ, "RANK") is None
+        assert opt_out.environ_get(get, os.environ, "RANK", "0") == "0"
+        assert opt_out.environ_get(get, os.environ, "PATH") == os.environ["PATH"]
+        assert opt_out.environ_get(get, os.environ, "NOT_SET", "else") == "else"
+        assert not opt_out.environ_contains(contains, os.environ, "RANK")
+        assert not opt_out.environ_contains(contains, os.environ, "NOT_SET")
+        assert opt_out.environ_contains(contains, os.environ, "PATH")
+        assert opt_out.environ_getitem(item, os.environ, "PATH") == os.environ["PATH"]
         assert claimed == []
         with pytest.raises(KeyError):
-            guards.environ_getitem(item, os.environ, "RANK")
+            opt_out.environ_getitem(item, os.environ, "RANK")
         assert claimed == ["it takes RANK for granted"]
     finally:
-        hiding.show()
+        launcher_env.show()
 
 
 def test_some_calls_are_made_by_distributed_scripts_only(claimed):
-    claiming = guards.claims("it makes a group")
+    claiming = opt_out.claims("it makes a group")
     assert claiming(max, 3, 4) == 4
     assert claiming(sorted, [1, 2], reverse=True) == [2, 1]
     assert claimed == ["it makes a group"] * 2
-    guards.end()
+    opt_out.end()
     assert claiming(max, 3, 4) == 4
     assert len(claimed) == 2
 
@@ -92,18 +92,18 @@ def test_the_scripts_own_process_group_is_not_initialized():
         return True, *group
 
     for ours in ("instep.training.replicas", "torch.distributed.nn"):
-        assert from_module(ours, guards.is_initialized, true) == (True,)
-        assert from_module(ours, guards.place, true, "group") == (True, "group")
+        assert from_module(ours, opt_out.is_initialized, true) == (True,)
+        assert from_module(ours, opt_out.place, true, "group") == (True, "group")
     for other in ("__main__", "torch.nn", "torch.distributedly", "insteps"):
-        assert from_module(other, guards.is_initialized, true) is False
+        assert from_module(other, opt_out.is_initialized, true) is False
         with pytest.raises(ValueError, match="make sure to call init_process_group"):
-            from_module(other, guards.place, true)
+            from_module(other, opt_out.place, true)
 
 
 def test_a_script_that_turns_out_to_use_instep_is_left_alone(claimed):
-    assert from_module("__main__", guards.window, len, "replicate") == 9
-    assert from_module("__main__", guards.window, len, "not_there") == 9
-    assert from_module("instep.cli", guards.window, len, "replicate") == 9
+    assert from_module("__main__", opt_out.window, len, "replicate") == 9
+    assert from_module("__main__", opt_out.window, len, "not_there") == 9
+    assert from_module("instep.cli", opt_out.window, len, "replicate") == 9
     assert claimed == ["it uses instep.replicate"]
 
 
@@ -114,7 +114,7 @@ def test_a_script_that_turns_out_to_use_instep_is_left_alone(claimed):
 def test_cuda_means_the_ranks_own_gpu(monkeypatch, device, visible, expected):
     monkeypatch.setenv("INSTEP_DEVICE", device)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    hiding.narrow(World(1, 2, 1, 2))
+    launcher_env.narrow(World(1, 2, 1, 2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 

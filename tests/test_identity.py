@@ -2,9 +2,9 @@
 
 import pytest
 
+from instep.distributed.identity.launchers import detect
+from instep.distributed.identity.world import World
 from instep.errors import LaunchVariablesError
-from instep.identity.launchers import detect
-from instep.identity.world import World
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 import components
-from instep.watch.agreement import HERE_LIMIT, LIMIT, SAME, STILL, Agreement
-from instep.watch.loop import Loop
+from instep.distributed.watchdog.event_loop import Loop
+from instep.distributed.watchdog.interrupt_agreement import (
+    HERE_LIMIT,
+    LIMIT,
+    SAME,
+    STILL,
+    Agreement,
+)
 from launching import LAUNCHER_VARIABLES, Launch
 
 TRAINING = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.failure import SIGHT, End, Failure, first_failure, report
+from instep.process.failure import SIGHT, End, Failure, first_failure, report
 from launching import Launch
 
 pytestmark = pytest.mark.launch
@@ -357,7 +357,7 @@ def test_a_rank_that_nobody_watches_over_does_not_begin(
 ) -> None:
     ours, theirs = socket.socketpair()
     hang_up(ours)
-    worker = [sys.executable, "-m", "instep.launch.worker"]
+    worker = [sys.executable, "-m", "instep.launch.worker.entry"]
     worker += [str(theirs.fileno()), "lines", "plain"]
     environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     with theirs:

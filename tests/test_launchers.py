@@ -12,11 +12,11 @@ import pytest
 
 import components
 from instep import cli
+from instep.distributed.identity import endpoints
+from instep.distributed.identity.launchers import detect, meeting_place
+from instep.distributed.identity.world import World
+from instep.distributed.rendezvous import port_file, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
-from instep.identity import places
-from instep.identity.launchers import detect, meeting_place
-from instep.identity.world import World
-from instep.meeting import notice, stores
 
 # Recorded on real ones: Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05.8; on one host Horovod 0.28.1.
 
@@ -156,7 +156,7 @@ def test_ranks_of_srun_meet_at_the_first_host_of_the_step():
 def test_another_job_step_or_restart_meets_elsewhere(variables, changed):
     one, other = place(variables), place(variables | {changed: "7"})
     assert one == place(variables)
-    if isinstance(one, places.PrivateFile):
+    if isinstance(one, endpoints.PrivateFile):
         assert one.path != other.path
     else:
         assert one.port != other.port
@@ -170,7 +170,7 @@ def test_the_port_of_a_step_is_never_an_ephemeral_one():
 
 def test_tasks_of_one_host_meet_in_a_file_of_the_step():
     found = place(alone_on_host(SRUN))
-    assert isinstance(found, places.PrivateFile)
+    assert isinstance(found, endpoints.PrivateFile)
     assert found == place(alone_on_host(SRUN) | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
 
 
@@ -178,7 +178,7 @@ def test_ranks_of_horovodrun_meet_in_a_file_of_its_server():
     one_host = HOROVODRUN | SERVER | {"HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
     one_host |= {"HOROVOD_LOCAL_RANK": "3", "HOROVOD_LOCAL_SIZE": "4"}
     found = place(one_host)
-    assert isinstance(found, places.PrivateFile)
+    assert isinstance(found, endpoints.PrivateFile)
     assert found == place(one_host | {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1"})
     assert found != place(one_host | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "65359"})
 
@@ -249,9 +249,9 @@ def test_two_mpiruns_in_one_allocation_meet_at_different_ports(tmp_path):
 @pytest.mark.parametrize("variables", [OTHER_PMI, alone_on_host(SRUN)])
 def test_the_file_that_the_user_names_comes_first(tmp_path, variables):
     named = {"INSTEP_DIST_FILE": str(tmp_path / "meet")}
-    assert place(variables | named) == places.PrivateFile(str(tmp_path / "meet"))
-    assert place(OPEN_MPI | named) == places.SharedFile(str(tmp_path / "meet"))
-    assert place(SRUN | named) == places.SharedFile(str(tmp_path / "meet"))
+    assert place(variables | named) == endpoints.PrivateFile(str(tmp_path / "meet"))
+    assert place(OPEN_MPI | named) == endpoints.SharedFile(str(tmp_path / "meet"))
+    assert place(SRUN | named) == endpoints.SharedFile(str(tmp_path / "meet"))
 
 
 def test_a_node_list_that_is_none_or_missing_is_named():
@@ -312,17 +312,17 @@ def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
     path = str(tmp_path / "note")
     with socket.create_server(("127.0.0.1", 0)) as ended:
         port = ended.getsockname()[1]
-        with notice.put_up(path, port):
-            assert notice.read(path)[:2] == ("127.0.0.1", port)
+        with port_file.put_up(path, port):
+            assert port_file.read(path)[:2] == ("127.0.0.1", port)
             ended.close()
-            assert notice.read(path) is None
+            assert port_file.read(path) is None
 
 
 def test_a_note_of_somebody_else_is_refused(tmp_path):
     path = tmp_path / "note"
     path.symlink_to("/etc/hostname")
     with pytest.raises(RendezvousError, match=r"cannot meet in the file .*Set TMPDIR"):
-        notice.read(str(path))
+        port_file.read(str(path))
 
 
 def test_a_note_that_cannot_be_written_is_said(tmp_path):
@@ -330,7 +330,7 @@ def test_a_note_that_cannot_be_written_is_said(tmp_path):
     path.mkdir()
     with (
         pytest.raises(RendezvousError, match="cannot meet in the file"),
-        notice.put_up(str(path), 1),
+        port_file.put_up(str(path), 1),
     ):
         pass
     assert list(tmp_path.iterdir()) == [path]
@@ -477,7 +477,7 @@ def test_ranks_that_have_no_parent_in_common_meet_as_under_horovodrun(folder):
 
 PLACE = """
 import sys
-from instep.identity.launchers import detect, meeting_place
+from instep.distributed.identity.launchers import detect, meeting_place
 world = detect()
 with open(f"{sys.argv[1]}{world.rank}", "w") as file:
     file.write(f"{world.source}: {meeting_place(world).path}")

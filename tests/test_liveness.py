@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from instep.communication.liveness import Watch, address_of_this_process
+from instep.distributed.communication.peer_process import Watch, address_of_this_process
 
 
 def address_of(process):

@@ -32,12 +32,12 @@ from torch.utils.data import (
 )
 
 import instep
-from instep.auto.generators import own_generator
-from instep.auto.loading import iterate
-from instep.auto.patches import DIVISION, LOADING
-from instep.auto.patching import Patched
-from instep.auto.worth import Worth, pays
 from instep.errors import DisagreementError, LoadingError
+from instep.process.patching import Patched
+from instep.unedited.data.exchange_policy import Worth, pays
+from instep.unedited.data.generators import own_generator
+from instep.unedited.data.loaders import iterate
+from instep.unedited.patch_table import DIVISION, LOADING
 from pool import ranks, run
 
 Pair = namedtuple("Pair", "x y")

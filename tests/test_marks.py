@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from instep.errors import MixedSumsError
-from instep.training.marks import check, mark
+from instep.training.buckets.checksum import check, mark
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 ERROR = MixedSumsError.of_models()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.named.matching import JOIN, Ledger, Verdict, Wish
+from instep.distributed.negotiation.message_table import JOIN, Ledger, Verdict, Wish
 
 ALL = (0, 1, 2)
 LOSS = Wish("loss", "allreduce", ALL, "float32", "cpu", ((3,),), op="sum", line="train.py:7")

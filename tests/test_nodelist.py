@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instep.distributed.identity.nodelist import hosts, tasks_on
 from instep.errors import LaunchVariablesError
-from instep.identity.nodelist import hosts, tasks_on
 
 WORDS = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
 

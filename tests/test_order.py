@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from instep.watch.hub import failure
-from instep.watch.order import APART, first
+from instep.distributed.watchdog.first_failure import APART, first
+from instep.distributed.watchdog.hub import failure
 
 
 def died(rank: int, code: int, moment: float | None, host: str = "a") -> dict[str, Any]:

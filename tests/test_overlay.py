@@ -19,13 +19,13 @@ from threading import Barrier
 import pytest
 import torch
 
-from instep.auto import files, keeper, shadow
-from instep.auto.keeper import Keeper
-from instep.auto.layers import Layer
-from instep.auto.patches import FILES
-from instep.auto.patching import Patched
-from instep.auto.shadow import Shadow
 from instep.errors import UneditedError
+from instep.process.patching import Patched
+from instep.unedited.files import os_functions, overlay, rank0_files
+from instep.unedited.files.layers import Layer
+from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.patch_table import FILES
 
 NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 
@@ -34,11 +34,11 @@ NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 def seen_through(role: Keeper | Shadow | None) -> Iterator[None]:
     """Run as this rank."""
     patched = Patched(FILES)
-    files.play(role)
+    os_functions.play(role)
     try:
         yield
     finally:
-        files.play(None)
+        os_functions.play(None)
         patched.undo()
 
 
@@ -228,7 +228,7 @@ def test_old_checkpoints_are_read_from_rank_0(
     load: Callable[[str], int],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shadow, "SAVED_BYTES", 1)
+    monkeypatch.setattr(overlay, "SAVED_BYTES", 1)
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
     for role in (Keeper(before), Shadow(own, before)):
         with seen_through(role):
@@ -246,7 +246,7 @@ def test_what_was_too_large_to_keep_is_an_error_and_never_other_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(keeper, "KEPT_BYTES", 2)
+    monkeypatch.setattr(rank0_files, "KEPT_BYTES", 2)
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
     write("large", "w", "old")
     write("other", "w", "old!")

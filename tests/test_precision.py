@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
-from instep.precision import LossScaler, PrecisionError, casting, levels, prepare
+from instep.precision import LossScaler, PrecisionError, prepare
+from instep.training.amp import casting, levels
 from oracle import same_as_one_process
 from pool import ranks, run
 

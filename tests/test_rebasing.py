@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from instep.auto.generations import Generations, before_of
-from instep.auto.keeper import Keeper
-from instep.auto.rebasing import Command, Rebasing
-from instep.auto.shadow import Shadow
+from instep.unedited.files.generations import Generations, before_of
+from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.processes.rebasing import Command, Rebasing
 from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from instep.auto.relay import PIECE, Relay
 from instep.errors import DisagreementError, UneditedError
+from instep.unedited.rank0_relay import PIECE, Relay
 
 SIZE = 3
 

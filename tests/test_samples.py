@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from instep.auto import kinds
-from instep.auto.generators import own_generator
-from instep.auto.parcels import CannotTravelError, pack, unpack
-from instep.auto.worth import Worth, pays
+from instep.unedited.data import sample_schema
+from instep.unedited.data.exchange_policy import Worth, pays
+from instep.unedited.data.generators import own_generator
+from instep.unedited.data.packed_samples import CannotTravelError, pack, unpack
 
 # ----------------------------------------------------------------------------- their kinds
 
@@ -51,11 +51,11 @@ def same(one, other):
 
 def test_samples_of_one_kind_are_found_again_in_what_they_were_collated_to():
     samples = [sample(k) for k in range(3)]
-    kind = kinds.common_kind(samples)
+    kind = sample_schema.common_kind(samples)
     whole = default_collate(samples)
-    assert same(kinds.collated_of(kind, kinds.leaves_of(kind, whole)), whole)
+    assert same(sample_schema.collated_of(kind, sample_schema.leaves_of(kind, whole)), whole)
     for row, expected in enumerate(samples):
-        found = kinds.sample_of(kind, kinds.leaves_of(kind, whole), row)
+        found = sample_schema.sample_of(kind, sample_schema.leaves_of(kind, whole), row)
         assert same(found, expected)
         found["image"].zero_()
         found["array"][:] = 9
@@ -110,13 +110,13 @@ UNKNOWN = [
 
 def test_kinds_are_equal_where_default_collate_would_do_the_same():
     for pair in ALIKE:
-        assert kinds.common_kind(pair) == kinds.kind_of(pair[0])
+        assert sample_schema.common_kind(pair) == sample_schema.kind_of(pair[0])
     for pair in DIFFERENT:
-        assert kinds.common_kind(pair) is None
-        assert None not in map(kinds.kind_of, pair)
+        assert sample_schema.common_kind(pair) is None
+        assert None not in map(sample_schema.kind_of, pair)
     for value in UNKNOWN:
-        assert kinds.common_kind([value, value]) is None
-    assert kinds.common_kind([]) is None
+        assert sample_schema.common_kind([value, value]) is None
+    assert sample_schema.common_kind([]) is None
 
 
 # --------------------------------------------------------------------------------- packed

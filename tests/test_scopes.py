@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from instep.distributed.rendezvous import bootstrap
 from instep.errors import InsideScopeError, RunOnceError, UnknownOpError
-from instep.meeting import rendezvous
 from pool import RankError, ranks, run
 
 pytestmark = pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_rank_that_does_not_exist_is_refused():
 @ranks(2)
 def test_the_others_wait_in_no_collective():
     """The running rank finds no key of theirs but its own, and the store clean afterwards."""
-    store = rendezvous.store()
+    store = bootstrap.store()
     before = store.num_keys() if hasattr(store, "num_keys") else 0
     for _ in range(4):
         instep.single_process_scope()(lambda: 1)()

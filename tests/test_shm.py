@@ -21,6 +21,12 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.distributed.shm.backend import InstepProcessGroup
+from instep.distributed.shm.joining import obstacle, plan
+from instep.distributed.shm.memory.reduction import find_reduction, reduce_into, scratch_count
+from instep.distributed.shm.memory.staging import TURNS, Staging
+from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
+from instep.distributed.shm.work_queue import IssueOrder, Job
 from instep.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -30,12 +36,6 @@ from instep.errors import (
     PeerGaveUpError,
     PeerLeftError,
 )
-from instep.shm.backend import InstepProcessGroup
-from instep.shm.joining import obstacle, plan
-from instep.shm.over_gloo import ProcessGroupOverGloo
-from instep.shm.reduction import find_reduction, reduce_into, scratch_count
-from instep.shm.staging import TURNS, Staging
-from instep.shm.works import IssueOrder, Job
 from pool import ranks
 
 pytestmark = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from instep import storage
+from instep.process import storage
 
 IN_A_SMALL_FOLDER = 'mount -t tmpfs -o size=1m tmpfs "$TMPDIR" && exec "$@"'
 SAVES = """
@@ -26,9 +26,9 @@ print("right")
 """
 KEEPS = """
 import os
-from instep.auto.keeper import Keeper
-from instep.auto.layers import Layer
-from instep.auto.shadow import Shadow
+from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.layers import Layer
+from instep.unedited.files.overlay import Shadow
 from instep.errors import UneditedError
 
 before = Layer(os.path.join(os.environ["TMPDIR"], "before"))

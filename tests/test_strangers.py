@@ -21,15 +21,14 @@ import pytest
 import torch.distributed as dist
 
 import instep
-from instep import authentication
-from instep.communication import signed
+from instep.distributed.communication import signed_pickle
+from instep.distributed.identity import authentication, endpoints, launchers
+from instep.distributed.identity.world import World
+from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secret_handover, stores
+from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import LaunchVariablesError, RendezvousError, StrangerError
-from instep.identity import launchers, places
-from instep.identity.world import World
-from instep.launch.assembly import Member, meet
-from instep.meeting import handover, interfaces, notice, rendezvous, stores
-from instep.meeting.cards import Card
-from instep.meeting.verified import VerifiedStore
+from instep.launch.multihost.supervisor_rendezvous import Member, meet
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -97,15 +96,15 @@ def test_what_a_stranger_writes_is_not_read():
 def test_a_pickle_without_the_jobs_mark_is_not_loaded():
     for received in (pickle.dumps(Code()), authentication.marked(KEY, pickle.dumps(Code())), b""):
         with pytest.raises(StrangerError, match="an object of another rank"):
-            signed.loads(received)
+            signed_pickle.loads(received)
     assert Code.ran == []
     assert instep.all_gather_object((instep.rank, "x" * instep.rank)) == [(0, ""), (1, "x")]
 
 
 @ranks(2)
 def test_all_ranks_of_a_job_have_one_key_and_a_verified_store():
-    assert len(set(instep.all_gather_object(rendezvous.key()))) == 1
-    store, bare = rendezvous.store(), dist.distributed_c10d._get_default_store()
+    assert len(set(instep.all_gather_object(bootstrap.key()))) == 1
+    store, bare = bootstrap.store(), dist.distributed_c10d._get_default_store()
     if instep.rank == 0:
         bare.set("strangers/told", pickle.dumps(Code()))
         store.set("strangers/mine", "mine")
@@ -141,15 +140,15 @@ def test_a_note_is_read_from_a_private_file_only(tmp_path):
     fifo, other, open_to_all = tmp_path / "fifo", tmp_path / "other", tmp_path / "open"
     os.mkfifo(fifo, 0o600)  # to read it would wait for a writer
     with pytest.raises(RendezvousError, match="it is no regular file"):
-        notice.read(str(fifo))
+        port_file.read(str(fifo))
     open_to_all.write_text("1 00 127.0.0.1")
     open_to_all.chmod(0o644)
     with pytest.raises(RendezvousError, match="other users may open it"):
-        notice.read(str(open_to_all))
+        port_file.read(str(open_to_all))
     other.touch(0o600)
     other.write_text("no note \udc80", errors="surrogateescape")
     with pytest.raises(RendezvousError, match="it is no note"):
-        notice.read(str(other))
+        port_file.read(str(other))
 
 
 # -------------------------------------------------------------- ranks of one host, and only they
@@ -238,18 +237,18 @@ def held_by_a_stranger(port):
 @pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
 def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
     port, secret = free_port(), authentication.new_secret()
-    with handover.offer("127.0.0.1", port, secret):
-        assert handover.ask("127.0.0.1", port) == secret
+    with secret_handover.offer("127.0.0.1", port, secret):
+        assert secret_handover.ask("127.0.0.1", port) == secret
         with another_user(called, port) as told:
             assert told == b""
-        assert handover.ask("127.0.0.1", port) == secret
+        assert secret_handover.ask("127.0.0.1", port) == secret
     with pytest.raises(ConnectionRefusedError):
-        handover.ask("127.0.0.1", port)
+        secret_handover.ask("127.0.0.1", port)
     with another_user(held_by_a_stranger, port):
         with pytest.raises(StrangerError, match="belongs to another process"):
-            handover.ask("127.0.0.1", port)
+            secret_handover.ask("127.0.0.1", port)
         with pytest.raises(StrangerError, match="or take another port"):
-            handover.offer("127.0.0.1", port, secret).__enter__()
+            secret_handover.offer("127.0.0.1", port, secret).__enter__()
 
 
 def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypatch):
@@ -258,7 +257,7 @@ def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypa
     monkeypatch.setenv("INSTEP_SECRET", "known to rank 0 only")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(stores.open_store, method, World(0, 2, 0, 2), seconds)
-        while not notice.answers("127.0.0.1", port):
+        while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         monkeypatch.delenv("INSTEP_SECRET")
         with pytest.raises(StrangerError, match=r"rank 0 hands no secret.*the same INSTEP_SECRET"):
@@ -402,12 +401,12 @@ def ports_of(processes):
 def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
     monkeypatch.setenv("INSTEP_SECRET", secret)
     port, card = free_port(), Card("h", "n", "v", "s", ())
-    place = places.Address("127.0.0.1", port, "")
+    place = endpoints.Address("127.0.0.1", port, "")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(
             meet, place, Member(0, 2, card, 1), lambda _: {"said": 1}, 60.0, "host"
         )
-        while not notice.answers("127.0.0.1", port):
+        while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         held = pester(port, 500, seed=20)
         other = meet(place, Member(1, 2, card, 1), lambda _: {}, 60.0, "host")
@@ -421,11 +420,11 @@ def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
 @pytest.mark.parametrize("secrets", [("", "known to the other"), ("known to the other", "")])
 def test_a_member_without_the_secret_is_told_so(monkeypatch, secrets):
     port, card = free_port(), Card("h", "n", "v", "s", ())
-    place = places.Address("127.0.0.1", port, "")
+    place = endpoints.Address("127.0.0.1", port, "")
     monkeypatch.setenv("INSTEP_SECRET", secrets[0])
     with ThreadPoolExecutor() as threads:
         first = threads.submit(meet, place, Member(0, 2, card, 1), lambda _: {}, 2.0, "host")
-        while not notice.answers("127.0.0.1", port):
+        while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         monkeypatch.setenv("INSTEP_SECRET", secrets[1])
         with pytest.raises(StrangerError, match="Give all ranks the same one"):

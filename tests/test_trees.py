@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instep.trees import (
+from instep.training.pytree import (
     Unchanged,
     contents,
     flatten,

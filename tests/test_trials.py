@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import instep
-from instep.communication.objects import broadcast_object
-from instep.communication.transport import transport
-from instep.divided.trial import attempt
+from instep.distributed.communication.objects import broadcast_object
+from instep.distributed.communication.transport import transport
 from instep.errors import UndividedError
+from instep.unedited.sharded_call.checked_transport import attempt
 from pool import ranks, run
 
 OTHERS = "another rank fails or takes another branch"

@@ -16,21 +16,21 @@ import pytest
 import torch
 
 import detour
-from instep.auto import devices, hiding, patches
-from instep.auto.patching import Patch, Patched
+from instep.distributed.identity.world import World
 from instep.errors import DeviceError
-from instep.identity.world import World
-from instep.launch import reading
+from instep.launch.worker import script_reader
+from instep.process.patching import Patch, Patched
+from instep.unedited import devices, launcher_env, patch_table
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
 VIEW = """\
 import json, sys
 def view(value):
     \"\"\"What this rank sees, for the test.\"\"\"
-    session = sys.modules.get("instep.auto.session")
+    session = sys.modules.get("instep.unedited.session")
     if session is None or session.current() is None:
         return
-    from instep.auto.real import real
+    from instep.unedited.files.bypass import real
     with real(), open(f"{sys.argv[1]}/{session.current().world.rank}.json", "w") as file:
         json.dump(value, file)
 """
@@ -418,17 +418,17 @@ def test_what_a_logger_starts_on_rank_0_is_nothing_that_the_others_wait_for(plac
     ],
 )
 def test_visible_devices(environ: dict[str, str], files: list[str], expected: list[str]) -> None:
-    assert hiding.visible_devices(environ, files) == expected
+    assert launcher_env.visible_devices(environ, files) == expected
 
 
 def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
     world = World(rank=5, size=8, local_rank=1, local_size=4, node_rank=1, nodes=2)
-    assert hiding.own_device(["2", "4", "6", "7"], world) == "4"
-    assert hiding.own_device(["0"], world) is None  # the launcher has given it one
-    assert hiding.own_device([], world) is None
-    assert hiding.own_device(["0", "1"], World()) is None  # one process has them all
+    assert launcher_env.own_device(["2", "4", "6", "7"], world) == "4"
+    assert launcher_env.own_device(["0"], world) is None  # the launcher has given it one
+    assert launcher_env.own_device([], world) is None
+    assert launcher_env.own_device(["0", "1"], World()) is None  # one process has them all
     with pytest.raises(DeviceError, match="4 ranks on this host, but only 3"):
-        hiding.own_device(["0", "1", "2"], world)
+        launcher_env.own_device(["0", "1", "2"], world)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
     model, x = torch.nn.Linear(3, 2).cuda(), torch.randn(5, 3).cuda()
     many = [*range(torch.cuda.device_count() + 3)]
     expected = model(x)
-    patched = Patched(patches.DEVICES)
+    patched = Patched(patch_table.DEVICES)
     try:
         parallel = torch.nn.DataParallel(model, many, output_device=many[-1])
         assert parallel.device_ids == [0]
@@ -503,7 +503,7 @@ def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -
     for name in ("beside.py", "folder/inner.py"):
         place.script("import instep", name)
     place.script("from train import plain", "plain.py")
-    assert (reading.speaks_for_itself([place.script(text)]) is not None) is explicit
+    assert (script_reader.speaks_for_itself([place.script(text)]) is not None) is explicit
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -
 def test_reading_finds_a_process_group_that_is_certain(
     place: Place, text: str, certain: bool
 ) -> None:
-    assert (reading.speaks_for_itself([place.script(text)]) is not None) is certain
+    assert (script_reader.speaks_for_itself([place.script(text)]) is not None) is certain
 
 
 def test_patches_are_undone_exactly() -> None:
@@ -576,6 +576,6 @@ def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_every_row_of_the_table_says_why_and_stands_once() -> None:
-    rows = [(patch.owner, patch.name) for patch in patches.PATCHES]
+    rows = [(patch.owner, patch.name) for patch in patch_table.PATCHES]
     assert len({(id(o) if not isinstance(o, str) else o, name) for o, name in rows}) == len(rows)
-    assert all(patch.reason for patch in patches.PATCHES)
+    assert all(patch.reason for patch in patch_table.PATCHES)

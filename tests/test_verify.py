@@ -17,14 +17,14 @@ from torch import nn
 import verify_records as made
 from forked import Forked
 from instep.errors import ScriptFailedError, ScriptLateError, StepsError
-from instep.verify.calls import Calls, calls_below
 from instep.verify.causes import likely_cause
 from instep.verify.compare import difference, distance, gradient_gaps, loss_differences
-from instep.verify.fingerprints import fingerprint, row_hashes
-from instep.verify.names import Names
-from instep.verify.partings import FLOAT32, FLOAT64, Parting, first_parting
+from instep.verify.divergence import FLOAT32, FLOAT64, Parting, first_parting
 from instep.verify.proof import prove, settle, verify
-from instep.verify.records import End, Plan, Print, Step, global_loss, read_run
+from instep.verify.recording.fingerprints import fingerprint, row_hashes
+from instep.verify.recording.module_calls import Calls, calls_below
+from instep.verify.recording.names import Names
+from instep.verify.recording.records import End, Plan, Print, Step, global_loss, read_run
 from instep.verify.report import as_json, table
 from instep.verify.runs import (
     PERTURBED,

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from instep.auto import landlock
-from instep.auto.keeper import Keeper
-from instep.auto.layers import Layer
-from instep.auto.shadow import Shadow
+from instep.unedited.files import landlock
+from instep.unedited.files.layers import Layer
+from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.rank0_files import Keeper
 from test_overlay import read, seen_through
 
 

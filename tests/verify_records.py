@@ -11,8 +11,8 @@ import torch
 
 from instep.training.blocks import Block
 from instep.verify.compare import gradient_gaps
-from instep.verify.partings import FLOAT32, Evidence
-from instep.verify.records import End, Print, Rank, Run, Step
+from instep.verify.divergence import FLOAT32, Evidence
+from instep.verify.recording.records import End, Print, Rank, Run, Step
 
 BATCHES = (8, 8, 7)
 Change = Callable[[int, int, Step], dict[str, Any]]

@@ -17,23 +17,27 @@ from typing import TYPE_CHECKING, Any
 from instep.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from instep.communication.collectives import (
+    from instep.distributed.communication.collectives import (
         all_reduce,
         barrier,
         broadcast,
         reduce,
         reduce_scatter,
     )
-    from instep.communication.exchanges import all_gather, all_to_all, gather, scatter
-    from instep.communication.groups import Group, group
-    from instep.communication.objects import all_gather_object, broadcast_object, gather_object
-    from instep.communication.pairs import recv, send
-    from instep.communication.scopes import single_process_scope
+    from instep.distributed.communication.exchanges import all_gather, all_to_all, gather, scatter
+    from instep.distributed.communication.groups import Group, group
+    from instep.distributed.communication.objects import (
+        all_gather_object,
+        broadcast_object,
+        gather_object,
+    )
+    from instep.distributed.communication.point_to_point import recv, send
+    from instep.distributed.communication.scopes import single_process_scope
+    from instep.distributed.identity.world import World
+    from instep.distributed.rendezvous.bootstrap import init
     from instep.errors import InstepError
-    from instep.identity.world import World
-    from instep.launch.calling import spawn
-    from instep.meeting.rendezvous import init
-    from instep.training.compressed import PowerSGD
+    from instep.launch.spawn import spawn
+    from instep.training.buckets.compression import PowerSGD
     from instep.training.gradients import no_sync, weight
     from instep.training.metrics import Accuracy, Mean
     from instep.training.replicas import replicate
@@ -52,32 +56,32 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Accuracy": "training.metrics",
-    "Group": "communication.groups",
+    "Group": "distributed.communication.groups",
     "InstepError": "errors",
     "Mean": "training.metrics",
-    "PowerSGD": "training.compressed",
-    "World": "identity.world",
-    "all_gather": "communication.exchanges",
-    "all_gather_object": "communication.objects",
-    "all_reduce": "communication.collectives",
-    "all_to_all": "communication.exchanges",
-    "barrier": "communication.collectives",
-    "broadcast": "communication.collectives",
-    "broadcast_object": "communication.objects",
-    "gather": "communication.exchanges",
-    "gather_object": "communication.objects",
-    "group": "communication.groups",
-    "init": "meeting.rendezvous",
+    "PowerSGD": "training.buckets.compression",
+    "World": "distributed.identity.world",
+    "all_gather": "distributed.communication.exchanges",
+    "all_gather_object": "distributed.communication.objects",
+    "all_reduce": "distributed.communication.collectives",
+    "all_to_all": "distributed.communication.exchanges",
+    "barrier": "distributed.communication.collectives",
+    "broadcast": "distributed.communication.collectives",
+    "broadcast_object": "distributed.communication.objects",
+    "gather": "distributed.communication.exchanges",
+    "gather_object": "distributed.communication.objects",
+    "group": "distributed.communication.groups",
+    "init": "distributed.rendezvous.bootstrap",
     "no_sync": "training.gradients",
-    "recv": "communication.pairs",
-    "reduce": "communication.collectives",
-    "reduce_scatter": "communication.collectives",
+    "recv": "distributed.communication.point_to_point",
+    "reduce": "distributed.communication.collectives",
+    "reduce_scatter": "distributed.communication.collectives",
     "replicate": "training.replicas",
-    "scatter": "communication.exchanges",
-    "send": "communication.pairs",
+    "scatter": "distributed.communication.exchanges",
+    "send": "distributed.communication.point_to_point",
     "shard": "training.shards",
-    "single_process_scope": "communication.scopes",
-    "spawn": "launch.calling",
+    "single_process_scope": "distributed.communication.scopes",
+    "spawn": "launch.spawn",
     "weight": "training.gradients",
 }
 _OF_THE_WORLD = {
@@ -134,7 +138,7 @@ else:  # type checkers would take any name for one of these
             globals()[name] = value
             return value
         if name == "world" or name in _OF_THE_WORLD:
-            current = import_module("instep.meeting.rendezvous").current()
+            current = import_module("instep.distributed.rendezvous.bootstrap").current()
             return current if name == "world" else getattr(current, _OF_THE_WORLD[name])
         if name == "precision":
             return import_module("instep.precision")

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from instep.errors import CommandLineError, LaunchError, VerificationError
-from instep.launch import local_rank
+from instep.launch.worker import local_rank_argument
 from instep.version import __version__
 
 COMMANDS = {
@@ -20,8 +20,8 @@ COMMANDS = {
     "verify": "instep.verify.command",
     "check": "instep.check.command",
     "horovodrun": "instep.launch.horovodrun",
-    "env": "instep.env.command",
-    "slurm": "instep.slurm.command",
+    "env": "instep.launch.env.command",
+    "slurm": "instep.launch.slurm.command",
 }
 """Where each command lives. Only the one that is asked for is imported: starting a job waits for
 nothing that it does not need."""
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     it raises escapes.
     """
     _open_missing_streams()
-    words = local_rank.without(sys.argv[1:] if argv is None else argv)
+    words = local_rank_argument.without(sys.argv[1:] if argv is None else argv)
     plain = words[:1] == ["--plain"]
     words = words[plain:]
     if words[:1] == ["help"] or not words:
@@ -86,13 +86,16 @@ def _open_missing_streams() -> None:
 
 
 def _run_here(words: Sequence[str], plain: bool) -> int:
-    from instep.launch import guest, program  # the supervisor of ranks does without
     from instep.launch.job import check_script
+    from instep.launch.worker import (  # the supervisor of ranks does without
+        external_launcher,
+        program,
+    )
 
     try:
         if words[0] != "-m":
             check_script(words[0])
-        guest.prepare(words)
+        external_launcher.prepare(words)
     except LaunchError as error:
         return _refuse(error)
     if not sys.flags.safe_path:

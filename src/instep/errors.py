@@ -44,7 +44,7 @@ InstepError
     ├── MixedSumsError            gradients of different parameters added up by different ranks
     ├── UnknownBatchError         nothing tells which batch a forward belongs to
     ├── MixedBatchesError         two batches of different weights in one backward
-    └── PrecisionError            (RuntimeError) mixed precision; see instep.precision.errors
+    └── PrecisionError            (RuntimeError) mixed precision; see instep.training.amp.errors
 
 InstepWarning (UserWarning)       what instep cannot keep the same
 
@@ -55,7 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from instep.fates import arrivals, named
+from instep.exit_status import arrivals, named
 
 
 def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:

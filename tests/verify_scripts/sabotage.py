@@ -1,7 +1,7 @@
 """Ways to break instep's core, inside the process of a rank."""
 
 import instep
-from instep.communication import transport
+from instep.distributed.communication import transport
 from instep.training import blocks, randomness, replicas, shards
 
 

@@ -1,1 +1,5 @@
-"""Starting a job on this host: supervisor, guard and workers. Nothing here imports torch."""
+"""Starting ranks: `instep run`, its supervisor, the ranks' entry point, several hosts.
+
+It leans on everything below it, but starting a job imports no PyTorch. Begin with `command` (the
+options), `supervisor` (start, wait, end) and `worker.entry` (what a rank runs first).
+"""

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from instep import knobs
+from instep.distributed.identity import endpoints
 from instep.errors import CommandLineError
-from instep.identity import places
-from instep.launch import reading, supervisor
+from instep.launch import supervisor
 from instep.launch.environment import cores
-from instep.launch.hosts import ONE_HOST, Hosts, address, of_launcher
 from instep.launch.job import Job
+from instep.launch.multihost.hosts import ONE_HOST, Hosts, address, of_launcher
+from instep.launch.worker import script_reader
+from instep.process import settings
 
 RUN = """\
 Run a script on N processes of this host, as `python script.py` would on one.
@@ -85,7 +86,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises LaunchError."""
     if asked.n is None:
         raise CommandLineError.no_number_of_ranks(program)
-    load = {knobs.LOAD.name: asked.load} if asked.load else {}
+    load = {settings.LOAD.name: asked.load} if asked.load else {}
     job = Job(
         asked.n,
         tuple(program),
@@ -105,7 +106,7 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
     if asked.nnodes is None and asked.node_rank is None:
         environ = dict(os.environ)
         if asked.dist_file:
-            environ[knobs.DIST_FILE.name] = asked.dist_file
+            environ[settings.DIST_FILE.name] = asked.dist_file
         return of_launcher(environ, asked.n)
     node, nodes = asked.node_rank, asked.nnodes
     if node is None or nodes is None or not 0 <= node < nodes:
@@ -113,7 +114,7 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
     if asked.master:
         return Hosts(node, nodes, address(asked.master))
     if asked.dist_file:
-        return Hosts(node, nodes, places.SharedFile(os.path.abspath(asked.dist_file)))
+        return Hosts(node, nodes, endpoints.SharedFile(os.path.abspath(asked.dist_file)))
     raise CommandLineError.several_hosts("the hosts need --master or --dist-file to meet")
 
 
@@ -133,7 +134,7 @@ def _mention_findings(job: Job) -> None:
 
     What an unedited script does is done once.
     """
-    if not job.plain and reading.speaks_for_itself(job.command) is None:
+    if not job.plain and script_reader.speaks_for_itself(job.command) is None:
         return
     from instep.check.checker import severe_findings  # costs what a start should not wait for
 

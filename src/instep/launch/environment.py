@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from instep import knobs
-from instep.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
-from instep.identity.world import World
-from instep.launch.hosts import Party
-from instep.launch.master import interface_variables
+from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
+from instep.distributed.identity.world import World
+from instep.launch.multihost.hosts import Party
+from instep.launch.multihost.master import interface_variables
+from instep.process import settings
 
 
 def place_variables(world: World) -> dict[str, str]:
@@ -55,7 +55,7 @@ def rank_environment(
         "MASTER_PORT": str(party.port),
         JOB: party.name,
         FAILURE_FILE: str(failure_file),
-        knobs.SECRET.name: party.secret.hex(),
+        settings.SECRET.name: party.secret.hex(),
     }
     if store_fd is not None:
         told[STORE_FD] = str(store_fd)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep import knobs
 from instep.errors import CommandLineError
 from instep.launch import supervisor
 from instep.launch.job import Job
+from instep.process import settings
 
 DESCRIPTION = """\
 Run a Python program on N processes of this host, as Horovod's command of that name would.
@@ -28,8 +28,8 @@ _MEANT = ("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename
 _VARIABLES = {
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    "--fusion-threshold-mb": knobs.BUCKET_MIB.name,
-    "--gloo-timeout-seconds": knobs.TIMEOUT.name,
+    "--fusion-threshold-mb": settings.BUCKET_MIB.name,
+    "--gloo-timeout-seconds": settings.TIMEOUT.name,
 }
 """Flags with a value that the ranks read from their environment."""
 _UNUSED = (

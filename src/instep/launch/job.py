@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import CommandLineError
-from instep.launch.hosts import ONE_HOST, Hosts
-from instep.meeting.cards import Card
+from instep.launch.multihost.hosts import ONE_HOST, Hosts
 
 
 @dataclass(frozen=True)

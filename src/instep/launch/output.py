@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from instep.errors import CommandLineError
-from instep.failure import Failure
+from instep.process.failure import Failure
 
 STDOUT, STDERR = 1, 2
 UNTOUCHED = None

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from instep.failure import End
-from instep.identity.launchers import FAILURE_FILE
-from instep.launch.line import GO, READY
+from instep.distributed.identity.launchers import FAILURE_FILE
+from instep.launch.control_bytes import GO, READY
 from instep.launch.output import Streams
-from instep.underway import mark_at
+from instep.process.failure import End
+from instep.process.unfinished_files import mark_at
 
 
 class Rank:
@@ -102,7 +102,7 @@ def start_rank(
     ours, theirs = socket.socketpair()
     buffering = "untouched" if streams[0] is None else "lines"
     way = "plain" if plain else "unedited"
-    worker = [sys.executable, "-P", "-m", "instep.launch.worker"]
+    worker = [sys.executable, "-P", "-m", "instep.launch.worker.entry"]
     with theirs:
         process = subprocess.Popen(
             [*worker, str(theirs.fileno()), buffering, way, *command],

@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from instep import knobs, storage, underway
+from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import StartError
-from instep.failure import End, Failure, first_failure, report
-from instep.lastseen import LastSeen
-from instep.launch import links
+from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.guard import Guard, end_ranks
-from instep.launch.hosts import Party, gather
 from instep.launch.job import Job
-from instep.launch.line import FAILED
-from instep.launch.links import Links, Message, Outcome
+from instep.launch.multihost import links
+from instep.launch.multihost.hosts import Party, gather
+from instep.launch.multihost.links import Links, Message, Outcome
 from instep.launch.output import Output, choose_output
 from instep.launch.rank import Rank, start_rank
 from instep.launch.signals import Mailbox
-from instep.meeting.cards import Card
+from instep.process import settings, storage, unfinished_files
+from instep.process.failure import End, Failure, first_failure, report
+from instep.process.last_seen import LastSeen
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
     signal n. Raises LaunchError when the job cannot be started. When it returns, no process of
     the job is left on this host.
     """
-    knobs.check()
+    settings.check()
     output = choose_output(job.output)
     party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
     with Mailbox() as mailbox:
@@ -147,7 +147,7 @@ def _run_ranks(
         end_ranks((rank.pid for rank in ranks), party.name)
         for rank, file in zip(ranks, files, strict=False):
             rank.reap()
-            underway.tidy(underway.mark_at(file))
+            unfinished_files.tidy(unfinished_files.mark_at(file))
         guard.dismiss()
 
 
@@ -297,7 +297,7 @@ class Watch:
         if self._steps is None:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:
-                self._patient_until = time.monotonic() + underway.LIMIT
+                self._patient_until = time.monotonic() + unfinished_files.LIMIT
             self.links.say(why)
             self._next_step()
 

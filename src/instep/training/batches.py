@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.communication.transport import transport
+from instep.distributed.communication.transport import transport
 from instep.errors import UnknownBatchError
 from instep.training.blocks import Block, tensors_of
 

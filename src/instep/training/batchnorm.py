@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from instep.communication.collectives import all_reduce
-from instep.communication.transport import Pending, applied, through, transport
+from instep.distributed.communication.collectives import all_reduce
+from instep.distributed.communication.transport import Pending, applied, through, transport
 from instep.errors import TrainingError
-from instep.training.calls import current_batch
+from instep.training.forward_calls import current_batch
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.communication.transport import transport
-from instep.training import calls
+from instep.distributed.communication.transport import transport
+from instep.training import forward_calls
 from instep.training.blocks import Block
 from instep.training.randomness import mixed
-from instep.training.seams import Function
+from instep.training.torch_patches import Function
 
 Shape = tuple[int, ...]
 
@@ -117,7 +117,7 @@ def _next_draw() -> Draw | None:
     """The mask of the call of dropout that is made now; None where it is not ours."""
     if torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes again
         return _drawn.get(_token()) if _drawn else None
-    call = calls.current()
+    call = forward_calls.current()
     if call is None or call.dropout == "rank":
         return None
     whose = () if call.block is not None else (transport().rank,)

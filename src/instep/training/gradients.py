@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.communication.transport import transport
+from instep.distributed.communication.transport import transport
 from instep.errors import MixedBatchesError, TrainingError
-from instep.training import batches, calls
+from instep.training import batches, forward_calls
 from instep.training.blocks import Block
-from instep.training.calls import Call, calls_below
+from instep.training.forward_calls import Call, calls_below
 from instep.training.reducer import Backward, collecting, reducer_of, under_way
-from instep.training.seams import Function
+from instep.training.torch_patches import Function
 
 _communicating = True
 
@@ -62,7 +62,7 @@ def weight(count: Tensor | float | None) -> None:
 
     Collective. Raises TrainingError before any forward of a replicated model.
     """
-    call = calls.latest()
+    call = forward_calls.latest()
     if call is None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
@@ -126,7 +126,7 @@ def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
 
 def _unequal_block() -> Block | None:
     """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
-    block = calls.current_batch().resolve() if averaged_elsewhere else None
+    block = forward_calls.current_batch().resolve() if averaged_elsewhere else None
     return None if block is None or block.count * block.size == block.total else block
 
 
@@ -138,12 +138,12 @@ def _for_an_average(
     if block is None or not calls_below(roots, averaged_elsewhere)[1]:
         original(roots, grad_tensors, *rest)
         return
-    calls.enter(Call.of(block))
+    forward_calls.enter(Call.of(block))
     try:
         weight = block.count * block.size / block.total
         original(roots, _times(roots, grad_tensors, weight), *rest)
     finally:
-        calls.leave()
+        forward_calls.leave()
         batches.end_step()
 
 
@@ -154,7 +154,7 @@ def _run(
     rest: tuple[Any, ...],
     whose: Call,
 ) -> None:
-    calls.enter(whose)  # gradient checkpointing runs parts of the forward again
+    forward_calls.enter(whose)  # gradient checkpointing runs parts of the forward again
     try:
         # A ghost's numbers may be anything; they go nowhere.
         anything = whose.ghost and torch.is_anomaly_enabled()
@@ -164,7 +164,7 @@ def _run(
         ):
             original(roots, weighted, *rest)
     finally:
-        calls.leave()
+        forward_calls.leave()
         batches.end_step()
 
 
@@ -174,7 +174,7 @@ def _one_call(forwards: list[Call]) -> Call:
     All ranks decide alike: by the batches' sizes, never by their own share.
     """
     if not forwards:
-        return Call(calls.current_batch())
+        return Call(forward_calls.current_batch())
     stated = [call for call in forwards if call.weight is not None]
     first, *others = stated or forwards
     shares = _shares(first.block)

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from instep.communication.transport import transport
+from instep.distributed.communication.transport import transport
 from instep.training.batches import batch_of
-from instep.training.calls import latest
+from instep.training.forward_calls import latest
 
 M = TypeVar("M", bound="_Sums")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from instep.communication.objects import broadcast_object
+from instep.distributed.communication.objects import broadcast_object
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep import knobs
-from instep.communication.objects import all_gather_object
-from instep.communication.transport import Transport, aside
+from instep.distributed.communication.objects import all_gather_object
+from instep.distributed.communication.transport import Transport, aside
 from instep.errors import MixedSumsError, TrainingError
-from instep.training.buckets import plan_buckets
-from instep.training.cargoes import Cargo, load, real
-from instep.training.compressed import Compression, wire
-from instep.training.marks import LENGTH, check, mark
+from instep.process import settings
+from instep.training.buckets.checksum import LENGTH, check, mark
+from instep.training.buckets.compression import Compression, wire
+from instep.training.buckets.grad_buckets import Cargo, load, real
+from instep.training.buckets.layout import plan_buckets
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""
@@ -90,7 +90,7 @@ def _load(
     plans = plan_buckets(
         [(index, p.numel()) for index, p in parameters],
         [(p.dtype, p.device) for _, p in parameters],
-        capacity=int(knobs.BUCKET_MIB) * 2**20 // widest,
+        capacity=int(settings.BUCKET_MIB) * 2**20 // widest,
     )
     of = dict(parameters)
     return [load(plan, of, way, wire(plan, of, compression), number) for plan in plans]

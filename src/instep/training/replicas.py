@@ -17,17 +17,23 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.communication.agreement import agree_on_each
-from instep.communication.transport import Transport, broadcast_all, check_reachable, transport
+from instep.distributed.communication.consistency import agree_on_each
+from instep.distributed.communication.transport import (
+    Transport,
+    broadcast_all,
+    check_reachable,
+    transport,
+)
 from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
-from instep.training import batchnorm, calls, gradients
+from instep.process.torch_compile import uncompiled
+from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import batch_of
-from instep.training.calls import Call, Scope
-from instep.training.compressed import Compression, check_compression
+from instep.training.buckets.compression import Compression, check_compression
 from instep.training.dropout import SEAMS as DROPOUT_SEAMS
+from instep.training.forward_calls import Call, Scope
 from instep.training.randomness import agreed_seed, mixed, seeded_state, torch_generators
 from instep.training.reducer import Reducer
-from instep.training.seams import Function, step_in, uncompiled
+from instep.training.torch_patches import Function, step_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -207,24 +213,24 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         for generator in torch_generators():
             call.outer_generators.append(generator.get_state())
             generator.manual_seed(mixed(stream, replica.transport.rank))
-    calls.enter(call)
+    forward_calls.enter(call)
 
 
 @uncompiled
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
-    call = calls.current()
+    call = forward_calls.current()
     # A hook of the user's that came first and raised has kept `_enter` from running.
     if replica is None or call is None or call.model is not replica:
         return
-    calls.leave()
+    forward_calls.leave()
     if call.outer_generators:
         if replica.dropout == "global" and not replica.named:
             replica.named = True
             _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
         for generator, state in zip(torch_generators(), call.outer_generators, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
-    calls.mark(output, call)
+    forward_calls.mark(output, call)
 
 
 def _grow(module: nn.Module, name: str, added: object) -> None:
@@ -274,5 +280,5 @@ def _statistics(*tensors: Tensor | None) -> Scope | None:
         if tensor is not None and tensor in _statistics_of:
             known: Scope = _statistics_of[tensor]
             return known
-    call = calls.current()
+    call = forward_calls.current()
     return None if call is None else call.statistics

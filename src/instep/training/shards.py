@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from instep.communication.objects import broadcast_object
-from instep.communication.transport import transport
+from instep.distributed.communication.objects import broadcast_object
+from instep.distributed.communication.transport import transport
+from instep.distributed.rendezvous import bootstrap
 from instep.errors import CannotShardError, ShardedTwiceError
-from instep.meeting import rendezvous
 from instep.training import batches
 from instep.training.batches import BatchTracker, deliver, was_delivered
 from instep.training.blocks import Block, cut, rows_of, tensors_of
@@ -143,7 +143,7 @@ class ShardedLoader(DataLoader[T]):
         return super(ShardedLoader, loading)._get_iterator()
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
-        self._blocks.epoch += not rendezvous.alone()
+        self._blocks.epoch += not bootstrap.alone()
         batches = super().__iter__()
         assert self._blocks.latest is not None
         # Samples that are loaded in this process seed its generators.
@@ -293,7 +293,7 @@ class SlicedLoader(Generic[T]):
         return len(self._whole)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        self._epoch += not rendezvous.alone()
+        self._epoch += not bootstrap.alone()
         stream = SharedStream(mixed(self._seed, self._epoch))
         with stream.drawing():
             batches = iter(self._whole)

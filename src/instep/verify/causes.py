@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from instep.verify.compare import prints_apart, ratio, rows_at, samples_at
-from instep.verify.partings import Evidence, between_ranks, other_rows, rates_at
-from instep.verify.records import Print, Run, Step
+from instep.verify.divergence import Evidence, between_ranks, other_rows, rates_at
+from instep.verify.recording.records import Print, Run, Step
 
 Rule = Callable[[Evidence], str | None]
 

@@ -7,10 +7,10 @@ import importlib.util
 import os
 from typing import Any
 
-from instep import knobs
 from instep.errors import CommandLineError
 from instep.launch.job import Job
 from instep.launch.signals import leaving_in_order
+from instep.process import settings
 
 DESCRIPTION = """\
 Prove that a script gives the same numbers on several ranks as in one process.
@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     """Do it and return the exit code. Raises CommandLineError, VerificationError."""
-    knobs.check()
+    settings.check()
     job = Job(max(asked.n), program)
     for path in (asked.json, asked.plot):
         _check_writable(path)

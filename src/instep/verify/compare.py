@@ -12,7 +12,7 @@ from operator import add, or_
 import torch
 from torch import Tensor
 
-from instep.verify.records import Prints, Run, Tensors
+from instep.verify.recording.records import Prints, Run, Tensors
 
 _SMALL_LOSS = 1e-2
 """A loss below this fraction of the largest one is measured against that fraction."""

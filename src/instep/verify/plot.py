@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from instep.verify.compare import loss_differences
-from instep.verify.records import Run
+from instep.verify.recording.records import Run
 from instep.verify.verdict import Report
 
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from instep.verify.compare import Difference
-from instep.verify.records import Run
+from instep.verify.recording.records import Run
 from instep.verify.verdict import OF_ITS_NOISE, Judgement, Report, Verdict
 
 _HEADER = ("n", "seconds", "steps", "samples per rank", "final loss")

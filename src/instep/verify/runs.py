@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from instep import knobs
 from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
-from instep.verify.records import Plan, Run, read_run
+from instep.process import settings
+from instep.verify.recording.records import Plan, Run, read_run
 
 PINNED = 5
 """How many first steps are compared at the oracle's own parameters."""
@@ -22,7 +22,7 @@ REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDINGS = 2
 """How often the pinned steps are made again with other rounding, where it is in doubt."""
-EQUAL = {knobs.SEED.name: "0", "PYTHONHASHSEED": "0"}
+EQUAL = {settings.SEED.name: "0", "PYTHONHASHSEED": "0"}
 """What would be drawn anew for each run of a script that is not seeded."""
 PATIENCE = 60.0
 SLOWER = 20.0
@@ -194,7 +194,7 @@ class InstepRun:
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
         """As Starter has it."""
         launcher = ["-m", "instep", "run", "--nnodes", "1", "-n", str(n)] if n else []
-        entry = ["-m", "instep.verify.entry", str(folder)]
+        entry = ["-m", "instep.verify.recording.entry", str(folder)]
         output = folder / "output"
         with output.open("wb") as file:
             process = subprocess.Popen(

@@ -10,7 +10,7 @@ import torch
 
 from instep.verify.causes import likely_cause
 from instep.verify.compare import Difference, difference, gradient_gaps, prints_apart
-from instep.verify.partings import (
+from instep.verify.divergence import (
     FLOAT32,
     FLOAT64,
     HALF,
@@ -21,7 +21,7 @@ from instep.verify.partings import (
     first_parting,
     rates_at,
 )
-from instep.verify.records import Run, Step
+from instep.verify.recording.records import Run, Step
 from instep.verify.runs import Alone, Together
 
 OF_ITS_NOISE = 10.0

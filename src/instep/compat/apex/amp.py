@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from instep.compat.apex.parallel.distributed import DistributedDataParallel
-from instep.meeting import rendezvous
-from instep.precision.casting import cast, casting, uncast
-from instep.precision.errors import PrecisionError
-from instep.precision.mixed import Mixed, prepare
+from instep.distributed.rendezvous import bootstrap
+from instep.training.amp.casting import cast, casting, uncast
+from instep.training.amp.errors import PrecisionError
+from instep.training.amp.mixed import Mixed, prepare
 
 __all__ = [
     "disable_casts",
@@ -113,7 +113,7 @@ def _steps(optimizers: Any) -> bool:
 
 def _say(verbosity: int, what: str) -> None:
     """All ranks do the same: one of them says so."""
-    if verbosity > 0 and rendezvous.current().rank == 0:
+    if verbosity > 0 and bootstrap.current().rank == 0:
         print(what, flush=True)
 
 

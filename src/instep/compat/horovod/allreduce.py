@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.communication.transport import applied
 from instep.compat.horovod.adasum import adasum, check_size
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import UnsupportedOpError
@@ -17,7 +16,8 @@ from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import allgather_async
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, chosen, word
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.named.execution import scaled
+from instep.distributed.communication.transport import applied
+from instep.distributed.negotiation.execution import scaled
 
 Tensors = Sequence[Tensor]
 Then = Callable[[list[Tensor]], Any]

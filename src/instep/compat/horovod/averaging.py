@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep import knobs
 from instep.compat.horovod.allreduce import Reduction, SparseHandle, sparse_allreduce_async
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
 from instep.compat.horovod.sets import ProcessSet
-from instep.training import calls, gradients
-from instep.training.buckets import Bucket, plan_buckets
+from instep.process import settings
+from instep.training import forward_calls, gradients
+from instep.training.buckets.layout import Bucket, plan_buckets
 from instep.training.reducer import reducer_of
-from instep.training.seams import step_in
+from instep.training.torch_patches import step_in
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Averaging:
         parameters = [self._parameters[index] for index in indices]
         widest = max((p.element_size() for p in parameters), default=1)
         everything = sum(p.numel() for p in parameters)
-        limit = int(knobs.BUCKET_MIB) * 2**20 // widest
+        limit = int(settings.BUCKET_MIB) * 2**20 // widest
         return plan_buckets(
             [(index, p.numel()) for index, p in zip(indices, parameters, strict=True)],
             [(p.dtype, p.device) for p in parameters],
@@ -233,5 +233,5 @@ class Averaging:
 
 def _silent_ghost(grad: Tensor) -> Tensor | None:
     """A rank without rows contributes zeros, whatever it computed."""
-    call = calls.current()
+    call = forward_calls.current()
     return torch.zeros_like(grad) if call is not None and call.ghost else None

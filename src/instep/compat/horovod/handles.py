@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.communication.refusal import line_of_script
-from instep.communication.transport import check_reachable
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.session import session
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.named.matching import JOIN, Verdict, Wish
-from instep.named.negotiation import Task
+from instep.distributed.communication.forbid_collectives import line_of_script
+from instep.distributed.communication.transport import check_reachable
+from instep.distributed.negotiation.message_table import JOIN, Verdict, Wish
+from instep.distributed.negotiation.negotiator import Task
 
 Finish = Callable[[Verdict, list[Tensor]], Any]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.communication.transport import applied
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.session import rank
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.named.matching import Verdict
+from instep.distributed.communication.transport import applied
+from instep.distributed.negotiation.message_table import Verdict
 
 Tensors = Sequence[Tensor]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.communication.transport import applied
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import check_has_rows, grouped_allgather
 from instep.compat.horovod.ops import Average, ReduceOp, Sum, chosen, word
 from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.distributed.communication.transport import applied
 
 Tensors = Sequence[Tensor]
 

@@ -6,10 +6,10 @@ import os
 from collections import Counter
 
 from instep.compat.horovod.errors import NotInitializedError
-from instep.identity.world import World
-from instep.meeting import rendezvous
-from instep.named.coordination import Patience
-from instep.named.negotiation import Negotiator
+from instep.distributed.identity.world import World
+from instep.distributed.negotiation.coordinator import Patience
+from instep.distributed.negotiation.negotiator import Negotiator
+from instep.distributed.rendezvous import bootstrap
 
 
 class Session:
@@ -52,7 +52,7 @@ def is_initialized() -> bool:
 def world() -> World:
     """Who this rank is. Raises NotInitializedError."""
     session()
-    return rendezvous.current()
+    return bootstrap.current()
 
 
 def rank() -> int:

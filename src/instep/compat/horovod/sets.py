@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from instep.communication import groups
-from instep.communication.refusal import line_of_script
 from instep.compat.horovod.errors import NotThereError, WrongArgumentError
 from instep.compat.horovod.session import rank, session, size
-from instep.named.matching import Wish
-from instep.named.negotiation import Task
+from instep.distributed.communication import groups
+from instep.distributed.communication.forbid_collectives import line_of_script
+from instep.distributed.negotiation.message_table import Wish
+from instep.distributed.negotiation.negotiator import Task
 
 
 class ProcessSet:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from instep.communication import signed
-from instep.communication.transport import own_device
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import broadcast_async_
 from instep.compat.horovod.session import rank
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.named.matching import Verdict
+from instep.distributed.communication import signed_pickle
+from instep.distributed.communication.transport import own_device
+from instep.distributed.negotiation.message_table import Verdict
 
 T = TypeVar("T")
 
@@ -119,11 +119,11 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> T:
     """Root's object, pickled; on root the object itself. Raises as `broadcast`."""
-    mine = signed.dumps(obj) if rank() == root_rank else b""
+    mine = signed_pickle.dumps(obj) if rank() == root_rank else b""
     name = named("broadcast_object", name, process_set)
     handle = _gather_bytes(name, mine, process_set, root=root_rank)
     (theirs,) = (part for part in handle.result() if part)
-    received: T = obj if rank() == root_rank else signed.loads(theirs)
+    received: T = obj if rank() == root_rank else signed_pickle.loads(theirs)
     return received
 
 
@@ -132,8 +132,8 @@ def allgather_object(
 ) -> list[T]:
     """Every rank's object, pickled, in the order of ranks. Raises as `allgather`."""
     name = named("allgather_object", name, process_set)
-    handle = _gather_bytes(name, signed.dumps(obj), process_set)
-    return [signed.loads(part) for part in handle.result()]
+    handle = _gather_bytes(name, signed_pickle.dumps(obj), process_set)
+    return [signed_pickle.loads(part) for part in handle.result()]
 
 
 def _gather_bytes(

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from instep.communication.scopes import single_process_scope
-from instep.communication.transport import broadcast_all
 from instep.compat.jittor import mpi
 from instep.compat.jittor.ops import mpi_all_reduce, mpi_broadcast, mpi_reduce
-from instep.meeting import rendezvous
+from instep.distributed.communication.scopes import single_process_scope
+from instep.distributed.communication.transport import broadcast_all
+from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
     in_mpi: bool
@@ -58,7 +58,7 @@ _OF_THE_WORLD = {
 
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_WORLD:
-        return getattr(rendezvous.current(), _OF_THE_WORLD[name])
+        return getattr(bootstrap.current(), _OF_THE_WORLD[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -73,7 +73,7 @@ def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:
     `instep.shard` and `instep.replicate` have the streams of one process either way.
     """
     if different_seed_for_mpi:
-        seed += 2591 * rendezvous.current().rank
+        seed += 2591 * bootstrap.current().rank
     random.seed(seed)
     torch.manual_seed(seed)
     try:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from instep.communication import collectives
-from instep.communication.transport import place_of, transport
 from instep.compat.jittor import ops
-from instep.meeting import rendezvous
+from instep.distributed.communication import collectives
+from instep.distributed.communication.transport import place_of, transport
+from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -31,22 +31,22 @@ __all__ = [
 
 def world_size() -> int:
     """How many processes there are; 1 inside a single_process_scope."""
-    return rendezvous.current().size
+    return bootstrap.current().size
 
 
 def world_rank() -> int:
     """Which of them this is; 0 inside a single_process_scope."""
-    return rendezvous.current().rank
+    return bootstrap.current().rank
 
 
 def local_rank() -> int:
     """Which of the processes on this host."""
-    return rendezvous.current().local_rank
+    return bootstrap.current().local_rank
 
 
 def get_state() -> bool:
     """Whether ranks talk: not inside a single_process_scope."""
-    return not rendezvous.alone()
+    return not bootstrap.alone()
 
 
 def broadcast(array: ndarray, root: int = 0) -> None:

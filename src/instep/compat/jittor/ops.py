@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from instep.communication.collectives import all_reduce, broadcast, reduce
+from instep.distributed.communication.collectives import all_reduce, broadcast, reduce
+from instep.distributed.rendezvous import bootstrap
 from instep.errors import UnknownOpError
-from instep.meeting import rendezvous
 
 _OPS = {"add": "sum", "sum": "sum", "mean": "mean"}
 
@@ -56,4 +56,4 @@ def _op(op: str) -> str:
 
 def _root(root: int) -> int:
     """In a world of one whoever is asked for is this process."""
-    return root if rendezvous.current().parallel else 0
+    return root if bootstrap.current().parallel else 0

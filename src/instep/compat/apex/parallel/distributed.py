@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from instep.communication.transport import (
+from instep.distributed.communication.transport import (
     Pending,
     Transport,
     aside,
@@ -20,8 +20,8 @@ from instep.communication.transport import (
     transport,
 )
 from instep.errors import InstepWarning, MixedSumsError, TrainingError
-from instep.training.buckets import Bucket, plan_buckets
-from instep.training.marks import LENGTH, check, mark
+from instep.training.buckets.checksum import LENGTH, check, mark
+from instep.training.buckets.layout import Bucket, plan_buckets
 
 _numbers = count()
 """Of the buckets, in the order in which all ranks make them."""

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, relu
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.communication.groups import Group, group
-from instep.communication.transport import through, transport
-from instep.meeting import rendezvous
+from instep.distributed.communication.groups import Group, group
+from instep.distributed.communication.transport import through, transport
+from instep.distributed.rendezvous import bootstrap
 from instep.training import batchnorm
 
 Ranks = Group | dist.ProcessGroup | None
@@ -108,7 +108,7 @@ def create_syncbn_process_group(group_size: int) -> Group | None:
     """
     if group_size == 0:
         return None
-    world = rendezvous.init()
+    world = bootstrap.init()
     if group_size < 0 or world.size % group_size:
         raise ValueError(
             f"groups of {group_size} do not divide {world.size} ranks; choose a divisor, or 0."

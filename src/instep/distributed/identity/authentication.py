@@ -1,0 +1,115 @@
+"""Which messages are of this job: a secret that only its processes know, and marks made with it.
+
+The secret never passes through what it protects (the ranks' store, a network). `instep run` hands
+it to its ranks in their environment, which no other user can read; other launchers' ranks have it
+from where `given_secret` looks, from a file of mode 0600, or from rank 0 on the same host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+
+from instep.errors import LaunchVariablesError, StrangerError
+from instep.process import settings
+
+MAGIC = b"\0instep\1"
+"""How a message begins that carries a mark."""
+_MARK_BYTES = 16
+_BEGINNING = len(MAGIC) + _MARK_BYTES
+_SHORTEST = 16
+"""Characters of a secret that a user may choose."""
+FILE = "~/.instep/secret"
+"""Where a user may keep a secret for all jobs, in a home that all hosts share or copied to each."""
+_OF_OPEN_MPI = "OMPI_MCA_orte_precondition_transports"
+"""128 random bits which Open MPI 4's mpirun draws for each job and tells its ranks on all hosts."""
+
+
+def new_secret() -> bytes:
+    """A fresh one."""
+    return os.urandom(32)
+
+
+def given_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The secret that this process was given: by `instep run` or the user in INSTEP_SECRET, by the
+    user's file, or by Open MPI. None where there is none.
+
+    Raises LaunchVariablesError for one that is too short, or a file that others can read.
+    """
+    told: str | None = environ.get(settings.SECRET.name)
+    if told:
+        check_length(told, settings.SECRET.name)
+    else:
+        told = _of_file(os.path.expanduser(FILE)) or environ.get(_OF_OPEN_MPI)
+    return None if told is None else hashlib.sha256(told.encode()).digest()
+
+
+def _of_file(path: str) -> str | None:
+    try:
+        told = read_private(path).strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchVariablesError.secret_file(path, error.strerror or str(error)) from None
+    check_length(told, path)
+    return told
+
+
+def check_length(secret: str, where: str) -> None:
+    """Raise LaunchVariablesError for a secret that could be guessed."""
+    if len(secret) < _SHORTEST:
+        raise LaunchVariablesError.short_secret(where, _SHORTEST)
+
+
+def read_private(path: str) -> str:
+    """The text of a file that only this user can read or write.
+
+    Raises OSError for any other: a link, a FIFO, another user's, one that others may open.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, errors="replace") as file:
+        check_private(handle)
+        return file.read(65536)
+
+
+def check_private(handle: int) -> None:
+    """Raise PermissionError unless this open file is a regular one, and of this user only."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(0, "it is no regular file")
+    if found.st_uid != os.getuid():
+        raise PermissionError(0, "it belongs to another user")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(0, "other users may open it; its mode must be 0600")
+
+
+def derived(secret: bytes, *purpose: str) -> bytes:
+    """A key for one purpose: who knows it knows neither the secret nor another purpose's key."""
+    return _digest(secret, [part.encode() for part in purpose], 32)
+
+
+def marked(key: bytes, message: bytes, about: str = "") -> bytes:
+    """The message behind a mark that only who knows `key` can make, for this message and what it is
+    `about`."""
+    return MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES) + message
+
+
+def verified(key: bytes, received: bytes, about: str = "") -> bytes:
+    """The message, if its mark is right. Raises StrangerError otherwise."""
+    message = received[_BEGINNING:]
+    right = MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES)
+    if not hmac.compare_digest(received[:_BEGINNING], right):
+        raise StrangerError.value(about)
+    return message
+
+
+def _digest(key: bytes, parts: tuple[bytes, ...] | list[bytes], size: int) -> bytes:
+    """BLAKE2b with a key, which is a message authentication code (RFC 7693)."""
+    code = hashlib.blake2b(key=key, digest_size=size)
+    for part in parts:
+        code.update(len(part).to_bytes(8, "little"))
+        code.update(part)
+    return code.digest()

@@ -1,0 +1,179 @@
+"""Where the ranks of a job meet when the launcher sets no MASTER_ADDR and MASTER_PORT.
+
+On one host that is a private file: rank 0 listens on a free port of the loopback interface and
+writes it there; the file is gone as soon as all have met. Its name follows from what the launcher
+gives to every rank of this job and to no other. On several hosts it is an address: the first host
+of the allocation, or mpirun's, and a port that follows from the job's name; or a file that the user
+names.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from instep.distributed.identity import nodelist
+from instep.distributed.identity.local_ranks import launching_process
+from instep.distributed.identity.world import World
+from instep.errors import LaunchVariablesError, RendezvousError
+
+FIRST_PORT, PORTS = 20_000, 12_763
+"""Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Rank 0 listens here."""
+
+    host: str
+    """A name or address of rank 0's host that every host knows."""
+    port: int
+    """Which port of it."""
+    job: str
+    """What tells this job from every other one."""
+
+
+@dataclass(frozen=True)
+class PrivateFile:
+    """Rank 0 writes here where it listens. One host only."""
+
+    path: str
+    """No other job's, however similar."""
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """As PrivateFile, on a file system that all hosts of the job share."""
+
+    path: str
+    """Said by the user, for one job at a time."""
+
+
+Place = Address | PrivateFile | SharedFile
+Meeting = Callable[[Mapping[str, str], World], Place]
+"""Where a launcher's ranks meet. Raises LaunchError where they cannot know."""
+
+
+def as_said(environ: Mapping[str, str], world: World) -> Place:
+    """Whoever speaks PyTorch's dialect has to say it."""
+    missing = ["MASTER_ADDR", "MASTER_PORT"]
+    raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
+
+
+def under_mpi(environ: Mapping[str, str], world: World) -> Place:
+    """On one host a file that is named after the process which started all of its ranks.
+
+    On several, the first host of the allocation, where mpirun puts rank 0.
+    """
+    if not world.one_host:
+        return _in_allocation(environ, world)
+    launching = launching_process(environ)
+    if launching is None:
+        raise RendezvousError.no_master(world.source, world.size)
+    return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
+
+
+def under_horovodrun(environ: Mapping[str, str], world: World) -> Place:
+    """On one host a file that is named after the server of horovodrun, as each of its ranks has a
+    parent of its own. On several, as under mpirun."""
+    host, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
+    if port is None or not world.one_host:
+        return under_mpi(environ, world)
+    return _private(f"horovod-{host}-{port}")
+
+
+def said_by_user(path: str, world: World) -> Place:
+    """The file of INSTEP_DIST_FILE or --dist-file."""
+    whole = os.path.abspath(path)
+    return PrivateFile(whole) if world.one_host else SharedFile(whole)
+
+
+def under_slurm(environ: Mapping[str, str], world: World) -> Place:
+    """The first host of the step's node list; on one host, a file.
+
+    The port is 20000 + (251 job + 17 step + restarts) mod 12763: after `scontrol requeue` the
+    job's and the step's ids are what they were, and only SLURM_RESTART_COUNT is not.
+    """
+    job, step, restarts = (
+        _number(environ, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
+    key = f"slurm-{environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}.{restarts}"
+    if world.one_host:
+        return _private(key)
+    name = "SLURM_STEP_NODELIST"
+    if name not in environ:
+        present = {"SLURM_STEP_ID": environ["SLURM_STEP_ID"]}
+        raise LaunchVariablesError.half_set(world.source, present, [name])
+    host = next(nodelist.hosts(environ[name]))
+    return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
+
+
+def _in_allocation(environ: Mapping[str, str], world: World) -> Place:
+    """The first host of a batch system's job, and a port that follows from the job's name.
+
+    jsrun's list begins with the host that the batch script runs on, which holds no ranks. Where
+    there is no batch system, the host of Open MPI's mpirun, if rank 0 is there.
+    """
+    found = (
+        _host_of_slurm(environ)
+        or _host_of_file(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
+        or _host_of_file(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
+        or _host_of_mpirun(environ)
+    )
+    if found is None:
+        raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
+    host, job = found
+    key = f"mpi-{job}-{environ.get('PMIX_NAMESPACE', '')}"
+    return Address(host, FIRST_PORT + zlib.crc32(key.encode()) % PORTS, key)
+
+
+def _host_of_slurm(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    listed = environ.get("SLURM_JOB_NODELIST")
+    if listed is None:
+        return None
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return next(nodelist.hosts(listed)), f"{environ.get('SLURM_JOB_ID', '')}.{restarts}"
+
+
+def _host_of_file(
+    environ: Mapping[str, str], job: str, listing: str, first: int
+) -> tuple[str, str] | None:
+    """PBS shows the file to the first host only, some sites to all."""
+    if job not in environ or listing not in environ:
+        return None
+    try:
+        with open(environ[listing]) as file:
+            hosts = file.read().split()
+    except OSError:
+        return None
+    return (hosts[first], environ[job]) if len(hosts) > first else None
+
+
+def _host_of_mpirun(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Open MPI 4 tells its ranks `job.0;tcp://address,address:port` of mpirun, and as much of the
+    daemon that started them: job.0 is mpirun itself. Only rank 0 knows whether it is elsewhere;
+    then it fails, and mpirun ends the others."""
+    mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    job, _, addresses = mpirun.partition(";tcp://")
+    mine = environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0]
+    if not addresses or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and mine != job):
+        return None
+    return addresses.partition(":")[0].partition(",")[0], mpirun
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ.get(name, "0"))
+    except ValueError:
+        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
+
+
+def _private(key: str) -> PrivateFile:
+    """The name holds who may write it (the user) and where (host and process namespace)."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    plain = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
+    name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace}-{plain}"
+    return PrivateFile(os.path.join(tempfile.gettempdir(), name))

@@ -1,0 +1,299 @@
+"""One row per launcher: which of its variables say what. Detection is looking down the table.
+
+Two launchers are often visible at once. The innermost comes first: torchrun inside srun, or mpirun
+inside salloc, leaves in SLURM_PROCID the number of the node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from instep.distributed.identity import endpoints, nodelist
+from instep.distributed.identity.local_ranks import Siblings, environ_of
+from instep.distributed.identity.world import World
+from instep.errors import LaunchVariablesError
+from instep.process import settings
+
+JOB = "INSTEP_JOB"
+"""Set by `instep run` for its ranks: the name of the job."""
+STORE_FD = "INSTEP_STORE_FD"
+"""Set by `instep run` for rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT."""
+SOURCE = "INSTEP_SOURCE"
+"""Set by `python -m instep script.py` for its script: who said what it repeats in torch's names."""
+FAILURE_FILE = "INSTEP_FAILURE_FILE"
+"""Set by `instep run` for its ranks: where a rank that fails leaves its traceback."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What one launcher calls things. `None`: it does not say, and one host is assumed."""
+
+    name: str
+    markers: tuple[str, ...]
+    """The row holds for a process that has all of these variables."""
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    tasks_per_node: str | None = None
+    """Instead of `local_size`: how many ranks each host has, as Slurm writes it."""
+    node_rank: str | None = None
+    nodes: str | None = None
+    """Unsaid, hosts are taken to be alike and filled one after the other."""
+    meeting: endpoints.Meeting = endpoints.under_mpi
+    """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
+    starts_all: bool = True
+    """Whether one process starts the ranks of a host at once, so that one which is not there has
+    ended."""
+    on_behalf: str | None = None
+    """The variable that names the launcher for which this one speaks."""
+
+    def describes(self, environ: Mapping[str, str]) -> bool:
+        """Whether this launcher started the process with these variables."""
+        return all(name in environ for name in self.markers)
+
+    def world(self, environ: Mapping[str, str]) -> World:
+        """Read the row. Raises LaunchVariablesError for half-set or impossible variables."""
+        pair = (self.rank, self.size)
+        missing = [name for name in pair if name not in environ]
+        if missing:
+            present = {n: environ[n] for n in (*self.markers, *pair) if n in environ}
+            raise LaunchVariablesError.half_set(self.name, present, missing)
+        rank, size = _number(environ, self.rank), _number(environ, self.size)
+        node_rank = None if self.node_rank is None else _number(environ, self.node_rank, default=0)
+        local_size = self._local_size(environ, node_rank or 0, size)
+        alike = max(local_size, 1)
+        return World(
+            rank=rank,
+            size=size,
+            local_rank=_number(environ, self.local_rank, default=rank),
+            local_size=local_size,
+            node_rank=rank // alike if node_rank is None else node_rank,
+            nodes=_number(environ, self.nodes, default=-(-size // alike)),
+            source=self.name if self.on_behalf is None else environ[self.on_behalf],
+        )
+
+    def _local_size(self, environ: Mapping[str, str], node: int, size: int) -> int:
+        if self.tasks_per_node is not None and self.tasks_per_node in environ:
+            return nodelist.tasks_on(environ[self.tasks_per_node], node)
+        return _number(environ, self.local_size, default=size)
+
+
+def _number(environ: Mapping[str, str], name: str | None, default: int | None = None) -> int:
+    if name is None or (default is not None and name not in environ):
+        assert default is not None
+        return default
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise LaunchVariablesError.not_a_number(name, environ[name]) from None
+
+
+def _torch_names(
+    name: str, *markers: str, starts_all: bool = True, on_behalf: str | None = None
+) -> Launcher:
+    """Who speaks PyTorch's own dialect of the environment."""
+    return Launcher(
+        name,
+        markers,
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+        nodes="GROUP_WORLD_SIZE",
+        meeting=endpoints.as_said,
+        starts_all=starts_all,
+        on_behalf=on_behalf,
+    )
+
+
+LAUNCHERS = (
+    _torch_names("instep run", JOB, "RANK"),
+    _torch_names("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
+    _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
+    _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", starts_all=False),
+    Launcher(
+        "horovodrun",
+        ("HOROVOD_RANK",),
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        node_rank="HOROVOD_CROSS_RANK",
+        nodes="HOROVOD_CROSS_SIZE",
+        meeting=endpoints.under_horovodrun,
+        starts_all=False,
+    ),
+    Launcher(
+        "jsrun",
+        ("JSM_NAMESPACE_RANK",),
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Launcher(  # OMPI_COMM_WORLD_NODE_RANK is a rank on the node, not the node's
+        "mpirun of Open MPI",
+        ("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mpirun of MPICH or Intel MPI",
+        ("MPI_LOCALNRANKS",),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    Launcher(  # neither an sbatch script nor a salloc shell has SLURM_STEP_ID
+        "srun",
+        ("SLURM_STEP_ID",),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
+        node_rank="SLURM_NODEID",
+        nodes="SLURM_STEP_NUM_NODES",
+        meeting=endpoints.under_slurm,
+    ),
+    # After srun, whose --mpi=pmi2 sets PMI_RANK too, and no local rank by this name.
+    Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
+    _torch_names("RANK and WORLD_SIZE", "RANK", starts_all=False),
+    _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE", starts_all=False),
+)
+"""In the order of precedence: the innermost launcher first, half of a pair last."""
+
+
+_PREFIXES = (
+    *("HYDI_", "JSM_NAMESPACE_", "MPI_LOCAL", "OMPI_", "PMIX_", "PMI_", "SLURM_STEP"),
+    "TORCHELASTIC_",
+)
+_NAMES = frozenset(
+    {
+        FAILURE_FILE,
+        settings.SECRET.name,
+        SOURCE,
+        STORE_FD,
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *(f"HOROVOD_{a}{b}" for a in ("", "LOCAL_", "CROSS_") for b in ("RANK", "SIZE")),
+        *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *(f"SLURM_{name}" for name in ("GTIDS", "LOCALID", "NODEID", "NPROCS", "NTASKS")),
+        *(f"SLURM_{name}" for name in ("PROCID", "TASKS_PER_NODE", "TASK_PID")),
+    }
+)
+
+
+def says_who(name: str) -> bool:
+    """Whether a launcher tells its ranks by this variable who they are and where they meet.
+
+    Not so the name of the job, by which `instep run` finds what its ranks leave behind.
+    """
+    return name in _NAMES or name.startswith(_PREFIXES)
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> World:
+    """The world that these variables describe; a world of one where nobody launched anything.
+
+    Raises LaunchVariablesError for half-set or contradictory variables.
+    """
+    launcher = _launcher(environ)
+    if launcher is None:
+        return World()
+    world = launcher.world(environ)
+    _contradicts(world, launcher, environ)
+    return world
+
+
+def detect_tasks(environ: Mapping[str, str] = os.environ) -> World:
+    """As `detect`, of a launcher that starts tasks (srun, mpirun); others make a world of one.
+
+    Who speaks torch's dialect has started ranks, inside of which a new job may begin.
+    """
+    launcher = _launcher(environ)
+    return World() if launcher is None or launcher.rank == "RANK" else detect(environ)
+
+
+def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> endpoints.Place:
+    """Where the ranks of this world meet: as the user says, or by their launcher's own facts.
+
+    Raises LaunchVariablesError or RendezvousError where these do not say.
+    """
+    if said := environ.get(settings.DIST_FILE.name):
+        return endpoints.said_by_user(said, world)
+    launcher = _launcher(environ)
+    if launcher is None or launcher.name != world.source:
+        return endpoints.as_said(environ, world)
+    return launcher.meeting(environ, world)
+
+
+def says_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher says that all ranks are on this host. Where it does not say how many
+    are, all are taken to be, and that may be wrong."""
+    launcher = _launcher(environ)
+    if launcher is None or not world.one_host:
+        return False
+    says = {launcher.local_size, launcher.tasks_per_node} & environ.keys()
+    return bool(says) and launcher.world(environ) == world
+
+
+def master_port(environ: Mapping[str, str] = os.environ) -> int:
+    """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
+    port = _number(environ, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise LaunchVariablesError.unsuitable(
+            "MASTER_PORT", str(port), "a port from 1 to 65535", "Where rank 0 listens."
+        )
+    return port
+
+
+def siblings(world: World) -> Siblings | None:
+    """The ranks of this host; None where their launcher does not say which these are.
+
+    Who started this process is said by what it was started with: `python -m instep` writes more.
+    Where it is a rank of another world, as its own launcher counts, that one's ranks are not meant.
+    """
+    environ = environ_of("self")
+    launcher = _launcher(environ)
+    ranks = _ranks_here(world, environ)
+    if launcher is None or len(ranks) != world.local_size:
+        return None
+    with suppress(LaunchVariablesError):
+        told = launcher.world(environ)
+        if (told.rank, told.size) == (world.rank, world.size):
+            return Siblings(ranks, launcher.rank, environ, at_once=launcher.starts_all)
+    return None
+
+
+def _ranks_here(world: World, environ: Mapping[str, str]) -> Collection[int]:
+    if world.one_host:
+        return range(world.size)
+    if said := environ.get("SLURM_GTIDS"):
+        return [int(rank) for rank in said.split(",")]
+    first = world.node_rank * world.local_size
+    return range(first, first + world.local_size)
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+    return next((row for row in LAUNCHERS if row.describes(environ)), None)
+
+
+def _contradicts(world: World, launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Batch scripts export a lone WORLD_SIZE for their srun: then it must be the right one."""
+    for name, told, ours in (
+        ("RANK", launcher.rank, world.rank),
+        ("WORLD_SIZE", launcher.size, world.size),
+    ):
+        if told != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
+            given = _number(environ, name, default=ours)
+            if given != ours:
+                raise LaunchVariablesError.impossible(
+                    launcher.name, f"{name}={given}, but {told}={ours}"
+                )

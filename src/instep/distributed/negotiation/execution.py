@@ -1,0 +1,164 @@
+"""What each kind of named collective does with the tensors, once all ranks are ready.
+
+Reductions scale before and after as Horovod does: in the tensor's own dtype (half precision in
+float32), integers in float64 and then towards zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.collectives import all_reduce
+from instep.distributed.communication.exchanges import exchanged
+from instep.distributed.communication.groups import Group
+from instep.distributed.communication.reduce_ops import carried, combined
+from instep.distributed.communication.transport import as_bytes, transport
+from instep.distributed.negotiation.message_table import Verdict
+
+Tensors = Sequence[Tensor]
+
+_SUMMED_AS_THEY_ARE = ("torch.float32", "torch.float64", "torch.int64")
+
+
+def execute(verdict: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    """Do it and return the results: in `into`, where that is given, else in new tensors.
+
+    Collective, in the order of verdicts. Raises OverflowedError, and what the transport raises.
+    """
+    results = _KINDS[verdict.wish.kind](verdict, tensors, into, group)
+    if into is None:
+        return results
+    for given, result in zip(into, results, strict=True):
+        if given.data_ptr() != result.data_ptr():
+            given.copy_(result)
+    return list(into)
+
+
+def absent(verdict: Verdict) -> list[Tensor]:
+    """What a rank contributes that has joined: zeros."""
+    wish = verdict.wish
+    dtype: torch.dtype = getattr(torch, wish.dtype.removeprefix("torch.") or "float32")
+    return [torch.zeros(shape, dtype=dtype, device=wish.device) for shape in wish.shapes]
+
+
+def scaled(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = False) -> Tensor:
+    """`tensor` times factor, over divisor, in its own dtype; `tensor` itself where both are 1.
+
+    `spare`: the tensor may be overwritten.
+    """
+    if factor == 1.0 and divisor == 1:
+        return tensor
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        exact = tensor if factor == 1.0 else tensor.double() * factor
+        return exact.div(divisor, rounding_mode="trunc").to(tensor.dtype)
+    out = tensor if spare else None
+    if factor != 1.0:
+        tensor = torch.mul(tensor, factor, out=out)
+    return tensor if divisor == 1 else torch.div(tensor, divisor, out=out)
+
+
+def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    before, after = v.wish.scales
+    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
+    ours = into is not None
+    given = [scaled(tensor, before) for tensor in tensors]
+    if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and transport(group).in_place:
+        totals = _spare(given, ours or before != 1.0)
+        transport(group).all_reduce_each([total for total in totals if total.numel()], op)
+    else:
+        flat = torch.cat([tensor.reshape(-1) for tensor in given])
+        parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
+        totals = [part.view(tensor.shape) for part, tensor in zip(parts, given, strict=True)]
+    return [scaled(total, after, divisor, spare=True) for total in totals]
+
+
+def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
+    """Dense tensors of separate memory that may be overwritten; those given, if they are `ours`."""
+    seen: set[int] = set()
+    spare = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        fit = ours and tensor.is_contiguous() and memory not in seen
+        seen.add(memory)
+        spare.append(tensor if fit else tensor.clone(memory_format=torch.contiguous_format))
+    return spare
+
+
+def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
+    """The reduction over the group of a tensor that may be overwritten."""
+    if op == "sum" and carried(flat, op) is flat:
+        transport(group).all_reduce(flat, op).wait()
+        return flat
+    return all_reduce(flat, op, group=group)
+
+
+def _reduce_scatter(
+    v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
+    before, after = v.wish.scales
+    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
+    results = []
+    for tensor in tensors:
+        gives = scaled(tensor, before).split(shares(len(tensor), group.size))
+        shape = tuple(gives[group.my_place()].shape)
+        parts = exchanged(transport(group), gives, [shape] * group.size)
+        results.append(scaled(combined(parts, op), after, divisor, spare=True))
+    return results
+
+
+def shares(rows: int, size: int) -> list[int]:
+    """How many rows each of `size` ranks gets; the first ones get what is left over."""
+    return [rows // size + (place < rows % size) for place in range(size)]
+
+
+def _all_gather(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    way = transport(group)
+    results = []
+    for k, tensor in enumerate(tensors):
+        shapes = [(rows[k], *tensor.shape[1:]) for rows in v.rows]
+        if len(set(shapes)) == 1 and tensor.numel():
+            flat = torch.cat(way.all_gather(as_bytes(tensor)))
+            results.append(flat.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        else:
+            results.append(torch.cat(exchanged(way, [tensor] * way.size, shapes)))
+    return results
+
+
+def _all_to_all(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    (tensor,) = tensors
+    me = group.my_place()
+    shapes = [(splits[me], *tensor.shape[1:]) for splits in v.rows]
+    taken = exchanged(transport(group), tensor.split(list(v.rows[me])), shapes)
+    return [torch.cat(taken)]
+
+
+def _broadcast(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    assert v.wish.root is not None
+    root = group.place_of(v.wish.root)
+    results = []
+    for tensor in tensors:
+        given = tensor.clone(memory_format=torch.contiguous_format)
+        if prod(given.shape):
+            transport(group).broadcast(as_bytes(given), root).wait()
+        results.append(given)
+    return results
+
+
+def _nothing(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+    """All ranks are ready: that is all there is to it."""
+    return []
+
+
+_KINDS: dict[str, Callable[[Verdict, Tensors, Tensors | None, Group], list[Tensor]]] = {
+    "allreduce": _all_reduce,
+    "reducescatter": _reduce_scatter,
+    "allgather": _all_gather,
+    "alltoall": _all_to_all,
+    "broadcast": _broadcast,
+    "barrier": _nothing,
+    "join": _nothing,
+}

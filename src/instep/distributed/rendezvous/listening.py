@@ -1,0 +1,91 @@
+"""The socket at which rank 0 is met: on the one address that it was told, not on all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from instep.distributed.identity import launchers
+from instep.distributed.rendezvous import interfaces
+from instep.errors import PortInUseError, RendezvousError
+
+ANYWHERE = "0.0.0.0"
+
+
+def only(hosts: Sequence[str]) -> str:
+    """The one address to listen at; all, where it is not known at which one others will come."""
+    return hosts[0] if len(hosts) == 1 else ANYWHERE
+
+
+def handed_down(port: int) -> socket.socket | None:
+    """The socket that `instep run` has bound to this port for rank 0.
+
+    Whoever asks again gets none, nor whoever asks for a port that the script has chosen itself.
+    """
+    told = os.environ.get(launchers.STORE_FD)
+    if told is None:
+        return None
+    try:
+        listener = socket.socket(fileno=int(told))
+    except OSError:  # in a child of rank 0, which has not inherited it
+        return None
+    if listener.getsockname()[1:2] == (port,):
+        del os.environ[launchers.STORE_FD]
+        return listener
+    listener.detach()
+    return None
+
+
+def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
+    """A socket on `host`, bound to `port` or a free one, but not listening.
+
+    So a script that binds the port itself still can: both allow it (SO_REUSEADDR).
+    Raises PortInUseError, or RendezvousError where `host` is not an address of this host.
+    """
+    family, address = resolve(host, port)
+    if not one_host and interfaces.means_itself_here_only(host):
+        family, address = socket.AF_INET, (ANYWHERE, port)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(host, port) from None
+        raise RendezvousError.foreign_master(host, port, str(error.strerror)) from None
+    return listener
+
+
+def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
+    """As `reserve`, and listening: a second one is refused. Raises the same."""
+    listener = reserve(host, port, one_host=one_host)
+    try:
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise PortInUseError(host, port) from None
+    return listener
+
+
+def anew(host: str) -> socket.socket:
+    """A socket that listens on a free port of this host's address `host`, and of all addresses
+    where it is not this host's own."""
+    try:
+        listener = reserve(host, one_host=False)
+    except RendezvousError:
+        listener = reserve(ANYWHERE)
+    listener.listen(1024)
+    return listener
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The family and address of a name. Raises RendezvousError where it has none."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise RendezvousError.unresolved(host, str(error.strerror)) from None
+    return family, address

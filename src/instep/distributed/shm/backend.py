@@ -1,0 +1,296 @@
+"""The c10d backend: what torch.distributed calls, done in shared memory where it can be.
+
+Which way a collective goes depends only on what is equal on all ranks (op, dtype, layout), never on
+what is one rank's own affair (strides, gradients, inference mode): otherwise some would wait here
+and others in Gloo.
+"""
+
+# mypy: disable-error-code="override"
+# torch's stubs list overloads for callers; c10d itself calls the one that is defined here.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    Work,
+)
+from torch.distributed import ProcessGroupGloo, ReduceOp, Store
+
+from instep.distributed.shm.exchange import Exchange
+from instep.distributed.shm.memory.flat import are_alike, is_plain
+from instep.distributed.shm.memory.reduction import Reduction, find_reduction
+from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
+from instep.distributed.shm.shared_buckets import Resident, SharedBucket
+from instep.distributed.shm.uncompiled import uncompiled
+from instep.distributed.shm.work_queue import IssueOrder, Job, Step
+
+
+class _Options(Protocol):
+    """What the options of every collective have."""
+
+    timeout: timedelta
+    asyncOp: bool  # noqa: N815 - torch's name
+
+
+@uncompiled
+class InstepProcessGroup(ProcessGroupOverGloo):
+    """What `init_process_group("instep")` gives where the ranks share memory.
+
+    `resident` and `shares_memory` are for users; `torch.distributed` calls the rest.
+    """
+
+    def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange) -> None:
+        super().__init__(store, gloo, name)
+        self._exchange = exchange
+        self._order = IssueOrder(exchange.signals.give_up, exchange.signals.leave)
+
+    def shares_memory(self) -> bool:
+        """True."""
+        return True
+
+    def resident(self, numel: int, dtype: torch.dtype = torch.float32) -> Resident:
+        """A new bucket of `numel` zeros on every rank, which all reduce in place. Collective.
+
+        Raises SharedMemoryError on all ranks if there is not enough memory for all of them.
+        """
+        made: list[SharedBucket] = []
+        self._order.run(
+            Job(lambda *_: made.append(SharedBucket(self._exchange, numel, dtype))), "resident", []
+        )
+        bucket, order = made[0], self._order
+
+        def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
+            reduction = bucket.reduction(op)
+            job = Job(lambda *_: bucket.all_reduce(reduction))
+            return order.issue(job, "reduce_resident", [bucket.mine], is_async)
+
+        return Resident(bucket.mine, all_reduce)
+
+    def all_reduce_now(self, tensors: list[Tensor], op: ReduceOp.RedOpType) -> None:
+        """all_reduce of each of several tensors of one dtype, past torch's dispatcher.
+
+        Returns when it is done; the dispatcher takes longer than a small tensor.
+        """
+        if (reduction := _reduction(op, tensors)) is None:
+            opts = AllreduceCoalescedOptions()
+            opts.reduceOp, opts.asyncOp = ReduceOp(op), False
+            super().allreduce_coalesced(tensors, opts).wait()
+            return
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce_each(values, chosen, timeout)
+
+        self._order.run(Job(step, tensors), "all_reduce_coalesced", tensors)
+
+    def all_gather_now(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, past torch's dispatcher."""
+        opts = AllgatherOptions()
+        opts.asyncOp = False
+        outputs = [torch.empty_like(mine) for _ in range(self.size())]
+        self.allgather([outputs], [mine], opts).wait()
+        return outputs
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+        """all_reduce of one tensor."""
+        opts = opts or AllreduceOptions()
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+            return super().allreduce(tensors, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce(values[0], chosen, timeout)
+
+        return self._issue("all_reduce", tensors, step, opts)
+
+    def allreduce_coalesced(
+        self, tensors: list[Tensor], opts: AllreduceOptions | None = None
+    ) -> Work:
+        """all_reduce of each of several tensors of one dtype."""
+        opts = opts or AllreduceCoalescedOptions()
+        if (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+            return super().allreduce_coalesced(tensors, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_reduce_each(values, chosen, timeout)
+
+        return self._issue("all_reduce_coalesced", tensors, step, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
+        """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
+        opts = opts or ReduceOptions()
+        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+            return super().reduce(tensors, opts)
+        exchange, root, chosen = self._exchange, opts.rootRank, reduction
+
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.reduce(values[0], chosen, root, timeout)
+
+        return self._issue("reduce", tensors, step, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
+        """Broadcast from `opts.rootRank`."""
+        opts = opts or BroadcastOptions()
+        if len(tensors) != 1 or not is_plain(tensors[0]):
+            return super().broadcast(tensors, opts)
+        exchange, root = self._exchange, opts.rootRank
+
+        def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.broadcast(values[0], root, timeout)
+
+        return self._issue("broadcast", tensors, step, opts)
+
+    def allgather(
+        self,
+        outputs: list[list[Tensor]],
+        inputs: list[Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Gather one tensor of every rank into a list."""
+        opts = opts or AllgatherOptions()
+        fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size()
+        if not fits or not are_alike(outputs[0], inputs[0]):
+            return super().allgather(outputs, inputs, opts)
+        exchange = self._exchange
+
+        def step(values: list[Tensor], mine: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.all_gather(values, mine[0], timeout)
+
+        return self._issue("all_gather", outputs[0], step, opts, inputs)
+
+    def all_gather_single(
+        self, output: Tensor, mine: Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
+        """Gather one tensor of every rank into one, one after the other."""
+        return self.all_gather_single_coalesced([output], [mine], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        """all_gather_single for each of several pairs."""
+        opts = opts or AllgatherOptions()
+        if not _divide(outputs, inputs, self.size()):
+            return super().all_gather_single_coalesced(outputs, inputs, opts)
+        exchange = self._exchange
+
+        def step(wholes: list[Tensor], parts: list[Tensor], timeout: timedelta | None) -> None:
+            for whole, mine in zip(wholes, parts, strict=True):
+                exchange.all_gather(_rows(whole, exchange.size), mine, timeout)
+
+        return self._issue("all_gather", outputs, step, opts, inputs)
+
+    def reduce_scatter(
+        self,
+        outputs: list[Tensor],
+        inputs: list[list[Tensor]],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """Reduce a list of tensors, one for each rank."""
+        opts = opts or ReduceScatterOptions()
+        fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
+        alike = fits and are_alike(inputs[0], outputs[0])
+        if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+            return super().reduce_scatter(outputs, inputs, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(values: list[Tensor], parts: list[Tensor], timeout: timedelta | None) -> None:
+            exchange.reduce_scatter(values[0], parts, chosen, timeout)
+
+        return self._issue("reduce_scatter", outputs, step, opts, inputs[0])
+
+    def reduce_scatter_single(
+        self, output: Tensor, whole: Tensor, opts: ReduceScatterOptions | None = None
+    ) -> Work:
+        """Reduce a tensor and keep this rank's part of it."""
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        opts: ReduceScatterOptions | None = None,
+    ) -> Work:
+        """reduce_scatter_single for each of several pairs."""
+        opts = opts or ReduceScatterOptions()
+        fits = _divide(inputs, outputs, self.size())
+        if not fits or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        exchange, chosen = self._exchange, reduction
+
+        def step(parts: list[Tensor], wholes: list[Tensor], timeout: timedelta | None) -> None:
+            for out, whole in zip(parts, wholes, strict=True):
+                exchange.reduce_scatter(out, _rows(whole, exchange.size), chosen, timeout)
+
+        return self._issue("reduce_scatter", outputs, step, opts, inputs)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+        """Wait for all ranks."""
+        exchange = self._exchange
+        return self._issue(
+            "barrier", [], lambda *args: exchange.barrier(args[2]), opts or BarrierOptions()
+        )
+
+    def shutdown(self) -> None:
+        """Leave: peers that still wait for this rank get an error. Called by torch."""
+        self._order.close()
+        super().shutdown()
+
+    _allgather_base = all_gather_single  # the names before torch 2.12
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _issue(
+        self,
+        text: str,
+        written: list[Tensor],
+        step: Step,
+        opts: _Options,
+        read: Sequence[Tensor] = (),
+    ) -> Work:
+        """Run `step` on the flat memory of the tensors that it writes and reads, in order."""
+        limit = opts.timeout
+        job = Job(step, written, read, limit if limit.days >= 0 else None)
+        return self._order.issue(job, text, written, opts.asyncOp)
+
+
+def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
+    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return kind
+
+
+def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
+    """How to reduce these tensors in shared memory, or None if Gloo should answer."""
+    first = tensors[0]
+    if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
+        return None
+    return find_reduction(op, first.dtype)
+
+
+def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
+    """A flat tensor cut into `size` equal parts."""
+    return whole.view(size, whole.numel() // size).unbind()
+
+
+def _divide(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
+    """Whether each whole has room for `size` times its part."""
+    return len(wholes) == len(parts) and all(
+        is_plain(whole)
+        and is_plain(part)
+        and whole.dtype == part.dtype
+        and whole.numel() == part.numel() * size
+        for whole, part in zip(wholes, parts, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""The shared memory itself: how it is mapped, signalled, staged and reduced."""

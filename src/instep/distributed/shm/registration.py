@@ -1,0 +1,50 @@
+"""The name "instep" in torch.distributed, and what happens when a group of that name is made."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import GroupName
+
+from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
+from instep.distributed.shm.backend import InstepProcessGroup
+from instep.distributed.shm.joining import CannotShareMemory, join
+from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
+
+
+class _GroupOptions(Protocol):
+    """What torch says about a group that it wants (c10d::DistributedBackendOptions)."""
+
+    store: Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed, for CPU tensors. Once is enough."""
+    if NAME.upper() not in Backend._plugins:
+        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
+    """This rank's end of a new group. Collective: all ranks of the group come here."""
+    rank, size, store = options.group_rank, options.group_size, options.store
+    gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
+    gloo.options.global_ranks_in_group = options.global_ranks_in_group
+    gloo.options.group_name = GroupName(options.group_id)
+    gloo._set_sequence_number_for_group()
+    ranks = options.global_ranks_in_group or range(size)
+    try:
+        exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
+    except CannotShareMemory as reason:
+        if rank == 0 and not options.global_ranks_in_group and str(reason):
+            print(f"instep: no shared memory, Gloo instead: {reason}", file=sys.stderr, flush=True)
+        return ProcessGroupOverGloo(store, gloo, options.group_id)
+    kind = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
+    return kind(store, gloo, options.group_id, exchange)

@@ -1,0 +1,50 @@
+"""`instep env` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+ENV = """\
+Say what this job's processes are and have, and try every collective among them.
+
+Start it as you start your script: `mpirun -n 4 instep env`, `srun instep env`, `torchrun
+--no-python --nproc-per-node 4 instep env`, `instep run -n 4 -m instep env`. Rank 0 prints a
+table to paste into an issue. The exit code is 1 where a collective gave a wrong result.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `instep`."""
+    parser = commands.add_parser(
+        "env",
+        help="say what the ranks are and have, and try every collective",
+        description=ENV,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
+    """Do it, on every rank. Raises LaunchError where the ranks cannot meet."""
+    from instep.distributed.communication.objects import gather_object
+    from instep.distributed.rendezvous.bootstrap import init
+    from instep.launch.env import (  # torch: `instep env --help` does without
+        rank_report,
+        selftest,
+        table,
+    )
+
+    init()
+    outcome = selftest.run(rank_report.device())
+    mine = (rank_report.of_rank(), outcome)
+    everybody = gather_object(mine) if all(said == "ok" for _, said, _ in outcome) else [mine]
+    if everybody is not None:
+        ranks, tests = zip(*everybody, strict=True)
+        report = {"job": rank_report.of_job(), "ranks": list(ranks), "tests": list(tests)}
+        print(json.dumps(report, indent=2) if asked.json else table.text(report), flush=True)
+    return int(any(said != "ok" for _, said, _ in outcome))

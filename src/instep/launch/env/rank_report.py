@@ -1,0 +1,124 @@
+"""What one rank knows about itself and its host."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from instep import version
+from instep.distributed.identity import cuda_visible_devices, launchers
+from instep.distributed.rendezvous import bootstrap
+from instep.process import settings, storage
+from instep.unedited.files import landlock
+
+Facts = dict[str, Any]
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_NO_LANDLOCK = (
+    "this kernel, or this container, has no Landlock (Linux 5.13 and later): a library that writes "
+    "files in compiled code and that instep does not know writes them once on each rank of an "
+    "unedited script"
+)
+TALKING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
+
+
+def of_rank() -> Facts:
+    """What may differ from rank to rank."""
+    world = bootstrap.current()
+    return {
+        "rank": world.rank,
+        "local_rank": world.local_rank,
+        "host": socket.gethostname(),
+        "node": world.node_rank,
+        "pid": os.getpid(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "device": str(device()),
+        "gpus": _gpus(),
+        "backend": dist.get_backend() if dist.is_initialized() else "none",
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "versions": _versions(),
+        "layers": storage.said(storage.folder(world.local_size)),
+        "warnings": _warnings(),
+    }
+
+
+def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
+    """What is the same on all ranks, or should be: seen by the rank that asks."""
+    world = bootstrap.current()
+    return {
+        "launcher": world.source,
+        "why": _evidence(environ),
+        "ranks": world.size,
+        "hosts": world.nodes,
+        "available": [name for name, there in _backends().items() if there],
+        "set": {
+            name: environ[name]
+            for name in (
+                *(knob.name for knob in settings.KNOBS),
+                *THREADS,
+                *TALKING,
+                cuda_visible_devices.VISIBLE,
+            )
+            if name in environ and name != settings.SECRET.name
+        },
+    }
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    if str(settings.DEVICE) != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _evidence(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which the launcher was known."""
+    for row in launchers.LAUNCHERS:
+        if row.describes(environ):
+            names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)
+            return {name: environ[name] for name in names if name and name in environ}
+    return {}
+
+
+def _gpus() -> list[Facts]:
+    if str(settings.DEVICE) == "cpu" or not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [
+        {"visible": k, "physical": name, "name": torch.cuda.get_device_properties(k).name}
+        for k, name in enumerate(
+            cuda_visible_devices.physical(count, os.environ.get(cuda_visible_devices.VISIBLE))
+        )
+    ]
+
+
+def _backends() -> dict[str, bool]:
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": dist.is_mpi_available(),
+        "instep": True,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "instep": version.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "cuda": str(torch.version.cuda),
+        "linux": platform.release(),
+    }
+
+
+def _warnings() -> list[str]:
+    late = bootstrap.devices_set_too_late() if torch.cuda.is_initialized() else None
+    return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]

@@ -1,0 +1,1 @@
+"""One job on several hosts: supervisors meet, agree on the job, and exchange its outcome."""

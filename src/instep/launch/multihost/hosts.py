@@ -1,0 +1,144 @@
+"""The hosts of a job: which of them this is, where their supervisors meet, what they agree on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from instep.distributed.identity import endpoints, launchers
+from instep.distributed.identity.authentication import new_secret
+from instep.distributed.rendezvous import listening, port_file
+from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.errors import CommandLineError
+from instep.launch.multihost.master import where_to_meet
+from instep.launch.multihost.supervisor_rendezvous import Facts, Member, meet
+from instep.process import settings
+
+_NOWHERE_ELSE = endpoints.Address(port_file.HOST, 0, "")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """One of the hosts on which `instep run` was started for one job."""
+
+    node: int = 0
+    """Which of them, from 0."""
+    nodes: int = 1
+    """How many."""
+    place: endpoints.Place = _NOWHERE_ELSE
+    """Where the supervisors meet."""
+    by_hand: bool = True
+    """Whether every host has a terminal of its own, and not that of a launcher."""
+
+
+ONE_HOST = Hosts()
+
+
+@dataclass(frozen=True)
+class Party:
+    """A job all of whose hosts have met."""
+
+    name: str
+    """The job's name on this host, which no other job has."""
+    sizes: tuple[int, ...]
+    """How many ranks each host has."""
+    node: int
+    """Which host this is."""
+    master: str
+    """An address of the first host."""
+    port: int
+    """A port of it that is free."""
+    one_host: bool
+    """Whether the ranks can talk over the loopback interface."""
+    secret: bytes
+    """What only the ranks of this job are told."""
+    store: socket.socket | None = None
+    """On the first host: bound to that port."""
+    names: tuple[str, ...] = ()
+    """The hosts' names."""
+    lines: Mapping[int, socket.socket] = field(default_factory=dict)
+    """To the other supervisors: from the first host to all, from the others to the first."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks the job has."""
+        return sum(self.sizes)
+
+    @property
+    def first(self) -> int:
+        """The first rank of this host."""
+        return sum(self.sizes[: self.node])
+
+
+def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
+    """The hosts of a launcher that started one task on each, as in `srun … instep run`.
+
+    One host where there is no such launcher. Raises LaunchError where it started more than one
+    task on this host, or does not say where they meet.
+    """
+    world = launchers.detect_tasks(environ)
+    if world.size == 1:
+        return ONE_HOST
+    if world.local_size > 1:
+        raise CommandLineError.tasks_of_one_host(world.source, world.local_size, ranks)
+    both = ("MASTER_ADDR", "MASTER_PORT")
+    if all(name in environ for name in both):
+        place: endpoints.Place = address("{}:{}".format(*(environ[name] for name in both)))
+    else:
+        place = launchers.meeting_place(world, environ)
+    return Hosts(world.rank, world.size, place, by_hand=False)
+
+
+def address(text: str) -> endpoints.Address:
+    """`host:port`. Raises CommandLineError for anything else."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.netloc != text or "@" in text:
+        raise CommandLineError.several_hosts(f"--master takes HOST:PORT, not {text!r}")
+    return endpoints.Address(host, port, "")
+
+
+def gather(hosts: Hosts, ranks: int, card: Card) -> Party:
+    """Meet the supervisors of the other hosts; returns at once on one host. Raises LaunchError."""
+    job = os.urandom(8).hex()
+    if hosts.nodes == 1:
+        store = listening.reserve(port_file.HOST)
+        port = store.getsockname()[1]
+        return Party(
+            _inside(job), (ranks,), 0, port_file.HOST, port, True, secret=new_secret(), store=store
+        )
+    held: list[socket.socket] = []
+
+    def decide(members: Sequence[Member]) -> Facts:
+        facts, store = where_to_meet(hosts.place, members)
+        held.append(store)
+        sizes = [member.ranks for member in members]
+        return facts | {"job": job, "sizes": sizes, "names": [m.card.host for m in members]}
+
+    mine = Member(hosts.node, hosts.nodes, card, ranks)
+    assembly = meet(hosts.place, mine, decide, float(int(settings.TIMEOUT)), "host")
+    facts = assembly.facts
+    return Party(
+        name=_inside(f"{facts['job']}-{hosts.node}"),
+        sizes=tuple(facts["sizes"]),
+        node=hosts.node,
+        master=facts["master"],
+        port=facts["port"],
+        one_host=facts["one_host"],
+        secret=assembly.secret,
+        store=next(iter(held), None),
+        names=tuple(facts["names"]),
+        lines=assembly.lines,
+    )
+
+
+def _inside(name: str) -> str:
+    """A job started inside another one's rank carries that job's name in front."""
+    outer = os.environ.get(launchers.JOB)
+    return name if outer is None else f"{outer}.{name}"

@@ -1,0 +1,98 @@
+"""`instep slurm` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from instep.errors import CommandLineError
+from instep.launch.job import Job
+from instep.launch.slurm.batch import Batch, script
+
+SLURM = """\
+Print a batch script that runs a script on one rank per GPU or core, or submit it.
+
+    instep slurm --nodes 2 --gpus-per-node 4 --time 12:00:00 train.py --epochs 90 > job.sh
+    instep slurm --nodes 2 --tasks-per-node 16 --set partition=cpu --submit train.py
+
+Each rank writes to a file of its own. Before the time limit every rank gets SIGTERM: time to save.
+"""
+SIGNAL = "how long before the limit the ranks get SIGTERM; 0: never (default: 120)"
+AGAIN = "queue the job again when its ranks ended by that; the script must resume"
+MORE = "any other option of sbatch, such as partition=gpu; again for more"
+
+
+WITH_VALUE = (
+    *("--nodes", "--gpus-per-node", "--tasks-per-node", "--cpus-per-task", "--time", "--signal"),
+    *("--name", "--output", "--set"),
+)
+"""Options that take the next word as their value."""
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `instep`."""
+    parser = commands.add_parser(
+        "slurm",
+        help="print or submit a batch script for Slurm",
+        description=SLURM,
+        usage="instep slurm [options] (script.py | -m module) [args ...]",
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    add = parser.add_argument
+    add("--nodes", type=_count, default=1, metavar="N", help="hosts (default: 1)")
+    per_node = parser.add_mutually_exclusive_group()
+    per_node.add_argument(
+        "--gpus-per-node", type=_count, metavar="G", help="GPUs of each host; one rank for each"
+    )
+    per_node.add_argument(
+        "--tasks-per-node", type=_count, metavar="T", help="ranks on each host, without GPUs"
+    )
+    add("--cpus-per-task", type=_count, metavar="C", help="cores for each rank")
+    add("--time", metavar="LIMIT", help="the time limit, as in 1-12:00:00")
+    add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL)
+    add("--requeue-at-limit", action="store_true", help=AGAIN)
+    add("--name", metavar="NAME", help="the job's name (default: the script's)")
+    add("--output", default="logs", metavar="DIR", help="one file per rank (default: logs)")
+    add("--set", action="append", default=[], metavar="OPTION", help=MORE)
+    add("--submit", action="store_true", help="hand it to sbatch instead of printing it")
+
+
+def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
+    """Do it and return the exit code. Raises CommandLineError."""
+    job = Job(1, tuple(program))
+    name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
+    text = script(
+        Batch(
+            sys.executable,
+            job.command,
+            name=asked.name or name,
+            nodes=asked.nodes,
+            tasks=asked.gpus_per_node or asked.tasks_per_node or 1,
+            gpus=asked.gpus_per_node is not None,
+            cpus=asked.cpus_per_task,
+            time=asked.time,
+            signal=asked.signal,
+            again=asked.requeue_at_limit,
+            output=asked.output,
+            more=tuple(asked.set),
+        )
+    )
+    if not asked.submit:
+        print(text, end="")
+        return 0
+    try:
+        return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
+    except FileNotFoundError:
+        raise CommandLineError.no_sbatch() from None
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) == 0:
+        raise argparse.ArgumentTypeError(f"takes a whole number from 1 up, not {value!r}")
+    return int(value)

@@ -1,0 +1,72 @@
+"""A rank that another launcher has started as `python -m instep script.py`.
+
+Its script finds what `instep run` would have told it: RANK, WORLD_SIZE, MASTER_ADDR and so on, so
+that one which calls init_process_group itself works under mpirun and srun too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from instep.distributed.identity import endpoints, launchers
+from instep.distributed.identity.world import World
+from instep.distributed.rendezvous import port_file
+from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.launch.environment import place_variables
+from instep.launch.multihost.master import interface_variables, master_variables, where_to_meet
+from instep.launch.multihost.supervisor_rendezvous import Assembly, Facts, Member, meet
+from instep.process import settings
+from instep.unedited import session
+
+_MASTER = {"MASTER_ADDR", "MASTER_PORT"}
+_TORCHS = {"RANK", "WORLD_SIZE", *_MASTER}
+
+
+def prepare(command: Sequence[str]) -> None:
+    """Make this process what a rank of `instep run` is. Leaves one that nobody launched alone.
+
+    Writes this process's environment. Waits for the other ranks where the launcher does not say
+    where they meet. Starts this program again where strings would hash differently on the ranks.
+    Raises LaunchError.
+    """
+    settings.check()
+    world = launchers.detect()
+    if world == World():
+        return
+    if world.size > 1:
+        session.hash_alike()
+    told, drawn = place_variables(world), {}
+    one_host = world.one_host
+    if not os.environ.keys() >= _TORCHS:
+        told[launchers.SOURCE] = world.source
+    if not os.environ.keys() & _MASTER:
+        assembly, store = _agree(world, Card.of_command(command))
+        facts = assembly.facts
+        told |= master_variables(facts)
+        drawn[settings.SECRET.name] = assembly.secret.hex()
+        one_host = facts["one_host"]
+        if store is not None:
+            told[launchers.STORE_FD] = str(store.detach())
+    if master := (told | os.environ).get("MASTER_ADDR"):
+        told |= interface_variables(master, one_host=one_host)
+    os.environ.update(told | os.environ | drawn)
+
+
+def _agree(world: World, card: Card) -> tuple[Assembly, socket.socket | None]:
+    """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
+    alone = endpoints.Address(port_file.HOST, 0, "")
+    place = launchers.meeting_place(world) if world.size > 1 else alone
+    held: list[socket.socket] = []
+
+    def decide(members: Sequence[Member]) -> Facts:
+        facts, store = where_to_meet(place, members)
+        held.append(store)
+        return facts
+
+    mine = Member(world.rank, world.size, card, ranks=1)
+    assembly = meet(place, mine, decide, float(int(settings.TIMEOUT)))
+    for line in assembly.lines.values():
+        line.close()
+    return assembly, next(iter(held), None)

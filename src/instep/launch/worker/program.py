@@ -1,0 +1,52 @@
+"""The user's program in this process, as one rank of several: divided, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from instep.distributed.identity import launchers
+from instep.distributed.rendezvous import job_fingerprint
+from instep.launch.worker import (
+    gc_tuning,
+    local_rank_argument,
+    script,
+    script_reader,
+    torch_init,
+)
+from instep.unedited import session
+from instep.unedited.files import bypass
+
+real_files = bypass.real
+failing, explain = session.failing, session.explain
+
+
+def run(command: Sequence[str], *, plain: bool = False) -> None:
+    """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
+
+    Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
+    sees one process, and its work is divided until this process ends.
+    """
+    if not _is_ours(command):
+        job_fingerprint.announce(command)
+    gc_tuning.spare_torch()
+    torch_init.expect()
+    local_rank_argument.offer(launchers.detect())
+    if not plain:
+        begin(command)
+    script.run(command)
+
+
+def begin(command: Sequence[str]) -> None:
+    """Let `command`, which follows, run unedited, if it is not to be left alone."""
+    if _is_ours(command):
+        return
+    reason = script_reader.speaks_for_itself(command)
+    if reason is None:
+        session.start()
+    else:
+        session.say_left_alone(launchers.detect(), reason)
+
+
+def _is_ours(command: Sequence[str]) -> bool:
+    """Whether this is an entry of instep's, which brings the user's program itself."""
+    return command[0] == "-m" and command[1].partition(".")[0] == "instep"

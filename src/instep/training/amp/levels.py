@@ -1,0 +1,122 @@
+"""What each level means: a table, and what may be said against it. Pure.
+
+The levels and the names of their options are those of NVIDIA Apex.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from instep.training.amp.errors import PrecisionError
+
+Level = Literal["O0", "O1", "O2", "O3"]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a level does. None where it has no opinion."""
+
+    opt_level: Level
+    """Which level these options began as."""
+    cast_model_type: torch.dtype | None
+    """The dtype of the model's parameters and buffers; inputs are cast to it, outputs back."""
+    patch_torch_functions: bool
+    """Whether torch's functions choose their dtype by themselves (autocast), from now on."""
+    keep_batchnorm_fp32: bool | None
+    """Whether batch normalisation stays in float32 in a model that is cast."""
+    master_weights: bool | None
+    """Whether the optimizer steps float32 copies of parameters of half precision."""
+    loss_scale: float | Literal["dynamic"]
+    """What losses are multiplied by before backward."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients must be looked at between backward and step at all."""
+        return bool(self.master_weights) or self.loss_scale != 1.0
+
+
+def levels(dtype: torch.dtype) -> dict[str, Options]:
+    """The four levels for one half-precision dtype.
+
+    bfloat16 has the range of float32, so that its losses need no scaling.
+    """
+    scaled: float | Literal["dynamic"] = "dynamic" if dtype is torch.float16 else 1.0
+    return {
+        "O0": Options("O0", torch.float32, False, None, False, 1.0),
+        "O1": Options("O1", None, True, None, None, scaled),
+        "O2": Options("O2", dtype, False, True, True, scaled),
+        "O3": Options("O3", dtype, False, False, False, 1.0),
+    }
+
+
+def chosen(level: str, dtype: torch.dtype = torch.float16, **overrides: Any) -> Options:
+    """The options of a level with those overrides that are not None.
+
+    Raises PrecisionError for an unknown level or value, and for an override that the level leaves
+    no meaning for.
+    """
+    if dtype not in HALVES:
+        raise PrecisionError.option("dtype", dtype, "torch.float16 or torch.bfloat16")
+    table = levels(dtype)
+    if level not in get_args(Level):
+        raise PrecisionError.unknown_level(level, table)
+    told = {name: value for name, value in overrides.items() if value is not None}
+    for name, value in told.items():
+        _check_meaning(level, name, value)
+    read: dict[str, Any] = {name: _READ[name](value) for name, value in told.items()}
+    return replace(table[level], **read)
+
+
+def _check_meaning(level: str, name: str, value: object) -> None:
+    why = ""
+    if level == "O1":
+        why = {
+            "cast_model_type": "its parameters stay in float32, and functions are cast instead. "
+            "O2 and O3 cast the model.",
+            "keep_batchnorm_fp32": "its batch normalisation is in float32 anyway. Leave it out.",
+            "master_weights": "its parameters are in float32 themselves. Leave it out.",
+        }.get(name, "")
+        if name == "cast_model_type" and value is torch.float32:
+            why = ""
+    elif name == "patch_torch_functions" and value:
+        why = "only O1 casts functions. Choose O1."
+    if why:
+        raise PrecisionError.contradiction(level, name, value, why)
+
+
+def _dtype(value: object) -> torch.dtype:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise PrecisionError.option("cast_model_type", value, "a floating-point torch.dtype")
+    return value
+
+
+def _boolean(name: str, value: object) -> bool:
+    known = {"True": True, "False": False, True: True, False: False}
+    if not isinstance(value, str | bool) or value not in known:
+        raise PrecisionError.option(name, value, "True or False (or these as strings)")
+    return known[value]
+
+
+def _scale(value: object) -> float | Literal["dynamic"]:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        scale = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        scale = 0.0
+    if not 0 < scale < float("inf"):
+        raise PrecisionError.option("loss_scale", value, '"dynamic" or a number above 0')
+    return scale
+
+
+_READ = {
+    "cast_model_type": _dtype,
+    "patch_torch_functions": lambda value: _boolean("patch_torch_functions", value),
+    "keep_batchnorm_fp32": lambda value: _boolean("keep_batchnorm_fp32", value),
+    "master_weights": lambda value: _boolean("master_weights", value),
+    "loss_scale": _scale,
+}

@@ -1,0 +1,80 @@
+"""How far a loss is scaled, and whether any rank's gradients have overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import transport
+
+WINDOW = 2000
+"""Good steps after which a dynamic scale doubles."""
+
+
+class LossScaler:
+    """The scale of one loss: fixed, or dynamic.
+
+    A dynamic scale begins at 2^16, is halved by an overflow (not below `least`) and doubled after
+    `WINDOW` good steps in a row (not above `most`); a fixed one looks at nothing.
+    """
+
+    def __init__(
+        self,
+        scale: float | Literal["dynamic"],
+        least: float | None = None,
+        most: float = 2.0**24,
+    ) -> None:
+        self.dynamic = scale == "dynamic"
+        self.scale = min(most, 2.0**16) if scale == "dynamic" else scale
+        self.good = 0
+        """Steps without an overflow since the scale last changed."""
+        self._least = least or 0.0
+        self._most = most
+
+    def update(self, overflowed: bool) -> bool:
+        """Note how a step's gradients came out; returns whether the step must be skipped."""
+        skip = self.dynamic and overflowed
+        if skip:
+            self.scale = max(self._least, self.scale / 2)
+            self.good = 0
+        else:
+            self.good += 1
+        if self.dynamic and self.good == WINDOW:
+            self.scale = min(self._most, self.scale * 2)
+            self.good = 0
+        return skip
+
+
+def unscale(grads: Iterable[Tensor], scale: float) -> list[Tensor]:
+    """Divide gradients by `scale`, in place.
+
+    Returns for each dtype and device a float32 tensor of one element: 1 where an inf or a NaN was
+    among them, else 0.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        real = torch.view_as_real(values) if values.is_complex() else values
+        kinds.setdefault((real.dtype, real.device), []).append(real)
+    found = []
+    for (_, device), group in kinds.items():
+        flag = torch.zeros(1, device=device)
+        inverse = torch.full((1,), 1.0 / scale, device=device)  # a copy to a GPU is waited for
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
+        found.append(flag)
+    return found
+
+
+def any_rank(found: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether a flag is set on any rank; `device` is where this rank's parameters are. Collective.
+
+    Gradients that were summed over ranks agree by themselves; parameters that no rank sums do not.
+    """
+    flag = torch.zeros(1, device=device)
+    for each in found:
+        flag = torch.maximum(flag, each.to(device))
+    transport().all_reduce(flag, "max").wait()
+    return bool(flag)

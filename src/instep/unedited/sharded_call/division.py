@@ -1,0 +1,101 @@
+"""Which rows of a call's inputs are this rank's. Pure: no process is needed to plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from instep.training.blocks import Block
+from instep.training.pytree import is_column
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the leaves of a call's arguments are divided."""
+
+    dims: tuple[int | None, ...]
+    """Of each leaf the dimension of the batch; None for what every rank gets whole."""
+    batch_dim: int
+    """The dimension of the batch in the leaf that tells its size."""
+
+    def block(self, leaves: Sequence[Any], rank: int, size: int) -> Block | None:
+        """This rank's rows of these leaves; None where they are not a batch of this kind."""
+        if len(leaves) != len(self.dims):
+            return None
+        sizes = {
+            _size(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True) if dim is not None
+        }
+        total = sizes.pop() if len(sizes) == 1 else None
+        return None if total is None else Block(rank, size, total)
+
+
+def divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
+    """Ways to divide these arguments, likely ones first: the batch is dimension 0, else 1.
+
+    A list of strings with one entry per row is always divided; a list of numbers may be something
+    else, such as a size. `at_least`: the rows that a batch must have to be divided.
+    """
+    seen = set()
+    for batch_dim in (0, 1):
+        for total in _sizes(leaves, batch_dim):
+            if total < at_least:
+                continue
+            dims = tuple(_dim_of(leaf, total, batch_dim) for leaf in leaves)
+            without_numbers = tuple(
+                None if is_column(leaf) and not has_text(leaf) else dim
+                for leaf, dim in zip(leaves, dims, strict=True)
+            )
+            for way in (dims, without_numbers):
+                if way not in seen and not _leaves_text_out(leaves, way):
+                    seen.add(way)
+                    yield Division(way, batch_dim)
+
+
+def rows_first(leaves: Sequence[Any]) -> int:
+    """How many rows there are, if the batch is dimension 0."""
+    return max((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), default=0)
+
+
+def has_text(leaf: Any) -> bool:
+    """Whether this is a string, or a list with one in it."""
+    if isinstance(leaf, dict):
+        return any(map(has_text, leaf.values()))
+    return isinstance(leaf, str | bytes) or (
+        isinstance(leaf, list | tuple) and any(map(has_text, leaf))
+    )
+
+
+def _leaves_text_out(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
+    """Whether strings of which there is one per row go to every rank whole: then each batch's
+    would have to be proven."""
+    rows = rows_first(leaves)
+    return any(
+        dim is None and is_column(leaf) and len(leaf) == rows and has_text(leaf)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+
+
+def _sizes(leaves: Sequence[Any], dim: int) -> list[int]:
+    """The different sizes of tensors in this dimension."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > dim]
+    return list(dict.fromkeys(tensor.shape[dim] for tensor in tensors))
+
+
+def _size(leaf: Any, dim: int) -> int | None:
+    if isinstance(leaf, Tensor):
+        return leaf.shape[dim] if leaf.dim() > dim else None
+    return len(leaf) if is_column(leaf) else None
+
+
+def _dim_of(leaf: Any, total: int, batch_dim: int) -> int | None:
+    if is_column(leaf):
+        return 0 if len(leaf) == total else None
+    if not isinstance(leaf, Tensor):
+        return None
+    for dim in (batch_dim, 1 - batch_dim):
+        if leaf.dim() > dim and leaf.shape[dim] == total:
+            return dim
+    return None

@@ -1,0 +1,103 @@
+"""Random numbers drawn inside of a divided call: those of the whole batch.
+
+The generators are in the same state on all ranks. Whatever is drawn with one entry per row is drawn
+for all rows, of which the rank takes its own: what one process would have drawn, to the bit, and
+the generators are in step afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep.distributed.communication.transport import Transport
+from instep.training.blocks import Block
+from instep.unedited.sharded_call.mappings import gathered, own_rows
+
+
+class WholeDraws(TorchDispatchMode):
+    """While this is on, random operations draw for the whole batch."""
+
+    def __init__(self, block: Block, batch_dim: int, way: Transport) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._block, self._way = block, way
+        self._dims = (batch_dim, 1 - batch_dim)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        first = args[0] if args else kwargs.get("self")
+        if name in ("randn", "rand", "randint"):
+            return self._created(func, args, kwargs)
+        if not isinstance(first, Tensor) or (dim := self._batch_dim(first.shape)) is None:
+            return func(*args, **kwargs)
+        if name == "native_dropout":
+            return self._dropped(func, dim, *args)
+        blank = name.endswith(("_", "_like"))  # only the shape of the first tensor matters
+        whole = [self._blank(first, dim) if blank else self._whole(first, dim)]
+        whole += [self._whole(arg, dim) for arg in args[1:]]
+        drawn = func(*whole, **kwargs)
+        if name.endswith("_"):
+            return first.copy_(self._own(whole[0], dim))
+        return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._own(t, dim), drawn)
+
+    def _created(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = next(k for k, arg in enumerate(args) if isinstance(arg, list | tuple))
+        dim = self._batch_dim(args[at])
+        if dim is None:
+            return func(*args, **kwargs)
+        whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
+        return self._own(whole, dim)
+
+    def _dropped(self, func: Any, dim: int, x: Tensor, p: float, train: bool | None) -> Any:
+        mask = self._own(func(self._blank(x, dim).zero_(), p, train)[1], dim)
+        scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
+        return x * mask * scale, mask
+
+    def _batch_dim(self, shape: Any) -> int | None:
+        """The dimension in which this has one entry, or some, per row."""
+        count = self._block.count
+        for dim in self._dims:
+            if len(shape) > dim and shape[dim] == count:
+                return dim
+        return 0 if len(shape) and shape[0] and shape[0] % count == 0 else None
+
+    def _whole_shape(self, shape: Any, dim: int) -> list[int]:
+        whole = list(shape)
+        whole[dim] = whole[dim] // self._block.count * self._block.total
+        return whole
+
+    def _whole(self, arg: Any, dim: int) -> Any:
+        if not isinstance(arg, Tensor) or self._batch_dim(arg.shape) != dim:
+            return arg
+        return gathered(arg, self._block, dim, self._way)
+
+    def _blank(self, own: Tensor, dim: int) -> Tensor:
+        """Room for the whole batch, in the same order in memory: it is filled in that order."""
+        layout = sorted(range(own.dim()), key=own.stride, reverse=True)
+        shape = self._whole_shape(own.shape, dim)
+        return torch.empty_permuted(shape, layout, dtype=own.dtype, device=own.device)
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        return own_rows(whole, self._block, dim, self._way)
+
+
+def _is_off(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is attention, or a recurrent layer, without dropout: then nothing is drawn."""
+    for argument, given in zip_longest(func._schema.arguments, args):
+        if argument.name in ("dropout_p", "dropout"):
+            value = kwargs.get(argument.name, argument.default_value) if given is None else given
+            return bool(value == 0)
+    return False

@@ -1,0 +1,102 @@
+"""What is changed in a run, so that it shows something: pinned, perturbed, reversed, plain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from instep.training import replicas, shards
+from instep.training.randomness import Sample
+from instep.training.torch_patches import Function, step_in
+from instep.verify.recording.records import read_tensors
+
+_REMEMBERED = 256
+"""How many index lists of DataLoaders are kept."""
+
+
+def state_of(
+    optimizer: Optimizer, parameters: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> dict[str, Any]:
+    """All that a step of `optimizer` may have changed, as a copy on the CPU."""
+    return {
+        "parameters": {name: p.detach().cpu().clone() for name, p in parameters.items()},
+        "buffers": {name: b.detach().cpu().clone() for name, b in buffers.items()},
+        "optimizer": {
+            name: copy.deepcopy(optimizer.state[p])
+            for name, p in parameters.items()
+            if p in optimizer.state
+        },
+    }
+
+
+def put_in_place(
+    folder: Path,
+    step: int,
+    optimizer: Optimizer,
+    parameters: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+) -> None:
+    """Make the state before `step` that of the run in `folder`, as far as the names agree."""
+    saved = read_tensors(folder, f"state{step}")
+    with torch.no_grad():
+        for kind, tensors in (("parameters", parameters), ("buffers", buffers)):
+            for name, tensor in tensors.items():
+                if name in saved.get(kind, {}):
+                    tensor.copy_(saved[kind][name])
+    for name, state in saved.get("optimizer", {}).items():
+        if name in parameters:
+            optimizer.state[parameters[name]] = _on(parameters[name].device, state)
+
+
+def _on(device: torch.device, state: Any) -> Any:
+    if device.type == "cpu":
+        return state
+    return torch.utils._pytree.tree_map(
+        # "step" is a counter: Adam leaves it on the CPU
+        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() else leaf,
+        state,
+    )
+
+
+def perturb(parameters: Iterable[Tensor], seed: int) -> None:
+    """Change each number by about one rounding error of its dtype, the same in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in parameters:
+            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            noise = torch.randn(numbers.shape, generator=generator, dtype=torch.float64)
+            factor = 1 + noise * torch.finfo(numbers.dtype).eps
+            numbers.copy_(numbers.double() * factor.to(numbers.device))
+
+
+class Loaders:
+    """Sees which samples DataLoaders ask for; may turn each batch around."""
+
+    def __init__(self, reverse: bool) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self._reverse = reverse
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        step_in(_BaseDataLoaderIter, "_next_index", self._next_index)
+
+    def _next_index(self, original: Function, loader: Any) -> Any:
+        index = original(loader)
+        if not isinstance(index, list) or not all(isinstance(i, int | Sample) for i in index):
+            return index
+        if len(self.asked) < _REMEMBERED:
+            self.asked.append(tuple(i.index if isinstance(i, Sample) else i for i in index))
+        return index[::-1] if self._reverse else index
+
+
+def leave_out_instep() -> None:
+    """Let the two lines of instep do nothing, as if they were not in the script."""
+    step_in(replicas, "replicate", lambda original, model, **options: model)
+    step_in(shards, "shard", lambda original, what: what)

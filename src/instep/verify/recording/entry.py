@@ -1,0 +1,41 @@
+"""The entry of each rank that is recorded.
+
+`instep run -n N -m instep.verify.recording.entry FOLDER script.py args…` runs the script as
+`instep run -n N script.py args…` would, with the recorder in place; FOLDER holds the plan and
+receives the record.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from instep.distributed.rendezvous import bootstrap
+from instep.launch.worker import program, script
+from instep.process.patching import Patched
+from instep.unedited import seeds
+from instep.unedited.single_rank import SEEDING
+from instep.verify.recording.recorder import Recorder
+from instep.verify.recording.records import Plan
+
+
+def main(folder: str, *command: str) -> None:
+    """Run `command` (`script.py args…` or `-m module args…`) and record it."""
+    where = Path(folder)
+    plan = Plan.read(where)
+    if plan.without_instep:
+        seeds.sow(seeds.draw())
+        Patched(SEEDING)
+    else:
+        program.begin(command)
+    recorder = Recorder(plan, where, bootstrap.current().rank)
+    recorder.install()
+    try:
+        script.run(command)
+    finally:
+        recorder.finish()
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # the folder that `-m` put there; the script brings its own
+    main(*sys.argv[1:])

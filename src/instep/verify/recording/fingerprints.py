@@ -1,0 +1,75 @@
+"""Short numbers that stand for tensors, samples and the states of random generators."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.training.randomness import torch_generators
+from instep.verify.recording.records import Print
+
+_WIDTH = 1024
+_COLUMNS = 4096
+"""Of a sample with more numbers than this, so many are looked at."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> Print:
+    """Norm and projection, in float64. The direction depends on the number of elements only."""
+    flat = plain(tensor).reshape(-1).double()
+    rows = -(-flat.numel() // _WIDTH)
+    padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
+    projection = padded @ _signs(_WIDTH, flat.device) @ _signs(rows, flat.device)
+    return Print(flat.norm().item(), projection.item())
+
+
+@functools.cache
+def _signs(length: int, device: torch.device) -> Tensor:
+    """Random signs. The products of two such vectors are pairwise uncorrelated signs again."""
+    generator = torch.Generator().manual_seed(length)
+    return (torch.randint(0, 2, (length,), generator=generator) * 2.0 - 1).double().to(device)
+
+
+def row_hashes(tensor: Tensor) -> tuple[int, ...]:
+    """One integer for each row (dimension 0), exact: it depends on that row's bits alone."""
+    rows = plain(tensor).cpu().contiguous().view(tensor.shape[0], -1)
+    if rows.shape[1] > _COLUMNS:
+        rows = rows[:, torch.linspace(0, rows.shape[1] - 1, _COLUMNS).long()].contiguous()
+    bits = rows.view(_INTEGERS[rows.element_size()]).long()
+    return tuple((bits * _weights()[: bits.shape[1]]).sum(1).tolist())
+
+
+@functools.cache
+def _weights() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (2 * _COLUMNS,), generator=generator) * 2 + 1
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Its numbers: dense, real (a complex one as pairs), without a graph."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def generators_digest(of_torch: Sequence[Tensor] = ()) -> str:
+    """Equal exactly if every global generator of this process is in the same state.
+
+    Args:
+        of_torch: what to take for the states of torch's generators; default: their states.
+    """
+    digest = blake2b(digest_size=12)
+    for state in of_torch or [generator.get_state() for generator in torch_generators()]:
+        digest.update(state.numpy().tobytes())
+    numpy: Any = np.random.get_state(legacy=False)
+    digest.update(numpy["state"]["key"].tobytes())
+    digest.update(repr((numpy["state"]["pos"], random.getstate())).encode())
+    return digest.hexdigest()

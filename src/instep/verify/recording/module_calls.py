@@ -1,0 +1,178 @@
+"""Which module calls a loss came from, and with which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.transport import transport
+from instep.process.patching import Patch, Patched
+from instep.training import forward_calls
+from instep.training.batches import known_block
+from instep.training.blocks import Block
+from instep.training.pytree import tensors_in
+from instep.training.randomness import mixed, seeded_state, torch_generators
+from instep.training.torch_patches import Function
+from instep.unedited.sharded_call.modules import work
+from instep.verify.recording.fingerprints import generators_digest, row_hashes
+from instep.verify.recording.names import Names
+
+_MARK = "instep.verify.call"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an outermost module with parameters, under gradients."""
+
+    samples: int
+    rows: tuple[int, ...]
+    computed: int
+    """How many of the samples went through this rank's modules."""
+    block: Block | None
+    drew: bool
+    half: bool
+    replica: forward_calls.Call | None
+    """What instep knows of it, if it is the call of a replicated model."""
+
+    @property
+    def share(self) -> float | None:
+        """This rank's part in the loss: as stated, else by rows; None where nobody knows."""
+        if self.replica is not None and self.replica.weight is not None:
+            return self.replica.weight
+        if self.block is None:
+            return None
+        return self.block.count / self.block.total if self.block.total else 0.0
+
+
+class Calls:
+    """Watches module calls: through torch's global hooks, or from where the script stands."""
+
+    def __init__(self, names: Names, met: Callable[[list[Tensor]], None]) -> None:
+        self._names = names
+        self._met = met
+        """What is told of parameters before they are first used."""
+        self._depth = 0
+        self._before = ""
+        self._work = replace(work)
+
+    def watch(self) -> None:
+        """From now on, in this process. Sees what a replica computes: this rank's rows."""
+        torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
+        torch.nn.modules.module.register_module_forward_hook(
+            self._leave, with_kwargs=True, always_call=True
+        )
+
+    def watch_from_outside(self) -> None:
+        """From now on, in this process. Sees what the script sees: a divided call is whole."""
+        Patched([Patch(nn.Module, "__call__", self._outside, "the outermost of all that answer")])
+
+    def _outside(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return original(module, *args, **kwargs)
+        output = None
+        self._enter(module, args)
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._leave(module, args, kwargs, output)
+        return output
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._met(self._names.learn(module))
+            self._before = generators_digest()
+            self._work = replace(work)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        self._depth -= 1
+        output = rest[-1]
+        graph = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+        if self._depth or not graph or next(module.parameters(), None) is None:
+            return
+        kwargs = rest[0] if len(rest) == 2 else {}
+        inputs, half = tensors_in((args, kwargs)), _in_half_precision(output)
+        call = _call(inputs, self._drew(), half, self._own_rows())
+        for node in graph:
+            _metadata(node)[_MARK] = call
+
+    def _own_rows(self) -> int | None:
+        """How many rows this rank computed in the call that ends now; None if it is not divided."""
+        before = self._work
+        if work.divided == before.divided or work.whole > before.whole:
+            return None
+        return work.samples - before.samples
+
+    def _drew(self) -> bool:
+        """Whether the call that ends now has drawn random numbers.
+
+        A replica in training begins with its generators in a state of their own.
+        """
+        replica = forward_calls.current()
+        if replica is None or not replica.outer_generators:
+            return generators_digest() != self._before
+        seed = mixed(replica.stream, transport().rank)
+        moved = any(
+            not torch.equal(seeded_state(each, seed), each.get_state())
+            for each in torch_generators()
+        )
+        others_moved = generators_digest(replica.outer_generators) != self._before
+        return replica.draws > 0 or moved or others_moved
+
+
+def _in_half_precision(output: object) -> bool:
+    return any(
+        tensor.dtype in (torch.float16, torch.bfloat16)
+        or torch.is_autocast_enabled(tensor.device.type)
+        for tensor in tensors_in(output)
+    )
+
+
+def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> Call:
+    replica = forward_calls.current()
+    block = replica.block if replica is not None else _block(inputs)
+    batch = next((tensor for tensor in inputs if tensor.dim()), None)
+    if batch is None or (block is not None and block.count == 0):
+        return Call(0, (), own or 0, block, drew, half, replica)
+    dimension = _sample_dimension(batch, inputs, block)
+    rows, samples = row_hashes(batch.movedim(dimension, 0)), batch.shape[dimension]
+    return Call(samples, rows, samples if own is None else own, block, drew, half, replica)
+
+
+def _block(inputs: list[Tensor]) -> Block | None:
+    return next((block for block in map(known_block, inputs) if block is not None), None)
+
+
+def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) -> int:
+    """0, unless only dimension 1 can be the samples (sequences first)."""
+    if block is None:
+        alike = [len({x.shape[d] for x in inputs if x.dim() > 1}) == 1 for d in (0, 1)]
+    else:
+        alike = [size in (block.count, block.total) for size in batch.shape[:2]]
+    return 1 if batch.dim() > 1 and alike == [False, True] else 0
+
+
+def calls_below(roots: Iterable[Tensor]) -> set[Call]:
+    """The calls whose outputs these tensors were computed from; looks no deeper than they."""
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(stack), set()
+    while stack:
+        node = stack.pop()
+        call = _metadata(node).get(_MARK)
+        if call is not None:
+            found.add(call)
+            continue
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return found
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
+    return notes
