@@ -74,7 +74,7 @@ class C:
 def test_of_each_package_as_many_are_drawn_as_it_has_lines():
     assert drawing.shares({"a": 10, "b": 20, "c": 1}, 300) == {"a": 96, "b": 194, "c": 10}
     root = mapping.ROOT
-    files = {package: mapping.sources(package)[:2] for package in ("training", "shm")}
+    files = {package: mapping.sources(package)[-3:] for package in ("training", "distributed/shm")}
     drawn = drawing.draw(root, files, 10, seed=4)
     assert len(set(drawn)) == 10
     assert set(drawn) <= set(drawing.draw(root, files, 20, seed=4)), "more are the same and more"

@@ -103,14 +103,14 @@ def _print(verdicts: list[Verdict], packages: list[str]) -> None:
             print(f"\n{verdict.fate}: {m.path}:{m.line} in {m.function}: {m.change}")
             print(f"    - {verdict.before}\n    + {verdict.after}")
             print(f"    {verdict.tests} of {verdict.through} tests through the {verdict.closeness}")
-    print(f"\n{'':14}" + "".join(f"{fate:>13}" for fate in FATES) + f"{'died':>9}")
+    print(f"\n{'':28}" + "".join(f"{fate:>13}" for fate in FATES) + f"{'died':>9}")
     for package in (*packages, ""):
         fates = Counter(
             verdict.fate for verdict in verdicts if f"/instep/{package}" in verdict.mutant.path
         )
         counts = "".join(f"{fates[fate]:13}" for fate in FATES)
         died = (fates["killed"] + fates["timed out"]) / max(1, fates.total())
-        print(f"{package or 'all':14}{counts}{died:9.1%}")
+        print(f"{package or 'all':28}{counts}{died:9.1%}")
 
 
 if __name__ == "__main__":

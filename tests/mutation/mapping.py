@@ -15,13 +15,13 @@ from running import Runner, each
 from touched import Site
 from trees import ROOT
 
-PACKAGES = ("training", "communication", "divided", "shm", "auto")
+PACKAGES = ("training", "distributed/communication", "distributed/shm", "unedited")
 
 
 def sources(package: str) -> list[str]:
     """A package's files, as paths in the tree."""
     folder = ROOT / "src" / "instep" / package
-    return [str(path.relative_to(ROOT)) for path in sorted(folder.glob("*.py"))]
+    return [str(path.relative_to(ROOT)) for path in sorted(folder.rglob("*.py"))]
 
 
 def make(folder: Path, runners: list[Runner], files: Iterable[str] | None = None) -> dict[str, Any]:
