@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from instep.distributed.rendezvous.job_fingerprint import Card
-from instep.errors import CannotSendError, RankFailedError
 from instep.launch import supervisor
+from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
 from instep.launch.multihost.hosts import of_launcher
 from instep.launch.worker.spawned_call import CALL, result_file

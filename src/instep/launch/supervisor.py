@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from instep.distributed.rendezvous.job_fingerprint import Card
-from instep.errors import StartError
 from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
+from instep.launch.errors import StartError
 from instep.launch.guard import Guard, end_ranks
 from instep.launch.job import Job
 from instep.launch.multihost import links

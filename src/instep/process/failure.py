@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instep.exit_status import ended_early, headline, how_it_ended, shell_code
+from instep.process.exit_status import ended_early, headline, how_it_ended, shell_code
 
 SIGHT = 0.1
 """Seconds. A death is seen later than it happens, and a peer may have complained in between: a

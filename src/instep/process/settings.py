@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 
-from instep.errors import LaunchVariablesError
+from instep.process.errors import LaunchVariablesError
 
 PREFIX = "INSTEP_"
 _LONGEST = 2_000_000

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 
-from instep.errors import BrokenGroupError, DisagreementError, ForkedChildError, InstepError
+from instep.errors import InstepError
 from instep.process import PACKAGE_FOLDER
 
 
@@ -30,9 +30,7 @@ def origin(error: BaseException) -> BaseException:
 def is_consequence(error: BaseException) -> bool:
     """Whether it only says that another rank failed, left, or did something else."""
     began = origin(error)
-    return isinstance(began, (BrokenGroupError, DisagreementError)) and not isinstance(
-        began, ForkedChildError
-    )
+    return isinstance(began, InstepError) and began.caused_by_another_rank
 
 
 def in_words(error: BaseException) -> str:
@@ -48,7 +46,7 @@ def shown(error: BaseException) -> str:
     through instep; where a collective failed because this rank was failing already, the exception
     with which that began, and a line about the other."""
     began = origin(error)
-    by_us = isinstance(error, (BrokenGroupError, DisagreementError))
+    by_us = isinstance(error, InstepError) and error.caused_by_another_rank
     told = began if by_us and not is_consequence(error) else error
     trim(told)
     text = "".join(traceback.format_exception(told))

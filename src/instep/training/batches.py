@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import transport
-from instep.errors import UnknownBatchError
 from instep.training.blocks import Block, tensors_of
+from instep.training.errors import UnknownBatchError
 
 _REMEMBERED = 1024
 """Of so many batches of one iterator the sizes are kept."""

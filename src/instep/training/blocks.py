@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from instep.errors import CannotShardError
+from instep.training.errors import CannotShardError
 
 T = TypeVar("T")
 

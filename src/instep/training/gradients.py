@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import transport
-from instep.errors import MixedBatchesError, TrainingError
+from instep.errors import TrainingError
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
+from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import Call, calls_below
 from instep.training.reducer import Backward, collecting, reducer_of, under_way
 from instep.training.torch_patches import Function

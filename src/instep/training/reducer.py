@@ -13,12 +13,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.objects import all_gather_object
 from instep.distributed.communication.transport import Transport, aside
-from instep.errors import MixedSumsError, TrainingError
+from instep.errors import TrainingError
 from instep.process import settings
 from instep.training.buckets.checksum import LENGTH, check, mark
 from instep.training.buckets.compression import Compression, wire
 from instep.training.buckets.grad_buckets import Cargo, load, real
 from instep.training.buckets.layout import plan_buckets
+from instep.training.errors import MixedSumsError
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Who sums the gradient of a parameter."""

@@ -24,12 +24,13 @@ from instep.distributed.communication.transport import (
     check_reachable,
     transport,
 )
-from instep.errors import InstepWarning, ReplicatedTwiceError, TrainingError
+from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_compile import uncompiled
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import batch_of
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.dropout import SEAMS as DROPOUT_SEAMS
+from instep.training.errors import ReplicatedTwiceError
 from instep.training.forward_calls import Call, Scope
 from instep.training.randomness import agreed_seed, mixed, seeded_state, torch_generators
 from instep.training.reducer import Reducer

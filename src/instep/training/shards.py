@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import transport
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import CannotShardError, ShardedTwiceError
 from instep.training import batches
 from instep.training.batches import BatchTracker, deliver, was_delivered
 from instep.training.blocks import Block, cut, rows_of, tensors_of
+from instep.training.errors import CannotShardError, ShardedTwiceError
 from instep.training.randomness import (
     Sample,
     SeededDataset,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from instep.distributed.errors import DeviceError
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
-from instep.errors import DeviceError
 from instep.process import settings
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"

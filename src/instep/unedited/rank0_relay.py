@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from instep.distributed.communication.rank_local import apart, is_apart
-from instep.errors import CollectiveTimeoutError, DisagreementError, UneditedError
+from instep.distributed.errors import CollectiveTimeoutError, DisagreementError
 from instep.process import settings
+from instep.unedited.errors import UneditedError
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
-from instep.errors import UneditedError
 from instep.unedited import launcher_env
+from instep.unedited.errors import UneditedError
 from instep.unedited.single_rank import Alone
 
 

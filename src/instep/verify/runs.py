@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from instep.errors import ScriptFailedError, ScriptLateError, StepsError, VerificationError
+from instep.errors import VerificationError
 from instep.process import settings
+from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
 from instep.verify.recording.records import Plan, Run, read_run
 
 PINNED = 5

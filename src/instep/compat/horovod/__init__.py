@@ -81,7 +81,7 @@ from instep.compat.horovod.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from instep.errors import NegotiationError as HorovodInternalError
+from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.collectives import all_reduce, broadcast, reduce
+from instep.distributed.communication.errors import UnknownOpError
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import UnknownOpError
 
 _OPS = {"add": "sum", "sum": "sum", "mean": "mean"}
 

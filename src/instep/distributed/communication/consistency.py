@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from instep.distributed.communication.transport import transport
+from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
-from instep.errors import DisagreementError
 
 
 def agree_on_each(values: Sequence[tuple[str, object]], advice: str) -> None:

@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.errors import UnsuitableTensorError
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.transport import (
     Transport,
@@ -24,8 +25,8 @@ from instep.distributed.communication.transport import (
     place_of,
     transport,
 )
+from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
-from instep.errors import DisagreementError, UnsuitableTensorError
 
 Shape = tuple[int, ...]
 

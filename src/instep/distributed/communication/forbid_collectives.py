@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from instep.distributed.communication.errors import InsideScopeError
 from instep.distributed.watchdog.stack_inspection import line, of_script
-from instep.errors import InsideScopeError
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier"),

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from instep.distributed.communication.errors import NotAMemberError
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import NotAMemberError
 from instep.process import settings
 
 

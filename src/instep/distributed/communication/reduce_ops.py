@@ -11,7 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from instep.errors import OverflowedError, UnknownOpError, UnsuitableTensorError
+from instep.distributed.communication.errors import (
+    OverflowedError,
+    UnknownOpError,
+    UnsuitableTensorError,
+)
 
 OPS = ("sum", "mean", "min", "max", "product")
 

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from instep.distributed.communication.errors import RunOnceError
 from instep.distributed.communication.forbid_collectives import (
     line_of_script,
     no_collectives,
@@ -22,7 +23,6 @@ from instep.distributed.communication.forbid_collectives import (
 from instep.distributed.communication.peer_process import Watch, address_of_this_process
 from instep.distributed.communication.transport import Transport, place_of, transport
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import RunOnceError
 
 P = ParamSpec("P")
 T = TypeVar("T")

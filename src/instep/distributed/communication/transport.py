@@ -15,11 +15,12 @@ from torch import Tensor
 
 from instep.distributed import shm
 from instep.distributed.communication import signed_pickle
+from instep.distributed.communication.errors import UnsuitableTensorError, WrongDeviceError
 from instep.distributed.communication.groups import Group
+from instep.distributed.errors import RendezvousError
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.stack_inspection import Waiting
-from instep.errors import RendezvousError, UnsuitableTensorError, WrongDeviceError
 from instep.process import settings
 
 T = TypeVar("T")

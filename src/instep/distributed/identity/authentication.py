@@ -13,8 +13,9 @@ import os
 import stat
 from collections.abc import Mapping
 
-from instep.errors import LaunchVariablesError, StrangerError
+from instep.distributed.errors import StrangerError
 from instep.process import settings
+from instep.process.errors import LaunchVariablesError
 
 MAGIC = b"\0instep\1"
 """How a message begins that carries a mark."""

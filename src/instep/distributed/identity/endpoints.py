@@ -15,10 +15,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instep.distributed.errors import RendezvousError
 from instep.distributed.identity import nodelist
 from instep.distributed.identity.local_ranks import launching_process
 from instep.distributed.identity.world import World
-from instep.errors import LaunchVariablesError, RendezvousError
+from instep.process.errors import LaunchVariablesError
 
 FIRST_PORT, PORTS = 20_000, 12_763
 """Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""

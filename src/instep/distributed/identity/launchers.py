@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from instep.distributed.identity import endpoints, nodelist
 from instep.distributed.identity.local_ranks import Siblings, environ_of
 from instep.distributed.identity.world import World
-from instep.errors import LaunchVariablesError
 from instep.process import settings
+from instep.process.errors import LaunchVariablesError
 
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import product
 
-from instep.errors import LaunchVariablesError
+from instep.process.errors import LaunchVariablesError
 
 _HOSTS = re.compile(r"((?:[^\[\],\s]|\[[^\[\]\s]+\])+)(?:,|$)")
 """One entry: names and brackets, up to a comma that is in no bracket."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from instep.errors import LaunchVariablesError
+from instep.process.errors import LaunchVariablesError
 
 
 @dataclass(frozen=True)

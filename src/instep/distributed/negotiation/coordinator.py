@@ -19,9 +19,9 @@ from instep.distributed.identity.authentication import derived
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation import connections
 from instep.distributed.negotiation.channels import CoordinatorEnd, RankEnd
+from instep.distributed.negotiation.errors import NegotiationError
 from instep.distributed.negotiation.message_table import Ledger, Verdict
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import NegotiationError
 
 LEAVING = None
 """What a rank says last."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from instep.errors import NegotiationError
+from instep.distributed.negotiation.errors import NegotiationError
 
 Shape = tuple[int, ...]
 Key = tuple[tuple[int, ...], str]

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication import groups
+from instep.distributed.communication.errors import NotAMemberError
 from instep.distributed.communication.groups import Group
 from instep.distributed.negotiation.coordinator import LEAVING, Patience, open_line
+from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
 from instep.distributed.negotiation.execution import absent, execute
 from instep.distributed.negotiation.message_table import Key, Ledger, Verdict, Wish
 from instep.distributed.rendezvous import bootstrap
-from instep.errors import InstepError, NameInFlightError, NegotiationError, NotAMemberError
+from instep.errors import InstepError
 
 
 class Task:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from instep.distributed.errors import RendezvousError
 from instep.distributed.identity.local_ranks import Siblings, orphaned
-from instep.errors import RendezvousError
-from instep.exit_status import arrivals, named
 from instep.process import settings
+from instep.process.exit_status import arrivals, named
 
 T = TypeVar("T")
 _SHORT, _PART, _LONG = 0.002, 0.02, 0.2

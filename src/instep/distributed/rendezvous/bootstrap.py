@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from instep.distributed import shm
+from instep.distributed.errors import DeviceError, RendezvousError, StrangerError
 from instep.distributed.identity import cuda_visible_devices, launchers
 from instep.distributed.identity.authentication import derived, given_secret, new_secret
 from instep.distributed.identity.local_ranks import environ_of
@@ -32,14 +33,9 @@ from instep.distributed.rendezvous import interfaces, join_check, listening, por
 from instep.distributed.rendezvous.stores import host_of, open_store
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
-from instep.errors import (
-    DeviceError,
-    InstepWarning,
-    LaunchVariablesError,
-    RendezvousError,
-    StrangerError,
-)
+from instep.errors import InstepWarning
 from instep.process import malloc, settings
+from instep.process.errors import LaunchVariablesError
 
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""

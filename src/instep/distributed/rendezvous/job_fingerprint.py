@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
-from instep.errors import MixedJobError
+from instep.distributed.errors import MixedJobError
 from instep.version import __version__
 
 _ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")

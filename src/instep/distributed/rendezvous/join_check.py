@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from instep.distributed.errors import MixedJobError, RendezvousError, StrangerError
 from instep.distributed.identity import authentication
 from instep.distributed.identity.local_ranks import Siblings
 from instep.distributed.identity.world import World
@@ -21,7 +22,7 @@ from instep.distributed.rendezvous import job_fingerprint
 from instep.distributed.rendezvous.arrival_wait import Vigil
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.distributed.rendezvous.verified_store import VerifiedStore
-from instep.errors import LaunchError, MixedJobError, RendezvousError, StrangerError
+from instep.errors import LaunchError
 
 BY_THE_SCRIPT = "the arguments of instep.init"
 """The source of a world that the script itself was told, most likely by its own arguments."""

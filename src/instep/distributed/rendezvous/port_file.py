@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from instep.distributed.errors import RendezvousError
 from instep.distributed.identity.authentication import new_secret, read_private
-from instep.errors import RendezvousError
 
 HOST = "127.0.0.1"
 _KNOCK = 2.0

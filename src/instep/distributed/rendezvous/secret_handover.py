@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
 
-from instep.errors import StrangerError
+from instep.distributed.errors import StrangerError
 
 _CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""

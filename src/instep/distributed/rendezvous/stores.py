@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from instep.distributed.errors import LeftoverRendezvousError, RendezvousError, StrangerError
 from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.authentication import check_private, given_secret, new_secret
 from instep.distributed.identity.local_ranks import Siblings
@@ -26,13 +27,8 @@ from instep.distributed.rendezvous import interfaces, join_check, port_file, sec
 from instep.distributed.rendezvous.arrival_wait import Vigil
 from instep.distributed.rendezvous.listening import ANYWHERE, handed_down, only, reserve, resolve
 from instep.distributed.rendezvous.verified_store import VerifiedStore
-from instep.errors import (
-    LaunchError,
-    LaunchVariablesError,
-    LeftoverRendezvousError,
-    RendezvousError,
-    StrangerError,
-)
+from instep.errors import LaunchError
+from instep.process.errors import LaunchVariablesError
 
 T = TypeVar("T")
 

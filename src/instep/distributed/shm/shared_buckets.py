@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 
+from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.mapping import Place, map_memory, new_memory, round_up
 from instep.distributed.shm.memory.reduction import (
@@ -25,7 +26,6 @@ from instep.distributed.shm.memory.reduction import (
     scratch_count,
 )
 from instep.distributed.shm.signature import call
-from instep.errors import SharedMemoryError
 
 _BLOCK_BYTES = 256 << 10
 _COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))

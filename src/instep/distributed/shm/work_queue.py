@@ -19,14 +19,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from instep.distributed.shm.memory.flat import flat, write_back
-from instep.distributed.shm.uncompiled import uncompiled
-from instep.errors import (
+from instep.distributed.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
     ForkedChildError,
     SharedMemoryError,
 )
+from instep.distributed.shm.memory.flat import flat, write_back
+from instep.distributed.shm.uncompiled import uncompiled
 
 
 @uncompiled

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from instep.distributed.watchdog.connection import Said
-from instep.exit_status import named
+from instep.process.exit_status import named
 
 APART = 0.002
 """Seconds between the ends of two ranks, as their watchers saw them, that tell which was first."""

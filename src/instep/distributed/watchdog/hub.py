@@ -13,7 +13,7 @@ from instep.distributed.watchdog.connection import Line, Said
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.interrupt_agreement import Agreement
 from instep.distributed.watchdog.messages import is_sound
-from instep.exit_status import ended_early, headline, how_it_ended
+from instep.process.exit_status import ended_early, headline, how_it_ended
 
 NEWS = 0.1
 """Seconds after the first news of a failure until the first failure is named. A death is seen later

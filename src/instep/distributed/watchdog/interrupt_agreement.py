@@ -6,7 +6,7 @@ from typing import Protocol
 
 from instep.distributed.watchdog.connection import Said
 from instep.distributed.watchdog.event_loop import Loop
-from instep.exit_status import named
+from instep.process.exit_status import named
 
 LOOK = 0.25
 """Seconds between two looks at where the ranks are."""

@@ -20,7 +20,7 @@ from instep.distributed.watchdog.connection import Line, Said
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.hub import Hub, failure
 from instep.distributed.watchdog.processes import activity, descendants, exit_code, kill
-from instep.exit_status import headline, named, shell_code
+from instep.process.exit_status import headline, named, shell_code
 from instep.process.last_seen import crash_told, line_told
 from instep.process.unfinished_files import LIMIT, MARK, tidy
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from instep.distributed.errors import StrangerError
 from instep.distributed.identity.authentication import marked, new_secret, verified
-from instep.errors import StrangerError
 
 PATIENCE = 5.0
 """Seconds within which who has connected says its line."""

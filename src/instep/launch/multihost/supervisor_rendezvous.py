@@ -17,12 +17,13 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from instep.distributed.errors import MixedJobError, RendezvousError, StrangerError
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.authentication import derived, given_secret, new_secret
 from instep.distributed.rendezvous import interfaces, job_fingerprint, listening, port_file
 from instep.distributed.rendezvous.arrival_wait import Vigil
 from instep.distributed.rendezvous.job_fingerprint import Card
-from instep.errors import LaunchError, MixedJobError, RendezvousError, StrangerError
+from instep.errors import LaunchError
 from instep.launch.multihost.clients import PATIENCE, REFUSED, Call, Callers, read, said
 
 _ANSWER = 2.0

@@ -8,7 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from instep.errors import CannotSendError
+from instep.launch.errors import CannotSendError
 
 CALL = "call"
 """The file with the call."""

@@ -13,9 +13,9 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from instep.distributed.errors import BackendError, PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import listening
-from instep.errors import BackendError, PortInUseError, RendezvousError
 from instep.process.import_hooks import after_import
 
 

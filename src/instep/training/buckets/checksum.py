@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from instep.errors import MixedSumsError
+from instep.training.errors import MixedSumsError
 
 LENGTH = 64
 """Of a mark."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Pending, Transport
-from instep.errors import MixedSumsError
 from instep.training.buckets.checksum import LENGTH, all_present, check, mark
 from instep.training.buckets.layout import Bucket
+from instep.training.errors import MixedSumsError
 
 
 class Cargo(Protocol):

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from instep.distributed.communication.scopes import arrives, traceback_of
 from instep.distributed.communication.transport import Pending
+from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
-from instep.errors import DisagreementError, LoadingError
 from instep.training.blocks import Block
 from instep.unedited.data.packed_samples import Parcel, pack, unpack
 from instep.unedited.data.row_loading import Part, Plan
 from instep.unedited.data.sample_schema import Kind, collated_of, sample_of
+from instep.unedited.errors import LoadingError
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from instep.errors import UneditedError
+from instep.unedited.errors import UneditedError
 from instep.unedited.files.layers import GONE, Layer, copy
 from instep.unedited.files.paths import Path, Paths, on_real_files, path_error
 

@@ -15,8 +15,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
-from instep.errors import UneditedError
 from instep.process import PACKAGE_FOLDER
+from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import real
 from instep.unedited.files.overlay import Shadow

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from instep.errors import UneditedError
+from instep.unedited.errors import UneditedError
 from instep.unedited.processes import children
 from instep.unedited.processes.rebasing import Command
 from instep.unedited.rank0_relay import Relay

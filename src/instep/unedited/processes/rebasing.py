@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from instep.errors import UneditedError
+from instep.unedited.errors import UneditedError
 from instep.unedited.files.generations import Generations, before_of, emptied, in_use
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import Shadow

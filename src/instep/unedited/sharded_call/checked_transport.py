@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport, through
-from instep.errors import UndividedError
+from instep.unedited.errors import UndividedError
 
 T = TypeVar("T")
 

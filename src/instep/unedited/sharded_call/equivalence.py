@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
-from instep.errors import UndividedError
 from instep.training.blocks import Block
 from instep.training.pytree import Unchanged, flatten, is_column, leaves_of, tensors_in, unflatten
+from instep.unedited.errors import UndividedError
 from instep.unedited.sharded_call import region as regions
 from instep.unedited.sharded_call.checked_transport import attempt
 from instep.unedited.sharded_call.compiled import is_compiled, keep_buffers

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from instep.distributed.communication.transport import Pending, Transport
-from instep.errors import MixedSumsError
 from instep.training.buckets.checksum import LENGTH, all_present, check, mark
 from instep.training.buckets.grad_buckets import real
 from instep.training.buckets.layout import Bucket
+from instep.training.errors import MixedSumsError
 
 _count = count()
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import apart
 from instep.distributed.communication.transport import Transport
-from instep.errors import UndividedError
 from instep.training import forward_calls
 from instep.training.blocks import Block
 from instep.training.forward_calls import Call
 from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
 from instep.training.torch_patches import Function
+from instep.unedited.errors import UndividedError
 from instep.unedited.sharded_call.division import Division
 from instep.unedited.sharded_call.grad_buckets import Cargo
 from instep.unedited.sharded_call.grad_sums import aliases

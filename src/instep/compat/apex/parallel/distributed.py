@@ -19,9 +19,10 @@ from instep.distributed.communication.transport import (
     check_reachable,
     transport,
 )
-from instep.errors import InstepWarning, MixedSumsError, TrainingError
+from instep.errors import InstepWarning, TrainingError
 from instep.training.buckets.checksum import LENGTH, check, mark
 from instep.training.buckets.layout import Bucket, plan_buckets
+from instep.training.errors import MixedSumsError
 
 _numbers = count()
 """Of the buckets, in the order in which all ranks make them."""

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from instep.distributed.shm.memory.peers import Peer
-from instep.distributed.shm.signature import TAG_BITS, Call
-from instep.errors import (
+from instep.distributed.errors import (
     CollectiveTimeoutError,
     DisagreementError,
     PeerDiedError,
     PeerGaveUpError,
     PeerLeftError,
 )
+from instep.distributed.shm.memory.peers import Peer
+from instep.distributed.shm.signature import TAG_BITS, Call
 
 BYTES_PER_RANK = 1024
 _WORDS = BYTES_PER_RANK // 8
