@@ -49,7 +49,7 @@ def _tell(views):
     if not current:
         _dump(views, f"{sys.argv[2]}/{rank}.json")
         return
-    from instep.auto import files
+    from instep.unedited.files import os_functions as files
     from instep.unedited.files.bypass import real
     with real():
         _dump(views, f"{sys.argv[2]}/{rank}.json")

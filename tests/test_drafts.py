@@ -128,7 +128,7 @@ MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2",
 KILLED = """
 {begin}
 import os, select, signal, sys, torch
-from instep.auto import session
+from instep.unedited import session
 from instep.unedited.files.bypass import real
 
 class Ends:
@@ -212,7 +212,7 @@ def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> No
 def test_nothing_is_left_in_the_temporary_folder_under_mpirun(tmp_path: Path, ending: str) -> None:
     (tmp_path / "train.py").write_text(f"""
 import instep.auto, os, time, torch
-from instep.auto import session
+from instep.unedited import session
 rank = session.current().world.rank
 open("model.pt", "w").write("x")
 {ending}

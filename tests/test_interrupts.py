@@ -290,7 +290,7 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path) ->
     program = tmp_path / "loads.py"
     program.write_text(
         "import os, signal, torch\n"
-        "from instep.watch import interrupts\n"
+        "from instep.distributed.watchdog import interrupts\n"
         "class Data(torch.utils.data.Dataset):\n"
         "    def __len__(self):\n"
         "        return 4\n"

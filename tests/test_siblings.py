@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 WAITS = """
 import os, sys, time
-from instep.identity import launchers
+from instep.distributed.identity import launchers
 world = launchers.detect(os.environ | dict(word.split("=") for word in sys.argv[1:]))
 siblings = launchers.siblings(world)
 if siblings is None:

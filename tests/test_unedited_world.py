@@ -248,7 +248,7 @@ def test_the_end_of_a_script_is_told_once(place: Place, ending: str, code: int, 
     script = place.script(f"""
         import atexit, sys, torch
         def fails_on_rank_1():
-            from instep.auto import session
+            from instep.unedited import session
             if session.current().world.rank == 1:
                 raise OSError("only here")
         {ending}
@@ -264,7 +264,7 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
     """As where each of them looks at the clock for when to end."""
     script = place.script("""
         import torch
-        from instep.auto import session
+        from instep.unedited import session
         model, x = torch.nn.Linear(3, 3), torch.randn(8, 3)
         for step in range(3 + session.current().world.rank):
             model(x)

@@ -171,7 +171,7 @@ def test_a_process_denies_itself_writing_outside_of_a_folder(tmp_path: Path) -> 
     (tmp_path / "there").write_text("x")
     program = """
         import os, sys
-        from instep.auto import landlock
+        from instep.unedited.files import landlock
         landlock.deny_writing_outside(["inside", "nowhere"])
         os.mkdir("inside/folder")
         open("inside/folder/file", "w").close()

@@ -13,6 +13,8 @@ MOST = 300
 """Files that are read at most."""
 _SPEAKERS = {"instep", "horovod"}
 """Packages whose use means that the script divides its work itself."""
+_UNEDITED = ("instep.auto.", "instep.unedited.")
+"""Modules of these whose use does not mean it."""
 
 
 def speaks_for_itself(command: Sequence[str]) -> str | None:
@@ -67,7 +69,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 def _speaker(name: str) -> str | None:
     """The library by which a script that imports this name speaks to the other ranks."""
     root = name.partition(".")[0]
-    explicit = root in _SPEAKERS and not f"{name}.".startswith("instep.auto.")
+    explicit = root in _SPEAKERS and not f"{name}.".startswith(_UNEDITED)
     return root if explicit else None
 
 
