@@ -21,8 +21,8 @@ from instep.distributed.watchdog.connection import Line
 from instep.distributed.watchdog.deadlock import stuck
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.hub import Hub
-from instep.distributed.watchdog.processes import exit_code
 from instep.process.exit_status import headline, how_it_ended, shell_code
+from instep.process.procfs import exit_code
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
 

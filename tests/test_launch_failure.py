@@ -378,7 +378,7 @@ def test_a_job_goes_on_without_its_guard(launch: Launch) -> None:
     script = launch.script("tell(rank)\nmeeting.wait_for(1)")
     with launch.start("-n", 2, script) as process:
         launch.events(2)
-        (guard,) = [p for p in launch.processes() if any("guard.py" in w for w in p.cmdline())]
+        (guard,) = [p for p in launch.processes() if any("launch.guard" in w for w in p.cmdline())]
         guard.kill()
         launch.call(2)
         assert launch.end_of(process).returncode == 0

@@ -1,7 +1,7 @@
 """Nothing of a job is left behind: find its processes, end them; and the guard that does so
 when the supervisor itself was killed.
 
-This file is also the guard's program. It runs isolated from the user's Python path, so that it
+This module is also the guard's program. It runs isolated from the user's Python path, so that it
 imports only the standard library, and little of that, since it starts beside the ranks; and under
 a name of its own, so that `pkill -f "instep run"` does not end it together with the supervisor.
 """
@@ -15,6 +15,9 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+
+from instep.process import isolated_command
+from instep.process.procfs import read_environ, read_stat, set_process_name
 
 PATIENCE = 0.5
 """Seconds that what a rank left behind has to end after SIGTERM."""
@@ -61,20 +64,14 @@ def _members(sessions: frozenset[int], job: str) -> list[int]:
 
 def _is_alive_in(pid: str, sessions: frozenset[int], job: str) -> bool:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
-        if state in b"ZX":
+        stat = read_stat(pid)
+        if not stat.is_alive():
             return False
-        return int(session) in sessions or _carries(pid, job)
+        return stat.session in sessions or f"{read_environ(pid).get('INSTEP_JOB')}.".startswith(
+            f"{job}."
+        )
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
-
-
-def _carries(pid: str, job: str) -> bool:
-    mark = f"\0INSTEP_JOB={job}".encode()
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        environ = b"\0" + file.read() + b"\0"
-    return mark + b"\0" in environ or mark + b"." in environ
 
 
 def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
@@ -103,7 +100,7 @@ class Guard:
         import subprocess
 
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, job, os.fspath(folder)],
+            isolated_command("instep.launch.guard", job, os.fspath(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -129,15 +126,10 @@ class Guard:
 
 def main(job: str, folder: str) -> None:
     """The guard's program: wait for the supervisor's end, and do what it could not do."""
-    with open("/proc/self/comm", "w") as name:
-        name.write("instep-guard")
+    set_process_name("instep-guard")
     told = sys.stdin.buffer.read().split()
     if DONE not in told:
         import shutil
 
         end_ranks(map(int, told), job)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,6 +5,19 @@ It leans on the standard library and `instep.errors` only; PyTorch is not import
 """
 
 import os
+import sys
 
 PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 """Where instep's own files are, with a separator at its end."""
+
+
+def isolated_command(module: str, *arguments: str) -> list[str]:
+    """The command that calls `main` of a module that needs the standard library only.
+
+    `-I -S`: nothing of the user's is imported, and the start takes about 20 ms.
+    """
+    program = (
+        f"import sys; sys.path.append(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
+    )
+    above = os.path.dirname(os.path.dirname(PACKAGE_FOLDER))
+    return [sys.executable, "-I", "-S", "-c", program, above, *arguments]

@@ -25,6 +25,7 @@ from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
 from instep.distributed.watchdog.stack_inspection import at_the_end
 from instep.process import settings, storage, unfinished_files
+from instep.process.procfs import boot_id
 from instep.process.tracebacks import in_words
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_protection
@@ -194,7 +195,7 @@ def _facts(store: dist.Store, world: World) -> Facts:
 
 
 def _host() -> str:
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def _new_folder(world: World) -> str:

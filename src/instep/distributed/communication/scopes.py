@@ -20,9 +20,9 @@ from instep.distributed.communication.forbid_collectives import (
     no_collectives,
     replaced,
 )
-from instep.distributed.communication.peer_process import Watch, address_of_this_process
 from instep.distributed.communication.transport import Transport, place_of, transport
 from instep.distributed.rendezvous import bootstrap
+from instep.process.procfs import ProcessHandle, process_address
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class _SharedTurn:
         self.here = Here(self._runs)
         _begun += 1
         if self._runs:
-            self._store.set(f"{self._key}/runner", address_of_this_process())
+            self._store.set(f"{self._key}/runner", process_address())
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -231,17 +231,17 @@ class _SharedTurn:
 
     def _wait(self) -> None:
         """Return when the scope has ended; raise RunOnceError when its rank has."""
-        ended, runner = f"{self._key}/ended", f"{self._key}/runner"
-        watch: Watch | None = None
+        ended, address = f"{self._key}/ended", f"{self._key}/runner"
+        runner: ProcessHandle | None = None
         try:
             while not self._came(ended):
-                if watch is None and self._store.check([runner]):
-                    watch = Watch(self._store.get(runner).decode())
-                if watch is not None and watch.ended() and not self._store.check([ended]):
+                if runner is None and self._store.check([address]):
+                    runner = ProcessHandle(self._store.get(address).decode())
+                if runner is not None and runner.has_ended() and not self._store.check([ended]):
                     raise RunOnceError.lost(self._rank, self._line, "its process is gone")
         finally:
-            if watch is not None:
-                watch.close()
+            if runner is not None:
+                runner.close()
 
     def _came(self, key: str) -> bool:
         """Whether `key` is there within a moment."""

@@ -20,6 +20,7 @@ from instep.distributed.identity import nodelist
 from instep.distributed.identity.local_ranks import launching_process
 from instep.distributed.identity.world import World
 from instep.process.errors import LaunchVariablesError
+from instep.process.procfs import namespace
 
 FIRST_PORT, PORTS = 20_000, 12_763
 """Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""
@@ -174,7 +175,6 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 def _private(key: str) -> PrivateFile:
     """The name holds who may write it (the user) and where (host and process namespace)."""
-    namespace = os.stat("/proc/self/ns/pid").st_ino
     plain = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
-    name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace}-{plain}"
+    name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace('pid')}-{plain}"
     return PrivateFile(os.path.join(tempfile.gettempdir(), name))

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from instep.distributed.identity import endpoints, nodelist
-from instep.distributed.identity.local_ranks import Siblings, environ_of
+from instep.distributed.identity.local_ranks import Siblings
 from instep.distributed.identity.world import World
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
+from instep.process.procfs import read_environ
 
 JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
@@ -260,7 +261,7 @@ def siblings(world: World) -> Siblings | None:
     Who started this process is said by what it was started with: `python -m instep` writes more.
     Where it is a rank of another world, as its own launcher counts, that one's ranks are not meant.
     """
-    environ = environ_of("self")
+    environ = read_environ("self")
     launcher = _launcher(environ)
     ranks = _ranks_here(world, environ)
     if launcher is None or len(ranks) != world.local_size:

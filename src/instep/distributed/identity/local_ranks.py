@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
+
+from instep.process.procfs import boot_id, children, is_alive, read_environ, read_stat
 
 _PAUSE = 0.25
 """Seconds between two looks."""
@@ -61,7 +62,7 @@ class Siblings:
         return self.gone
 
     def _look(self, parent: int, *, all_began: bool) -> frozenset[int]:
-        living = {self._rank(pid) for pid in _living(_children(parent))}
+        living = {self._rank(pid) for pid in children(parent) if is_alive(pid)}
         self._seen |= living & self._ranks
         if _HIDDEN in living or not living & self._ranks:
             return frozenset()
@@ -70,7 +71,7 @@ class Siblings:
 
     def _rank(self, pid: int) -> int:
         if pid not in self._rank_of:
-            environ = environ_of(pid)
+            environ = read_environ(pid)
             told = environ.get(self._variable, "")
             if not told.isdecimal():
                 return _NO_RANK if "PATH" in environ else _HIDDEN
@@ -83,8 +84,7 @@ def orphaned() -> bool:
     ended: which waits for its children, so somebody has killed it."""
     multiprocessing = sys.modules.get("multiprocessing.process")  # or this is no child of its
     parent = multiprocessing and multiprocessing.parent_process()
-    me = os.getpid()
-    return parent is not None and _living([me, parent.pid]) == [me]
+    return parent is not None and is_alive(os.getpid()) and not is_alive(parent.pid)
 
 
 def launching_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
@@ -96,54 +96,13 @@ def launching_process(environ: Mapping[str, str], *names: str) -> tuple[int, str
     and with it which boot. None: there is no such ancestor to be seen.
     """
     mine = {name: environ[name] for name in (*_RANK_NAMES, *names) if name in environ}
-    pid, start = os.getppid(), ""
+    pid = os.getppid()
     while pid:
         try:
-            parent, start = _parent_and_start(pid)
-            if not mine.items() <= environ_of(pid).items():
-                with open("/proc/sys/kernel/random/boot_id") as file:
-                    return pid, f"{pid}-{start}-{file.read().strip()}"
+            stat = read_stat(pid)
+            if not mine.items() <= read_environ(pid).items():
+                return pid, f"{pid}-{stat.start_time}-{boot_id()}"
         except (FileNotFoundError, ProcessLookupError):
             return None
-        pid = parent
+        pid = stat.parent
     return None
-
-
-def environ_of(pid: int | str) -> dict[str, str]:
-    """What a process was started with; nothing where that is another user's."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            entries = file.read().decode(errors="replace").split("\0")
-    except PermissionError:
-        return {}
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
-
-
-def _living(pids: Iterable[int]) -> list[int]:
-    """Without those that have ended and wait for their parent to hear of it."""
-    living = []
-    for pid in pids:
-        with suppress(OSError):
-            if _stat(pid)[0] not in "ZX":
-                living.append(pid)
-    return living
-
-
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    fields = _stat(pid)
-    return int(fields[1]), fields[19]
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields from the state on."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].decode().split()

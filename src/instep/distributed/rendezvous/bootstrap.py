@@ -27,7 +27,6 @@ from instep.distributed import shm
 from instep.distributed.errors import DeviceError, RendezvousError, StrangerError
 from instep.distributed.identity import cuda_visible_devices, launchers
 from instep.distributed.identity.authentication import derived, given_secret, new_secret
-from instep.distributed.identity.local_ranks import environ_of
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, join_check, listening, port_file
 from instep.distributed.rendezvous.stores import host_of, open_store
@@ -36,6 +35,7 @@ from instep.distributed.watchdog import client
 from instep.errors import InstepWarning
 from instep.process import malloc, settings
 from instep.process.errors import LaunchVariablesError
+from instep.process.procfs import read_environ
 
 _ones: list[World] = []
 """The worlds of one that this process is in now, the innermost last."""
@@ -318,7 +318,7 @@ def _take_device(world: World) -> torch.device:
 def devices_set_too_late() -> str | None:
     """What is to be said if CUDA, which is in use here, does not know CUDA_VISIBLE_DEVICES."""
     said = os.environ.get(cuda_visible_devices.VISIBLE)
-    at_start = environ_of("self").get(cuda_visible_devices.VISIBLE)
+    at_start = read_environ("self").get(cuda_visible_devices.VISIBLE)
     # torch.cuda.device_count() may count the variable's entries, and lets ask for no other device.
     known, shown = torch.cuda.device_count(), torch.accelerator.device_count()
     uuids = [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from instep.distributed.errors import MixedJobError
+from instep.process.procfs import boot_id, namespace
 from instep.version import __version__
 
 _ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
@@ -92,8 +93,7 @@ def _shown(value: str | tuple[str, ...]) -> str:
 
 
 def _network() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id()} {namespace('net')}"
 
 
 def _script(program: str) -> str:

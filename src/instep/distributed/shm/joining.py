@@ -22,7 +22,8 @@ from torch.distributed import PrefixStore, Store
 
 from instep.distributed.shm.exchange import Exchange, mapping_bytes
 from instep.distributed.shm.memory.mapping import Place, map_memory, new_memory
-from instep.distributed.shm.memory.peers import Peer, myself, this_host
+from instep.distributed.shm.memory.peers import Peer
+from instep.process.procfs import pid_space
 
 Introduction = tuple[str, str, dict[str, int]]  # obstacle or "", host, the rank as a Peer
 
@@ -73,7 +74,9 @@ def obstacle(system: str = sys.platform, processor: str = platform.machine()) ->
 
 def _introduction(rank: int) -> Introduction:
     hindrance = obstacle()
-    return (hindrance, "", {}) if hindrance else ("", this_host(), asdict(myself(rank)))
+    return (
+        (hindrance, "", {}) if hindrance else ("", pid_space(), asdict(Peer.of_this_process(rank)))
+    )
 
 
 def plan(introductions: Sequence[Introduction]) -> list[list[dict[str, int]]] | str:

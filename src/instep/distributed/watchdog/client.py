@@ -34,15 +34,11 @@ from instep.distributed.watchdog.stack_inspection import (
     stack_of_main_thread,
     wait_of_main_thread,
 )
-from instep.process import PACKAGE_FOLDER, settings, unfinished_files
+from instep.process import isolated_command, settings, unfinished_files
 from instep.process.failure import Failure
 from instep.process.last_seen import LastSeen, expect_crash, note
 from instep.process.tracebacks import is_consequence, origin, trim
 
-PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from instep.distributed.watchdog.watcher import main; main(sys.argv[2])"
-)
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 PATIENCE = 3.0
 """Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
@@ -136,7 +132,7 @@ class Attendant:
         ours, theirs = socket.socketpair()
         with theirs:
             watcher = subprocess.Popen(
-                _command(theirs.fileno()),
+                isolated_command("instep.distributed.watchdog.watcher", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *passed.values()),
@@ -282,9 +278,3 @@ def _seen_file() -> int:
     if path is None:
         return os.memfd_create("seen")
     return os.open(LastSeen(path).line_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _command(fd: int) -> list[str]:
-    """`-I -S`: nothing of the user's is imported."""
-    above = str(Path(PACKAGE_FOLDER).parent)
-    return [sys.executable, "-I", "-S", "-c", PROGRAM, above, str(fd)]

@@ -8,7 +8,6 @@ until all have ended.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import time
@@ -19,9 +18,17 @@ from pathlib import Path
 from instep.distributed.watchdog.connection import Line, Said
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.hub import Hub, failure
-from instep.distributed.watchdog.processes import activity, descendants, exit_code, kill
 from instep.process.exit_status import headline, named, shell_code
 from instep.process.last_seen import crash_told, line_told
+from instep.process.procfs import (
+    context_switches,
+    descendants,
+    exit_code,
+    has_ended,
+    kill,
+    read_stat,
+    set_process_name,
+)
 from instep.process.unfinished_files import LIMIT, MARK, tidy
 
 LOOK, LOOK_CLOSELY = 2.5, 0.3
@@ -60,7 +67,7 @@ class Watcher:
         """Whether it finishes a file before it leaves."""
         self._over = False
         """The rank's process has ended."""
-        self._came_late = bool(select.select([self._pidfd], [], [], 0)[0])
+        self._came_late = has_ended(self._pidfd)
         """Whether it had ended before this watcher watched."""
         self._closely = False
         """Whether it looks at the rank often."""
@@ -176,7 +183,7 @@ class Watcher:
 
     def clean_up(self) -> None:
         """Remove the rank's folders, once it has ended."""
-        if self._folders is None or not select.select([self._pidfd], [], [], LIMIT)[0]:
+        if self._folders is None or not has_ended(self._pidfd, LIMIT):
             return
         import shutil  # few watchers need it
 
@@ -273,7 +280,7 @@ class Watcher:
     def _look(self) -> None:
         """What it did since the last look, and where it stands."""
         with suppress(OSError):
-            switches, ticks = activity(self._pid)
+            switches, ticks = context_switches(self._pid), read_stat(self._pid).cpu_ticks
             self._asleep = switches == self._seen[0]
             self._idle = ticks - self._seen[1] <= IDLE
             self._line.say("where")
@@ -342,8 +349,7 @@ def main(fd: str) -> None:
     """The program: the rank's first words say whom to watch."""
     for number in MEANT_FOR_THE_RANK:
         signal.signal(number, signal.SIG_IGN)
-    with open("/proc/self/comm", "w") as name:
-        name.write("instep-watch")
+    set_process_name("instep-watch")
     line = Line(socket.socket(fileno=int(fd)))
     heard = line.hear()
     if not heard:
