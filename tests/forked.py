@@ -92,10 +92,10 @@ def _rank(
     rank: int, place: Place, command: tuple[str, ...], listener: socket.socket | None
 ) -> None:
     import torch
-    from instep.launch.worker.entry.script_reader import speaks_for_itself
 
     from instep.distributed.communication import rank_local
     from instep.distributed.rendezvous import bootstrap
+    from instep.launch.worker.script_reader import speaks_for_itself
     from instep.verify.recording import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)

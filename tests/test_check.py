@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from instep.check import check_files, severe_findings
-from instep.check.checker import check_text
+from instep.check.checker import check_files, check_text, find_errors
 from instep.check.command import add_command
-from instep.check.pages import documents
+from instep.check.pages import generate_pages
 from instep.check.rules import RULES, THEMES
 
 SCRIPTS = Path(__file__).parent / "check_scripts"
@@ -148,7 +147,7 @@ def test_codes_are_grouped_and_names_are_unique() -> None:
 
 def test_the_pages_in_docs_are_those_of_the_code() -> None:
     written = {path.name: path.read_text("utf-8") for path in PAGES.glob("*.md")}
-    assert written == documents(), "run `python -m instep.check.pages docs/check`"
+    assert written == generate_pages(), "run `python -m instep.check.pages docs/check`"
 
 
 def test_exit_code_0_means_clean(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +262,7 @@ def test_github_gets_one_annotation_per_finding(
 
 def test_explain_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert instep("--explain", "ins301") == 0
-    assert capsys.readouterr().out == documents()["INS301-set-epoch-forgotten.md"]
+    assert capsys.readouterr().out == generate_pages()["INS301-set-epoch-forgotten.md"]
 
 
 def test_columns_count_characters_not_bytes() -> None:
@@ -271,24 +270,24 @@ def test_columns_count_characters_not_bytes() -> None:
     assert [f.column for f in check_text("a.py", text, RULES.values())] == [13]
 
 
-def test_severe_findings_are_the_errors_only() -> None:
+def test_find_errors_are_the_errors_only() -> None:
     script = str(SCRIPTS / "launched.py")
-    severe = severe_findings(script)
+    severe = find_errors(script)
     assert severe == [f for f in check_files([script]).findings if f.severity == "error"]
     assert 0 < len(severe) < len(EXPECTED["launched.py"])
 
 
-def test_severe_findings_of_what_is_not_python_are_none(tmp_path: Path) -> None:
+def test_find_errors_of_what_is_not_python_are_none(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("this is not Python")
-    assert severe_findings(str(tmp_path / "train.py")) == []
-    assert severe_findings(str(tmp_path / "absent.py")) == []
+    assert find_errors(str(tmp_path / "train.py")) == []
+    assert find_errors(str(tmp_path / "absent.py")) == []
 
 
 def test_checking_imports_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nraise SystemExit('it ran')\n")
     program = (
-        "import sys; from instep.check import check_files; "
+        "import sys; from instep.check.checker import check_files; "
         f"print(check_files([{str(script)!r}]).findings, 'torch' in sys.modules)"
     )
     done = subprocess.run(

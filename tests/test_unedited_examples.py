@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from instep.launch.worker.entry.script_reader import speaks_for_itself
 
 from forked import Forked
+from instep.launch.worker.script_reader import speaks_for_itself
 from instep.verify.proof import verify
 from instep.verify.verdict import Report, Verdict
 

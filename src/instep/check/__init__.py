@@ -1,11 +1,5 @@
-"""Read a training script and name what will go wrong in parallel. Runs nothing, needs no torch.
+"""`instep check`: read a training script and name what will go wrong in parallel; runs nothing.
 
-From the bottom up: `script` (a parsed file), `origins` (where values come from), `ranks`,
-`guards` and `processes` (which code runs on which ranks), `facts` (models, loaders,
-collectives), `rules`, `checker`, `report` and `pages`, `command`.
+It leans on `errors` alone and starts without PyTorch. Begin with `script` (a parsed file) and
+`script_info` (what the rules ask of it), then read one rule in `rules`; `checker` applies them.
 """
-
-from instep.check.checker import check_files, severe_findings
-from instep.check.finding import Finding, Severity
-
-__all__ = ["Finding", "Severity", "check_files", "severe_findings"]

@@ -10,16 +10,16 @@ import tokenize
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from instep.check.facts import Facts
 from instep.check.finding import Finding, Hit, Rule, Severity
 from instep.check.rules import RULES
 from instep.check.script import Script
+from instep.check.script_info import ScriptInfo
 
 _IGNORE = re.compile(r"#\s*instep:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableFile:
     """A file that could not be checked."""
 
     path: str
@@ -27,41 +27,43 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckResult:
     """What came of checking some files."""
 
     checked: tuple[str, ...]
     findings: tuple[Finding, ...]
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[UnreadableFile, ...]
 
 
-def check_files(paths: Iterable[str], rules: Collection[Rule] = tuple(RULES.values())) -> Outcome:
+def check_files(
+    paths: Iterable[str], rules: Collection[Rule] = tuple(RULES.values())
+) -> CheckResult:
     """Check each file by these rules. Files are read, never run.
 
     A file that cannot be read or parsed is named in the outcome; the others are checked.
     """
     checked: list[str] = []
     findings: list[Finding] = []
-    unreadable: list[Unreadable] = []
+    unreadable: list[UnreadableFile] = []
     for path in paths:
         try:
-            found = check_text(path, _text(path), rules)
+            found = check_text(path, _read_text(path), rules)
         except OSError as error:
-            unreadable.append(Unreadable(path, error.strerror or str(error)))
+            unreadable.append(UnreadableFile(path, error.strerror or str(error)))
         except SyntaxError as error:
             where = "" if error.lineno is None else f"line {error.lineno}: "
-            unreadable.append(Unreadable(path, f"{where}{error.msg}"))
+            unreadable.append(UnreadableFile(path, f"{where}{error.msg}"))
         except ValueError as error:
-            unreadable.append(Unreadable(path, str(error)))
+            unreadable.append(UnreadableFile(path, str(error)))
         except RecursionError:
-            unreadable.append(Unreadable(path, "it is nested too deeply"))
+            unreadable.append(UnreadableFile(path, "it is nested too deeply"))
         else:
             checked.append(path)
             findings += found
-    return Outcome(tuple(checked), tuple(sorted(findings)), tuple(unreadable))
+    return CheckResult(tuple(checked), tuple(sorted(findings)), tuple(unreadable))
 
 
-def python_files(paths: Iterable[str]) -> Iterator[str]:
+def find_python_files(paths: Iterable[str]) -> Iterator[str]:
     """These files, and the Python files in these folders but for hidden ones and environments."""
     for path in paths:
         if not os.path.isdir(path):
@@ -81,7 +83,7 @@ def _is_python(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(".")
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     """What Python would read. Raises SyntaxError (PEP 263), OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe waits, and /dev/zero has no end
         raise OSError("it is no ordinary file")
@@ -92,18 +94,18 @@ def _text(path: str) -> str:
 def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:
     """The findings in one script, in the order of its lines. Raises SyntaxError."""
     script = Script(path, text)
-    facts = Facts(script)
+    info = ScriptInfo(script)
     found = {
         _finding(script, asking, hit)
         for asking in rules
-        if asking.scope in facts.scopes
-        for hit in asking.check(facts)
-        if not _ignored(script, hit.node, asking.code)
+        if asking.scope in info.scopes
+        for hit in asking.check(info)
+        if not _is_ignored(script, hit.node, asking.code)
     }
     return sorted(found)
 
 
-def severe_findings(path: str) -> list[Finding]:
+def find_errors(path: str) -> list[Finding]:
     """What is wrong for sure in one script: findings of severity error. For `instep run`.
 
     A script that cannot be read or parsed has none: whoever runs it will see why.
@@ -112,7 +114,7 @@ def severe_findings(path: str) -> list[Finding]:
     return list(check_files([path], rules).findings)
 
 
-def chosen(select: Collection[str], ignore: Collection[str]) -> list[Rule]:
+def select_rules(select: Collection[str], ignore: Collection[str]) -> list[Rule]:
     """The rules whose code begins with one of `select` (all, if empty) and none of `ignore`."""
     return [
         found
@@ -138,7 +140,7 @@ def _finding(script: Script, asking: Rule, hit: Hit) -> Finding:
     )
 
 
-def _ignored(script: Script, node: ast.AST, code: str) -> bool:
+def _is_ignored(script: Script, node: ast.AST, code: str) -> bool:
     """Whether its first or last line ends in `# instep: ignore` or `# instep: ignore[CODE, …]`."""
     first: int = getattr(node, "lineno", 1)
     last: int = getattr(node, "end_lineno", None) or first

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instep.check import report
-from instep.check.checker import check_files, chosen, python_files
-from instep.check.pages import page
+from instep.check.checker import check_files, find_python_files, select_rules
+from instep.check.pages import format_page
 from instep.check.rules import RULES
 from instep.errors import CommandLineError
 
@@ -60,20 +60,22 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
         rule = RULES.get(arguments.explain.upper())
         if rule is None:
             parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(RULES)}")
-        print(page(rule), end="")
+        print(format_page(rule), end="")
         return CLEAN
     if not arguments.scripts:
         parser.error("no script given: instep check train.py")
-    scripts = [*python_files(arguments.scripts)]
+    scripts = [*find_python_files(arguments.scripts)]
     if not scripts:
         parser.error(f"there is no Python file in {', '.join(arguments.scripts)}")
-    outcome = check_files(scripts, chosen(arguments.select, arguments.ignore))
+    outcome = check_files(scripts, select_rules(arguments.select, arguments.ignore))
     if arguments.json == "-":
-        print(report.as_json(outcome))
+        print(report.format_json(outcome))
     else:
         if arguments.json is not None:
-            _write(arguments.json, report.as_json(outcome) + "\n")
-        shown = (report.github if arguments.format == "github" else report.text)(outcome)
+            _write(arguments.json, report.format_json(outcome) + "\n")
+        shown = (report.format_github if arguments.format == "github" else report.format_text)(
+            outcome
+        )
         if shown:
             print(shown)
     for file in outcome.unreadable:

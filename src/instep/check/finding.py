@@ -7,10 +7,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from instep.check.facts import Facts
+from instep.check.script_info import RuleScope, ScriptInfo
 
 
 class Severity(StrEnum):
@@ -20,16 +18,6 @@ class Severity(StrEnum):
     """Wrong numbers, a hang, a crash or a lost file."""
     WARNING = "warning"
     """Slower, fragile, or different from run to run."""
-
-
-class Scope(StrEnum):
-    """Which scripts a rule is about."""
-
-    PROCESSES = "processes"
-    """Visibly written for several processes."""
-    PARALLEL = "parallel"
-    """Those, and scripts with nn.DataParallel."""
-    ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class Hit:
     """The code that mends it, one or several lines."""
 
 
-Check = Callable[["Facts"], Iterator[Hit]]
+CheckFunction = Callable[[ScriptInfo], Iterator[Hit]]
 
 
 @dataclass(frozen=True)
@@ -62,16 +50,20 @@ class Rule:
     """The rule in one sentence."""
     page: str
     """Its documentation in Markdown: what happens, a bad and a good example."""
-    check: Check
-    scope: Scope
+    check: CheckFunction
+    scope: RuleScope
 
 
 def rule(
-    code: str, name: str, severity: Severity, sentence: str, scope: Scope = Scope.PROCESSES
-) -> Callable[[Check], Rule]:
-    """Make a Rule of a function that finds hits; the function's docstring is the page."""
+    code: str, severity: Severity, sentence: str, scope: RuleScope = RuleScope.PROCESSES
+) -> Callable[[CheckFunction], Rule]:
+    """Make a Rule of a function that yields hits.
 
-    def make(check: Check) -> Rule:
+    The function's name is the rule's, its docstring is the rule's page.
+    """
+
+    def make(check: CheckFunction) -> Rule:
+        name = check.__name__.strip("_").replace("_", "-")
         page = inspect.cleandoc(check.__doc__ or "")
         return Rule(code, name, severity, sentence, page, check, scope)
 

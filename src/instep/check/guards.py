@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from instep.check.origins import Origins
-from instep.check.ranks import Kind, Ranks
+from instep.check.rank_expressions import RankExpressions, RankType
 from instep.check.script import Function, Script, constant
 
 MAIN = re.compile(
@@ -23,19 +23,19 @@ NOT_MAIN = re.compile(r"master_(addr|port|param|weight|grad|ip|uri|node_addr)", 
 class Guard:
     """A test that comes out differently on different ranks, and the side that is meant."""
 
-    kind: Kind
-    zero: bool
+    rank_type: RankType
+    on_rank_0: bool
     """True: the code runs on the first rank only; False: on all the others."""
     test: ast.AST
     holds: bool = True
     """False: the code runs where the test fails (an `else`, or after `if rank != 0: return`)."""
 
-    def flipped(self) -> Guard:
+    def inverted(self) -> Guard:
         """The other side of the same test."""
-        return Guard(self.kind, not self.zero, self.test, not self.holds)
+        return Guard(self.rank_type, not self.on_rank_0, self.test, not self.holds)
 
     @property
-    def where(self) -> str:
+    def condition(self) -> str:
         """The condition as text: "rank == 0"."""
         test = ast.unparse(self.test)
         if self.holds:
@@ -45,14 +45,14 @@ class Guard:
         return f"not {test}" if isinstance(self.test, ast.Name) else f"not ({test})"
 
 
-class Guards:
+class RankGuards:
     """Finds what decides, by the rank, whether a place in the script is reached."""
 
-    def __init__(self, script: Script, origins: Origins, ranks: Ranks) -> None:
+    def __init__(self, script: Script, origins: Origins, ranks: RankExpressions) -> None:
         self.script = script
         self.origins = origins
         self.ranks = ranks
-        self._known: dict[ast.AST, list[Guard]] = {}
+        self._cache: dict[ast.AST, list[Guard]] = {}
 
     # --- tests
 
@@ -61,9 +61,9 @@ class Guards:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.test(node.operand, depth)
             if inner is not None:
-                return Guard(inner.kind, not inner.zero, inner.test)
-            kind = self.ranks.kind(node.operand)
-            return Guard(kind, True, node) if kind else None
+                return Guard(inner.rank_type, not inner.on_rank_0, inner.test)
+            rank_type = self.ranks.rank_type(node.operand)
+            return Guard(rank_type, True, node) if rank_type else None
         if isinstance(node, ast.BoolOp):
             found = [g for value in node.values if (g := self.test(value, depth)) is not None]
             return found[0] if found else None
@@ -77,25 +77,25 @@ class Guards:
         left, op, right = node.left, node.ops[0], node.comparators[0]
         if isinstance(op, ast.Is | ast.IsNot):
             return self._compare_with_none(node, depth)
-        kind = self.ranks.kind(left)
-        if kind is None and isinstance(op, ast.Eq | ast.NotEq):
+        rank_type = self.ranks.rank_type(left)
+        if rank_type is None and isinstance(op, ast.Eq | ast.NotEq):
             left, right = right, left
-            kind = self.ranks.kind(left)
-        if kind is None:
+            rank_type = self.ranks.rank_type(left)
+        if rank_type is None:
             return None
         if isinstance(op, ast.In | ast.NotIn):
             members = [constant(m) for m in getattr(right, "elts", [])]
-            return Guard(kind, (0 in members) == isinstance(op, ast.In), node)
+            return Guard(rank_type, (0 in members) == isinstance(op, ast.In), node)
         value = constant(right)
         if value == -1:
             return None  # the old sign for "not distributed": the same on every rank
         if value == 0 and isinstance(op, ast.GtE | ast.Lt):
             return None  # "distributed" and "not distributed" again
         if isinstance(op, ast.Eq):
-            return Guard(kind, value in (0, None), node)
+            return Guard(rank_type, value in (0, None), node)
         if isinstance(op, ast.NotEq | ast.Gt | ast.GtE):
-            return Guard(kind, False, node)
-        return Guard(kind, True, node)
+            return Guard(rank_type, False, node)
+        return Guard(rank_type, True, node)
 
     def _compare_with_none(self, node: ast.Compare, depth: int) -> Guard | None:
         """`writer is not None`, where the writer is made on one rank only."""
@@ -104,7 +104,7 @@ class Guards:
             return None
         guard = self._made_under_guard(node.left, depth - 1)
         is_not = isinstance(node.ops[0], ast.IsNot)
-        return Guard(guard.kind, guard.zero == is_not, node) if guard else None
+        return Guard(guard.rank_type, guard.on_rank_0 == is_not, node) if guard else None
 
     def _made_under_guard(self, node: ast.AST, depth: int) -> Guard | None:
         sources = [node, *self.origins.arguments_of(node)]
@@ -114,18 +114,22 @@ class Guards:
             ):
                 continue  # made later
             if constant(binding.value) is None and not isinstance(binding.value, ast.Constant):
-                for guard in self.of(binding.statement):
+                for guard in self.local_guards(binding.statement):
                     return guard
                 if isinstance(binding.value, ast.IfExp):
                     return self.test(binding.value.test, depth) if depth else None
         return None
 
     def _flag(self, node: ast.AST | None, depth: int) -> Guard | None:
-        word = self.script.called(node) if isinstance(node, ast.Call) else self.script.dotted(node)
+        word = (
+            self.script.call_name(node)
+            if isinstance(node, ast.Call)
+            else self.script.dotted_name(node)
+        )
         last = word.split(".")[-1]
         if last and MAIN.search(last) and not NOT_MAIN.search(last):
-            kind: Kind = "local rank" if "local" in last else "rank"
-            return Guard(kind, True, node or self.script.tree)
+            rank_type: RankType = "local rank" if "local" in last else "rank"
+            return Guard(rank_type, True, node or self.script.tree)
         if depth == 0 or not isinstance(node, ast.Name | ast.Attribute):
             return None
         for binding in self.origins.bindings(node):
@@ -137,32 +141,32 @@ class Guards:
 
     # --- guards
 
-    def of(self, node: ast.AST) -> list[Guard]:
+    def local_guards(self, node: ast.AST) -> list[Guard]:
         """The tests on the rank that decide, within its function, whether the node runs."""
-        if node not in self._known:
-            self._known[node] = []  # a node that is asked for while it is being answered
-            self._known[node] = list(self._find_guards(node))
-        return self._known[node]
+        if node not in self._cache:
+            self._cache[node] = []  # a node that is asked for while it is being answered
+            self._cache[node] = list(self._find_guards(node))
+        return self._cache[node]
 
     def _find_guards(self, node: ast.AST) -> Iterator[Guard]:
         child = node
         for above in self.script.ancestors(node):
             if isinstance(above, ast.If | ast.IfExp):
-                yield from self._side(above, child)
+                yield from self._branch_guards(above, child)
             if isinstance(above, ast.BoolOp) and child is not above.values[0]:
                 before = above.values[: above.values.index(child)]  # type: ignore[arg-type]
                 for value in before:
                     if (guard := self.test(value)) and isinstance(above.op, ast.And):
                         yield guard
             if isinstance(above, ast.With):
-                yield from self._scope(above)
-            yield from self._left_early(above, child)
+                yield from self._scope_guards(above)
+            yield from self._early_exit(above, child)
             if isinstance(above, Function):
-                yield from self._decorated(above)
+                yield from self._decorator_guards(above)
                 return
             child = above
 
-    def _side(self, test: ast.If | ast.IfExp, child: ast.AST) -> Iterator[Guard]:
+    def _branch_guards(self, test: ast.If | ast.IfExp, child: ast.AST) -> Iterator[Guard]:
         guard = self.test(test.test)
         if guard is None or child is test.test:
             return
@@ -170,43 +174,43 @@ class Guards:
         if any(child is part for part in body):
             yield guard
         elif not isinstance(test.test, ast.BoolOp):
-            yield guard.flipped()
+            yield guard.inverted()
 
-    def _scope(self, scope: ast.With) -> Iterator[Guard]:
+    def _scope_guards(self, scope: ast.With) -> Iterator[Guard]:
         for item in scope.items:
-            if "single_process_scope" in self.script.called(item.context_expr):
+            if "single_process_scope" in self.script.call_name(item.context_expr):
                 yield Guard("rank", True, item.context_expr)
 
-    def _left_early(self, block: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    def _early_exit(self, block: ast.AST, child: ast.AST) -> Iterator[Guard]:
         """After `if rank != 0: return` the rest of the block runs on rank 0 only."""
         for statements in (getattr(block, name, None) for name in ("body", "orelse", "finalbody")):
             if not isinstance(statements, list) or child not in statements:
                 continue
             for before in statements[: statements.index(child)]:
-                if isinstance(before, ast.If) and not before.orelse and _leaves(before.body):
+                if isinstance(before, ast.If) and not before.orelse and _ends_block(before.body):
                     guard = self.test(before.test)
                     if guard and not isinstance(before.test, ast.BoolOp):
-                        yield guard.flipped()
+                        yield guard.inverted()
 
-    def _decorated(self, function: Function) -> Iterator[Guard]:
+    def _decorator_guards(self, function: Function) -> Iterator[Guard]:
         for decorator in function.decorator_list:
             made = decorator.func if isinstance(decorator, ast.Call) else decorator
-            last = self.script.dotted(made).split(".")[-1]
+            last = self.script.dotted_name(made).split(".")[-1]
             if MAIN.search(last):
                 yield Guard("rank", True, decorator)
 
-    def around(self, node: ast.AST, depth: int = 4) -> Guard | None:
+    def effective_guard(self, node: ast.AST, depth: int = 4) -> Guard | None:
         """A guard here, or around every call of the function that the node is in."""
-        here = self.of(node)
+        here = self.local_guards(node)
         if here:
             return here[0]
         function = self.script.function_of(node)
         if function is None or depth == 0:
             return None
         calls = self.origins.calls_of(function)
-        found = [self.around(call, depth - 1) for call in calls]
+        found = [self.effective_guard(call, depth - 1) for call in calls]
         return found[0] if found and all(found) else None
 
 
-def _leaves(statements: list[ast.stmt]) -> bool:
+def _ends_block(statements: list[ast.stmt]) -> bool:
     return isinstance(statements[-1], ast.Return | ast.Continue | ast.Break)

@@ -24,42 +24,44 @@ class Origins:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self._bound: dict[tuple[Function | None, str], list[Binding]] = {}
+        self._bindings: dict[tuple[Function | None, str], list[Binding]] = {}
         self._calls: dict[str, list[ast.Call]] = {}
-        self._known: dict[ast.AST, list[ast.expr]] = {}
+        self._cache: dict[ast.AST, list[ast.expr]] = {}
         for statement, target, value in _assignments(script):
-            self._bind(statement, target, value)
+            self._add_binding(statement, target, value)
         for call in script.all(ast.Call):
-            self._calls.setdefault(script.called(call), []).append(call)
+            self._calls.setdefault(script.call_name(call), []).append(call)
         self.options = {_destination(call): call for call in script.calls_named("add_argument")}
 
-    def _bind(self, statement: ast.AST, target: ast.expr, value: ast.expr) -> None:
+    def _add_binding(self, statement: ast.AST, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
             pairs = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
             for place, part in enumerate(target.elts):
                 inner = value.elts[place] if pairs and isinstance(value, ast.Tuple) else value
-                self._bind(statement, part, inner)
-        elif name := self.script.dotted(target):
+                self._add_binding(statement, part, inner)
+        elif name := self.script.dotted_name(target):
             function = self.script.function_of(statement)
-            self._bound.setdefault((function, name), []).append(Binding(statement, value))
+            self._bindings.setdefault((function, name), []).append(Binding(statement, value))
 
     def bindings(self, node: ast.AST) -> list[Binding]:
         """The assignments that a name may have its value from: of its function, else outside.
 
         An attribute (`args.rank`) that is not assigned in the function is looked for everywhere.
         """
-        name = self.script.dotted(node)
+        name = self.script.dotted_name(node)
         if not name:
             return []
         function = self.script.function_of(node)
-        own = self._bound.get((function, name), [])
+        own = self._bindings.get((function, name), [])
         if own:
             return self._reaching(node, own)
         if "." in name:
-            return [b for (_, bound), found in self._bound.items() if bound == name for b in found]
+            return [
+                b for (_, bound), found in self._bindings.items() if bound == name for b in found
+            ]
         if function is not None and name in _parameters(function):
             return []
-        return self._bound.get((None, name), [])
+        return self._bindings.get((None, name), [])
 
     def _reaching(self, node: ast.AST, found: list[Binding]) -> list[Binding]:
         """Those assignments that the use of the name can still see: made before it, and not
@@ -69,7 +71,7 @@ class Origins:
             b
             for b in found
             if getattr(b.statement, "lineno", 0) <= line
-            and not self.script.inside(node, b.statement)
+            and not self.script.is_inside(node, b.statement)
         ]
         above = set(self.script.ancestors(node))
         for place in range(len(before) - 1, 0, -1):
@@ -77,10 +79,10 @@ class Origins:
                 return before[place:]
         if before:
             return before
-        loops = set(self.script.loops_around(node))
-        again = [b for b in found if loops & set(self.script.loops_around(b.statement))]
+        loops = set(self.script.enclosing_loops(node))
+        again = [b for b in found if loops & set(self.script.enclosing_loops(b.statement))]
         function = self.script.function_of(node)
-        dotted = self.script.dotted(node)
+        dotted = self.script.dotted_name(node)
         handed_in = function is not None and dotted.split(".")[0] in _parameters(function)
         return again if handed_in else found
 
@@ -88,9 +90,9 @@ class Origins:
         """The expressions that a value may come from; the expression itself if it is no name."""
         if node is None:
             return []
-        if node not in self._known:
-            self._known[node] = list(self._follow(node, _DEPTH, set()))
-        return self._known[node]
+        if node not in self._cache:
+            self._cache[node] = list(self._follow(node, _DEPTH, set()))
+        return self._cache[node]
 
     def _follow(self, node: ast.expr, depth: int, seen: set[ast.AST]) -> Iterator[ast.expr]:
         if node in seen or depth == 0:
@@ -134,7 +136,7 @@ class Origins:
         for word, name, place, first in (("spawn", "fn", 0, 1), ("Process", "target", 1, 0)):
             for call in self._calls.get(word, []):
                 given = keyword(call, "args", place + 1)
-                started = self.script.dotted(keyword(call, name, place))
+                started = self.script.dotted_name(keyword(call, name, place))
                 if started == function.name and isinstance(given, ast.Tuple):
                     yield given, first
 
@@ -158,7 +160,7 @@ class Origins:
     def number(self, node: ast.expr | None) -> float | None:
         """The number that a value is, or that is its default on the command line."""
         for origin in self.of(node):
-            if isinstance(origin, ast.Call) and self.script.called(origin) == "add_argument":
+            if isinstance(origin, ast.Call) and self.script.call_name(origin) == "add_argument":
                 value = constant(keyword(origin, "default"))
             else:
                 value = constant(origin)
@@ -180,7 +182,7 @@ class Origins:
                 texts += [
                     self.script.source(origin)
                     for origin in self.of(inner)
-                    if self.script.called(origin) != "add_argument"  # its help says anything
+                    if self.script.call_name(origin) != "add_argument"  # its help says anything
                 ]
         return " ".join(texts)
 

@@ -12,7 +12,7 @@ from instep.check.finding import Rule
 from instep.check.rules import RULES, THEMES
 
 
-def page(rule: Rule) -> str:
+def format_page(rule: Rule) -> str:
     """One rule's page in Markdown; `instep check --explain CODE` prints it."""
     return (
         f"# {rule.code} {rule.name}\n\n"
@@ -22,7 +22,7 @@ def page(rule: Rule) -> str:
     )
 
 
-def index() -> str:
+def format_index() -> str:
     """The list of all rules by theme."""
     lines = [
         "# What `instep check` looks for",
@@ -35,21 +35,23 @@ def index() -> str:
         lines += ["", f"## {theme}", "", "| code | name | severity | what it says |",
                   "|---|---|---|---|"]  # fmt: skip
         lines += [
-            f"| [{r.code}]({filename(r)}) | {r.name} | {r.severity} | {r.sentence} |"
+            f"| [{r.code}]({page_filename(r)}) | {r.name} | {r.severity} | {r.sentence} |"
             for code, r in RULES.items()
             if code.startswith(prefix)
         ]
     return "\n".join([*lines, ""])
 
 
-def filename(rule: Rule) -> str:
+def page_filename(rule: Rule) -> str:
     """`INS101-collective-on-some-ranks.md`."""
     return f"{rule.code}-{rule.name}.md"
 
 
-def documents() -> dict[str, str]:
+def generate_pages() -> dict[str, str]:
     """Every file of docs/check by name."""
-    return {"index.md": index()} | {filename(rule): page(rule) for rule in RULES.values()}
+    return {"index.md": format_index()} | {
+        page_filename(rule): format_page(rule) for rule in RULES.values()
+    }
 
 
 def main(folder: str) -> None:
@@ -58,7 +60,7 @@ def main(folder: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.md"):
         old.unlink()
-    for name, content in documents().items():
+    for name, content in generate_pages().items():
         (target / name).write_text(content, encoding="utf-8")
 
 

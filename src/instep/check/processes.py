@@ -8,7 +8,7 @@ from functools import cached_property
 from instep.check.script import Function, Script, keyword
 
 
-class Processes:
+class SpawnedProcesses:
     """The call that starts the ranks, and what they reach from there."""
 
     def __init__(self, script: Script) -> None:
@@ -19,20 +19,20 @@ class Processes:
         """The call that starts the processes from inside the script, if it does so."""
         for call in self.script.calls_named("spawn", "Process", "start_processes"):
             full = self.script.full_name(call)
-            if "multiprocessing" in full and self.spawned(call) is not None:
+            if "multiprocessing" in full and self.spawn_target(call) is not None:
                 return call
         return None
 
-    def spawned(self, call: ast.Call) -> Function | None:
+    def spawn_target(self, call: ast.Call) -> Function | None:
         """The function of this script that a spawn call starts."""
         target = keyword(call, "target") or keyword(call, "fn", 0)
-        word = self.script.dotted(target)
+        word = self.script.dotted_name(target)
         return self.script.functions.get(word, [None])[0]
 
     @cached_property
     def main(self) -> Function | None:
         """The function that each spawned process runs."""
-        return self.spawned(self.spawn) if self.spawn is not None else None
+        return self.spawn_target(self.spawn) if self.spawn is not None else None
 
     @cached_property
     def _per_rank(self) -> set[Function] | None:
@@ -54,6 +54,6 @@ class Processes:
                 waiting += [f for f in self.script.functions.get(word, []) if f not in found]
         return found
 
-    def run(self, node: ast.AST) -> bool:
+    def runs_on_ranks(self, node: ast.AST) -> bool:
         """False for what the parent does before it spawns the ranks."""
         return self._per_rank is None or self.script.function_of(node) in self._per_rank

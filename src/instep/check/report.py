@@ -6,18 +6,18 @@ import json
 from collections import Counter
 from dataclasses import asdict
 
-from instep.check.checker import Outcome
+from instep.check.checker import CheckResult
 from instep.check.finding import Finding
 
 SCHEMA = 1
 """Version of the JSON below; it grows when a key changes its meaning or goes away."""
 
 
-def text(outcome: Outcome) -> str:
+def format_text(outcome: CheckResult) -> str:
     """Three lines per finding (where and what, what happens, what to write) and a total."""
     blocks = [_block(finding) for finding in outcome.findings]
     blocks += [f"{u.path}: could not be checked: {u.reason}" for u in outcome.unreadable]
-    return "\n".join([*blocks, total(outcome)])
+    return "\n".join([*blocks, _format_total(outcome)])
 
 
 def _block(finding: Finding) -> str:
@@ -30,7 +30,7 @@ def _block(finding: Finding) -> str:
     )
 
 
-def total(outcome: Outcome) -> str:
+def _format_total(outcome: CheckResult) -> str:
     """One line: how many of what."""
     by_severity = Counter(finding.severity.value for finding in outcome.findings)
     files = f"{len(outcome.checked)} file{'s' * (len(outcome.checked) != 1)}"
@@ -40,7 +40,7 @@ def total(outcome: Outcome) -> str:
     return f"{' and '.join(parts)} in {files}. More: instep check --explain CODE"
 
 
-def as_json(outcome: Outcome) -> str:
+def format_json(outcome: CheckResult) -> str:
     """A stable form: schema, files, findings, unreadable, summary."""
     by_severity = Counter(finding.severity.value for finding in outcome.findings)
     return json.dumps(
@@ -55,7 +55,7 @@ def as_json(outcome: Outcome) -> str:
     )
 
 
-def github(outcome: Outcome) -> str:
+def format_github(outcome: CheckResult) -> str:
     """Workflow commands: GitHub shows each as an annotation of its line."""
     lines = [
         f"::{finding.severity} file={_property(finding.path)},line={finding.line},"

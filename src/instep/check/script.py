@@ -48,10 +48,10 @@ class Script:
         waiting: list[tuple[ast.AST, Function | None]] = [(self.tree, None)]
         while waiting:
             node, function = waiting.pop()
-            kind = type(node)
-            self._by_type.setdefault(kind, []).append(node)
+            node_type = type(node)
+            self._by_type.setdefault(node_type, []).append(node)
             self._functions[node] = function
-            if kind is ast.Call:
+            if node_type is ast.Call:
                 self._calls_in.setdefault(function, []).append(cast(ast.Call, node))
             inner = node if isinstance(node, Function) else function
             children = list(ast.iter_child_nodes(node))
@@ -59,9 +59,9 @@ class Script:
                 self._parents[child] = node
                 waiting.append((child, inner))
 
-    def all(self, kind: type[Node]) -> list[Node]:
+    def all(self, node_type: type[Node]) -> list[Node]:
         """Every node of this type, in the order of the text."""
-        return cast(list[Node], self._by_type.get(kind, []))
+        return cast(list[Node], self._by_type.get(node_type, []))
 
     def _read_imports(self) -> dict[str, str]:
         """Local name to full dotted name."""
@@ -88,7 +88,7 @@ class Script:
 
     # --- names
 
-    def dotted(self, node: ast.AST | None) -> str:
+    def dotted_name(self, node: ast.AST | None) -> str:
         """`args.rank` for that expression; "" for what is not a name with attributes."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
@@ -105,13 +105,13 @@ class Script:
         if node is None:
             return ""
         if node not in self._names:
-            first, _, rest = self.dotted(node).partition(".")
+            first, _, rest = self.dotted_name(node).partition(".")
             start = self.imports.get(first, "")
             full = f"{start}.{rest}" if start and rest else start
             self._names[node] = _SAME.get(full, full)
         return self._names[node]
 
-    def called(self, node: ast.AST | None) -> str:
+    def call_name(self, node: ast.AST | None) -> str:
         """The last word of what a call calls: `save` in `torch.save(x)`; else ""."""
         if not isinstance(node, ast.Call):
             return ""
@@ -124,9 +124,9 @@ class Script:
         """Calls of imported things, by full name, in the order of the text."""
         return (call for call in self.all(ast.Call) if self.full_name(call) in full_names)
 
-    def calls_named(self, *words: str) -> Iterator[ast.Call]:
+    def calls_named(self, *split_words: str) -> Iterator[ast.Call]:
         """Calls of anything whose last word is one of these."""
-        return (call for call in self.all(ast.Call) if self.called(call) in words)
+        return (call for call in self.all(ast.Call) if self.call_name(call) in split_words)
 
     def source(self, node: ast.AST) -> str:
         """The expression as text, on one line."""
@@ -170,11 +170,11 @@ class Script:
             node = self._parents[node]
         return node
 
-    def inside(self, node: ast.AST, container: ast.AST) -> bool:
+    def is_inside(self, node: ast.AST, container: ast.AST) -> bool:
         """Whether the node is the container or somewhere in it."""
         return node is container or any(above is container for above in self.ancestors(node))
 
-    def loops_around(self, node: ast.AST) -> Iterator[ast.For | ast.While]:
+    def enclosing_loops(self, node: ast.AST) -> Iterator[ast.For | ast.While]:
         """Loops of the same function around a node, innermost first."""
         for above in self.ancestors(node):
             if isinstance(above, Function):
@@ -191,16 +191,16 @@ class Script:
             found.setdefault(function.name, []).append(function)
         return found
 
-    def exclusive(self, first: ast.AST, second: ast.AST) -> bool:
+    def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
         """Whether the two lie in different branches of one `if`, so that only one runs."""
-        above = {node: child for child, node in _steps(self, first)}
-        for child, node in _steps(self, second):
+        above = {node: child for child, node in _parent_steps(self, first)}
+        for child, node in _parent_steps(self, second):
             if node in above and isinstance(node, ast.If):
                 return _branch(node, above[node]) != _branch(node, child)
         return False
 
 
-def _steps(script: Script, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+def _parent_steps(script: Script, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     for above in script.ancestors(node):
         yield node, above
         node = above

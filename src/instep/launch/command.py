@@ -136,10 +136,10 @@ def _mention_findings(job: Job) -> None:
     """
     if not job.plain and script_reader.speaks_for_itself(job.command) is None:
         return
-    from instep.check.checker import severe_findings  # costs what a start should not wait for
+    from instep.check.checker import find_errors  # costs what a start should not wait for
 
     script = job.command[0]
-    findings = severe_findings(script) if job.hosts.node == 0 else []
+    findings = find_errors(script) if job.hosts.node == 0 else []
     if findings:
         named = dict.fromkeys(f"{finding.code} ({finding.name})" for finding in findings)
         codes = ", ".join(named)

@@ -26,32 +26,11 @@ THEMES = {
     "INS6": "Files and output",
 }
 
-ROOMS = (
+_MODULES = (
     hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
     checkpoints,
 )  # fmt: skip
-
-RULES: dict[str, Rule] = {
-    found.code: found
-    for found in sorted(
-        (
-            value
-            for room in (
-                hangs,
-                steps,
-                counting,
-                evaluation,
-                data,
-                seeds,
-                optimisation,
-                devices,
-                launch,
-                writing,
-                checkpoints,
-            )
-            for value in vars(room).values()
-            if isinstance(value, Rule)
-        ),
-        key=lambda found: found.code,
-    )
-}
+_FOUND = (
+    value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule)
+)
+RULES: dict[str, Rule] = {found.code: found for found in sorted(_FOUND, key=lambda r: r.code)}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
-from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import RuleScope, ScriptInfo
 
 
 @rule(
     "INS603",
-    "load-without-map-location",
     Severity.WARNING,
     "Every process loads a checkpoint onto the device it was saved from.",
 )
-def load_without_map_location(facts: Facts) -> Iterator[Hit]:
+def _load_without_map_location(info: ScriptInfo) -> Iterator[Hit]:
     """`torch.load` puts tensors back where they were saved: on device 0, which rank 0 saved
     from. From N = 2 on all processes of a node fill the memory of device 0, and on a
     machine with fewer devices the load fails.
@@ -39,16 +38,16 @@ def load_without_map_location(facts: Facts) -> Iterator[Hit]:
     net.load_state_dict(state)
     ```
     """
-    for call in facts.script.calls_of("torch.load"):
+    for call in info.script.calls_of("torch.load"):
         if keyword(call, "map_location", 1) is not None or any(
             k.arg is None for k in call.keywords
         ):
             continue
-        if not _loaded_as_state(facts, call) or not facts.processes.run(call):
+        if not _is_loaded_as_state(info, call) or not info.processes.runs_on_ranks(call):
             continue
-        if facts.guards.around(call) or _other_branch_maps(facts, call):
+        if info.guards.effective_guard(call) or _other_branch_maps(info, call):
             continue
-        text = facts.script.source(call)
+        text = info.script.source(call)
         yield Hit(
             call,
             "the tensors go back to the device that they were saved from",
@@ -57,35 +56,34 @@ def load_without_map_location(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _loaded_as_state(facts: Facts, call: ast.Call) -> bool:
-    for load in facts.script.calls_named("load_state_dict"):
-        if "scaler" in facts.script.source(load.func):
+def _is_loaded_as_state(info: ScriptInfo, call: ast.Call) -> bool:
+    for load in info.script.calls_named("load_state_dict"):
+        if "scaler" in info.script.source(load.func):
             continue  # a loss scale is a number, on no device
         for argument in load.args:
             inner = argument
             while isinstance(inner, ast.Subscript | ast.Attribute):
                 inner = inner.value
-            if any(origin is call for origin in facts.origins.of(inner)) or any(
-                facts.script.inside(call, origin) for origin in facts.origins.of(argument)
+            if any(origin is call for origin in info.origins.of(inner)) or any(
+                info.script.is_inside(call, origin) for origin in info.origins.of(argument)
             ):
                 return True
     return False
 
 
-def _other_branch_maps(facts: Facts, call: ast.Call) -> bool:
+def _other_branch_maps(info: ScriptInfo, call: ast.Call) -> bool:
     return any(
-        keyword(other, "map_location", 1) is not None and facts.script.exclusive(other, call)
-        for other in facts.script.calls_of("torch.load")
+        keyword(other, "map_location", 1) is not None and info.script.are_exclusive(other, call)
+        for other in info.script.calls_of("torch.load")
     )
 
 
 @rule(
     "INS604",
-    "wrapped-state-dict",
     Severity.WARNING,
     "The state dict of the wrapper is saved: every key begins with `module.`.",
 )
-def wrapped_state_dict(facts: Facts) -> Iterator[Hit]:
+def _wrapped_state_dict(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedDataParallel holds the model as `module`, so each key of its state dict has
     that prefix. The file does not load into the plain model: "Unexpected key(s)
     module.conv1.weight". It concerns every N, and bites with N = 1.
@@ -110,15 +108,15 @@ def wrapped_state_dict(facts: Facts) -> Iterator[Hit]:
         torch.save(model.module.state_dict(), "checkpoint.pt")
     ```
     """
-    if any("module." in text for text in facts.script.strings):
+    if any("module." in text for text in info.script.strings):
         return  # the script knows the prefix
-    for call in facts.script.calls_named("state_dict"):
+    for call in info.script.calls_named("state_dict"):
         owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        wrap = facts.wrapper(owner)
-        if wrap is None or owner is None or not _saved(facts, call):
+        wrap = info.ddp_call_of(owner)
+        if wrap is None or owner is None or not _is_saved(info, call):
             continue
-        name = facts.script.source(owner)
-        if wrap.lineno > call.lineno and facts.script.function_of(wrap) is facts.script.function_of(
+        name = info.script.source(owner)
+        if wrap.lineno > call.lineno and info.script.function_of(wrap) is info.script.function_of(
             call
         ):
             continue
@@ -130,19 +128,19 @@ def wrapped_state_dict(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _saved(facts: Facts, node: ast.AST) -> bool:
+def _is_saved(info: ScriptInfo, node: ast.AST) -> bool:
     """Whether a value goes into a call that saves, directly or by a name."""
-    for above in facts.script.ancestors(node):
-        if isinstance(above, ast.Call) and "save" in facts.script.called(above):
+    for above in info.script.ancestors(node):
+        if isinstance(above, ast.Call) and "save" in info.script.call_name(above):
             return True
         if isinstance(above, ast.Assign):
-            names = {facts.script.dotted(target) for target in above.targets}
-            function = facts.script.function_of(above)
+            names = {info.script.dotted_name(target) for target in above.targets}
+            function = info.script.function_of(above)
             return any(
-                "save" in facts.script.called(call)
-                and facts.script.function_of(call) is function
-                and names & {facts.script.dotted(a) for a in call.args}
-                for call in facts.script.all(ast.Call)
+                "save" in info.script.call_name(call)
+                and info.script.function_of(call) is function
+                and names & {info.script.dotted_name(a) for a in call.args}
+                for call in info.script.all(ast.Call)
             )
         if isinstance(above, ast.stmt):
             return False
@@ -151,12 +149,11 @@ def _saved(facts: Facts, node: ast.AST) -> bool:
 
 @rule(
     "INS606",
-    "checkpoint-without-optimizer",
     Severity.WARNING,
     "A checkpoint that knows its epoch does not hold the optimizer.",
-    Scope.PARALLEL,
+    RuleScope.PARALLEL,
 )
-def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
+def _checkpoint_without_optimizer(info: ScriptInfo) -> Iterator[Hit]:
     """A checkpoint with an epoch number is made for going on. Without the optimizer (its
     momentum, its step count, the learning rate) a resumed training is another one than an
     uninterrupted one, at any N.
@@ -181,14 +178,14 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
     ```
     """
     if (
-        _state_is_saved(facts, "opt")
-        or any(facts.script.calls_named("save_state"))
-        or any(name.startswith("deepspeed") for name in facts.script.imported_modules)
+        _state_is_saved(info, "opt")
+        or any(info.script.calls_named("save_state"))
+        or any(name.startswith("deepspeed") for name in info.script.imported_modules)
     ):
         return
-    for saved in _checkpoints(facts):
+    for saved in _checkpoints(info):
         keys = [constant(key) for key in saved.keys]
-        text = facts.script.source(saved)
+        text = info.script.source(saved)
         if "epoch" in keys and ".state_dict" in text and "opt" not in text.lower():
             yield Hit(
                 saved,
@@ -198,30 +195,29 @@ def checkpoint_without_optimizer(facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _state_is_saved(facts: Facts, *words: str) -> bool:
+def _state_is_saved(info: ScriptInfo, *split_words: str) -> bool:
     """Whether `x.state_dict()` is called anywhere, for an x with one of these words."""
     return any(
-        word in facts.script.source(call.func).lower()
-        for call in facts.script.calls_named("state_dict")
-        for word in words
+        word in info.script.source(call.func).lower()
+        for call in info.script.calls_named("state_dict")
+        for word in split_words
     )
 
 
-def _checkpoints(facts: Facts) -> Iterator[ast.Dict]:
+def _checkpoints(info: ScriptInfo) -> Iterator[ast.Dict]:
     """Dictionaries literally given to a call that saves."""
-    for node in facts.script.all(ast.Dict):
-        if node.keys and None not in node.keys and _saved(facts, node):
+    for node in info.script.all(ast.Dict):
+        if node.keys and None not in node.keys and _is_saved(info, node):
             yield node
 
 
 @rule(
     "INS607",
-    "checkpoint-without-scaler",
     Severity.WARNING,
     "A checkpoint of mixed-precision training does not hold the loss scale.",
-    Scope.PARALLEL,
+    RuleScope.PARALLEL,
 )
-def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
+def _checkpoint_without_scaler(info: ScriptInfo) -> Iterator[Hit]:
     """The loss scale of `apex.amp` or of a GradScaler is part of the training's state.
     Without it a resumed training begins again at 65536 and skips its first steps, at any N.
 
@@ -248,20 +244,20 @@ def checkpoint_without_scaler(facts: Facts) -> Iterator[Hit]:
         torch.save(state, "checkpoint.pt")
     ```
     """
-    if _state_is_saved(facts, "scaler", "amp"):
+    if _state_is_saved(info, "scaler", "amp"):
         return
-    scalers = list(facts.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
+    scalers = list(info.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
                                          "torch.amp.GradScaler"))  # fmt: skip
-    for saved in _checkpoints(facts) if scalers else []:
-        text = facts.script.source(saved)
+    for saved in _checkpoints(info) if scalers else []:
+        text = info.script.source(saved)
         keys = [constant(key) for key in saved.keys]
         if (
             "epoch" in keys
             and ".state_dict" in text
             and not ("scaler" in text.lower() or "amp" in text)
         ):
-            apex = facts.script.full_name(scalers[0]).startswith("apex")
-            owner = "amp" if apex else facts.names_of(scalers[0]) or "scaler"
+            apex = info.script.full_name(scalers[0]).startswith("apex")
+            owner = "amp" if apex else info.target_names(scalers[0]) or "scaler"
             yield Hit(
                 saved,
                 "this checkpoint does not hold the state of the loss scaling",

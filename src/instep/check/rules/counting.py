@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts, words
-from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.finding import Hit, Severity, rule
 from instep.check.script import keyword
+from instep.check.script_info import RuleScope, ScriptInfo, split_words
 
 OUT_OF_PLACE = {
     f"horovod.torch.{name}"
@@ -20,13 +20,8 @@ OUT_OF_PLACE = {
 }  # fmt: skip
 
 
-@rule(
-    "INS201",
-    "reduction-thrown-away",
-    Severity.ERROR,
-    "An out-of-place reduction whose result nobody takes.",
-)
-def reduction_thrown_away(facts: Facts) -> Iterator[Hit]:
+@rule("INS201", Severity.ERROR, "An out-of-place reduction whose result nobody takes.")
+def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
     """`hvd.allreduce(x)`, `instep.all_reduce(x)` and `accelerator.reduce(x)` return the
     result and leave `x` alone. As a statement they only cost time: from N = 2 on, `x` is
     still this rank's own value, and whoever divides it by N makes it wrong once more.
@@ -49,15 +44,15 @@ def reduction_thrown_away(facts: Facts) -> Iterator[Hit]:
         return hvd.allreduce(value)
     ```
     """
-    for statement in facts.script.all(ast.Expr):
+    for statement in info.script.all(ast.Expr):
         call = statement.value
         if not isinstance(call, ast.Call) or not call.args:
             continue
-        method = isinstance(call.func, ast.Attribute) and facts.is_accelerator(call.func.value)
-        if facts.script.full_name(call) in OUT_OF_PLACE or (
-            method and facts.script.called(call) in {"gather", "reduce", "gather_for_metrics"}
+        method = isinstance(call.func, ast.Attribute) and info.is_accelerator(call.func.value)
+        if info.script.full_name(call) in OUT_OF_PLACE or (
+            method and info.script.call_name(call) in {"gather", "reduce", "gather_for_metrics"}
         ):
-            value, text = facts.script.source(call.args[0]), facts.script.source(call)
+            value, text = info.script.source(call.args[0]), info.script.source(call)
             if not isinstance(call.args[0], ast.Name | ast.Attribute | ast.Subscript):
                 continue  # allreduce of a temporary: an old way to write a barrier
             yield Hit(
@@ -69,12 +64,9 @@ def reduction_thrown_away(facts: Facts) -> Iterator[Hit]:
 
 
 @rule(
-    "INS202",
-    "metric-over-local-length",
-    Severity.ERROR,
-    "A count of all ranks is divided by the length of one rank's share.",
+    "INS202", Severity.ERROR, "A count of all ranks is divided by the length of one rank's share."
 )
-def metric_over_local_length(facts: Facts) -> Iterator[Hit]:
+def _metric_over_local_length(info: ScriptInfo) -> Iterator[Hit]:
     """With a DistributedSampler `len(loader)` and `len(sampler)` are this rank's share,
     rounded up, while a count summed over all ranks has every rank's samples in it. The
     metric comes out about N times too large (and with padding it is never exact). Reduce
@@ -104,28 +96,27 @@ def metric_over_local_length(facts: Facts) -> Iterator[Hit]:
         return counts[0] / counts[1]
     ```
     """
-    for numerator, denominator, place in _divisions(facts):
-        measured = _length_of_share(facts, denominator)
-        name = _counted(facts, numerator)
-        if measured is None or name is None or not words(name) & {"correct", "corrects", "hits"}:
+    for numerator, denominator, place in _divisions(info):
+        measured = _length_of_share(info, denominator)
+        name = _count_name(info, numerator)
+        if (
+            measured is None
+            or name is None
+            or not split_words(name) & {"correct", "corrects", "hits"}
+        ):
             continue
-        if _reduced(facts, numerator):
+        if _is_reduced(info, numerator):
             yield Hit(
                 place,
-                f"{name} is summed over all ranks, {facts.script.source(measured)} is one "
+                f"{name} is summed over all ranks, {info.script.source(measured)} is one "
                 "rank's share",
                 "from N = 2 on, the metric is about N times too large",
                 f"dist.all_reduce(seen)  # a tensor that counts samples\n{name} / seen",
             )
 
 
-@rule(
-    "INS203",
-    "local-count-over-dataset",
-    Severity.ERROR,
-    "One rank's count is divided by the length of the whole dataset.",
-)
-def local_count_over_dataset(facts: Facts) -> Iterator[Hit]:
+@rule("INS203", Severity.ERROR, "One rank's count is divided by the length of the whole dataset.")
+def _local_count_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
     """The loader hands this rank one N-th of the samples, the count is never summed over
     the ranks, and yet it is divided by the length of the whole dataset: the accuracy falls
     with N, to a half with N = 2, to a quarter with N = 4.
@@ -161,62 +152,62 @@ def local_count_over_dataset(facts: Facts) -> Iterator[Hit]:
         return correct / seen
     ```
     """
-    for numerator, denominator, place in _divisions(facts):
-        name = _counted(facts, numerator)
-        whole = _length_of_dataset(facts, denominator)
-        if name is None or whole is None or not _sharded_loop_fills(facts, place, name):
+    for numerator, denominator, place in _divisions(info):
+        name = _count_name(info, numerator)
+        whole = _length_of_dataset(info, denominator)
+        if name is None or whole is None or not _is_filled_in_sharded_loop(info, place, name):
             continue
-        if not _reduced_anywhere(facts, place):
+        if not _is_reduced_nearby(info, place):
             yield Hit(
                 place,
-                f"{name} counts this rank's samples, {facts.script.source(whole)} counts all",
+                f"{name} counts this rank's samples, {info.script.source(whole)} counts all",
                 "with N processes the metric is about 1/N of what it should be",
                 f"dist.all_reduce({name})  # a tensor; before the division",
             )
 
 
-def _divisions(facts: Facts) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
-    for binary in facts.script.all(ast.BinOp):
+def _divisions(info: ScriptInfo) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
+    for binary in info.script.all(ast.BinOp):
         if isinstance(binary.op, ast.Div):
             yield binary.left, binary.right, binary
-    for changed in facts.script.all(ast.AugAssign):
+    for changed in info.script.all(ast.AugAssign):
         if isinstance(changed.op, ast.Div):
             yield changed.target, changed.value, changed
 
 
-def _lengths(facts: Facts, node: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
+def _lengths(info: ScriptInfo, node: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Call) and facts.script.called(inner) == "len" and inner.args:
+        if isinstance(inner, ast.Call) and info.script.call_name(inner) == "len" and inner.args:
             yield inner, inner.args[0]
 
 
-def _length_of_share(facts: Facts, node: ast.expr) -> ast.Call | None:
+def _length_of_share(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     """`len(loader)`, `len(sampler)` or `len(loader.sampler)` of a sharded loader."""
-    if any(facts.ranks.is_world_size(inner) for inner in ast.walk(node)):
+    if any(info.ranks.is_world_size(inner) for inner in ast.walk(node)):
         return None
-    for call, of in _lengths(facts, node):
-        loader = facts.loader(of)
+    for call, of in _lengths(info, node):
+        loader = info.loader_of(of)
         if isinstance(of, ast.Attribute) and of.attr == "sampler":
-            loader = facts.loader(of.value)
-        if any(origin in facts.samplers for origin in facts.origins.of(of)) or (
-            loader is not None and facts.sampler_of(loader) is not None
+            loader = info.loader_of(of.value)
+        if any(origin in info.samplers for origin in info.origins.of(of)) or (
+            loader is not None and info.sampler_of(loader) is not None
         ):
             return call
     return None
 
 
-def _length_of_dataset(facts: Facts, node: ast.expr) -> ast.Call | None:
+def _length_of_dataset(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
     """`len(loader.dataset)`, or `len(dataset)` of what a sampler was made for."""
-    given = {facts.script.source(d) for s in facts.samplers if (d := keyword(s, "dataset", 0))}
-    for call, of in _lengths(facts, node):
+    given = {info.script.source(d) for s in info.samplers if (d := keyword(s, "dataset", 0))}
+    for call, of in _lengths(info, node):
         if isinstance(of, ast.Attribute) and of.attr == "dataset":
             return call
-        if facts.script.source(of) in given:
+        if info.script.source(of) in given:
             return call
     return None
 
 
-def _counted(facts: Facts, node: ast.expr) -> str | None:
+def _count_name(info: ScriptInfo, node: ast.expr) -> str | None:
     """The name that is divided: `correct` in `100.0 * correct.item()`."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name) and inner.id not in {"float", "int", "torch"}:
@@ -224,58 +215,57 @@ def _counted(facts: Facts, node: ast.expr) -> str | None:
     return None
 
 
-def _reduced(facts: Facts, numerator: ast.expr) -> bool:
+def _is_reduced(info: ScriptInfo, numerator: ast.expr) -> bool:
     """Whether the number was summed over the ranks, in place or by assignment."""
-    name = _counted(facts, numerator)
-    function = facts.script.function_of(numerator)
-    for call in facts.reductions:
-        if facts.script.function_of(call) is not function or call.lineno > numerator.lineno:
+    name = _count_name(info, numerator)
+    function = info.script.function_of(numerator)
+    for call in info.reduction_calls:
+        if info.script.function_of(call) is not function or call.lineno > numerator.lineno:
             continue
         average = [*call.args, *(k.value for k in call.keywords)]
         if any(
-            "AVG" in facts.script.source(a) or "Average" in facts.script.source(a) for a in average
+            "AVG" in info.script.source(a) or "Average" in info.script.source(a) for a in average
         ):
             continue
-        statement = facts.script.statement_of(call)
-        assigned = facts.names_of(call) if isinstance(statement, ast.Assign) else ""
-        if name in {facts.script.source(a) for a in call.args} | {assigned}:
-            return not facts.script.full_name(call).startswith("horovod.") or bool(assigned)
+        statement = info.script.statement_of(call)
+        assigned = info.target_names(call) if isinstance(statement, ast.Assign) else ""
+        if name in {info.script.source(a) for a in call.args} | {assigned}:
+            return not info.script.full_name(call).startswith("horovod.") or bool(assigned)
     return False
 
 
-def _sharded_loop_fills(facts: Facts, place: ast.AST, name: str) -> bool:
+def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> bool:
     """Whether `name += …` stands in a loop over a sharded loader, in the same function."""
-    function = facts.script.function_of(place)
-    for changed in facts.script.all(ast.AugAssign):
+    function = info.script.function_of(place)
+    for changed in info.script.all(ast.AugAssign):
         if (
-            facts.script.dotted(changed.target) != name
-            or facts.script.function_of(changed) is not function
+            info.script.dotted_name(changed.target) != name
+            or info.script.function_of(changed) is not function
         ):
             continue
-        for loop in facts.script.loops_around(changed):
-            loader = facts.loader(facts.iterates(loop)) if isinstance(loop, ast.For) else None
-            if loader is not None and facts.sampler_of(loader) is not None:
+        for loop in info.script.enclosing_loops(changed):
+            loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
+            if loader is not None and info.sampler_of(loader) is not None:
                 return True
     return False
 
 
-def _reduced_anywhere(facts: Facts, place: ast.AST) -> bool:
+def _is_reduced_nearby(info: ScriptInfo, place: ast.AST) -> bool:
     """Whether this function, or one that calls it, brings values of the ranks together."""
-    function = facts.script.function_of(place)
+    function = info.script.function_of(place)
     near = {function}
     if function is not None:
-        near |= {facts.script.function_of(call) for call in facts.origins.calls_of(function)}
-    return any(facts.script.function_of(call) in near for call in facts.reductions)
+        near |= {info.script.function_of(call) for call in info.origins.calls_of(function)}
+    return any(info.script.function_of(call) in near for call in info.reduction_calls)
 
 
 @rule(
     "INS208",
-    "view-of-transposed",
     Severity.ERROR,
     "`correct[:k].view(-1)` of a transposed comparison raises.",
-    Scope.ANY,
+    RuleScope.ANY,
 )
-def view_of_transposed(facts: Facts) -> Iterator[Hit]:
+def _view_of_transposed(info: ScriptInfo) -> Iterator[Hit]:
     """The top-k accuracy of many scripts compares a transposed prediction and flattens some
     rows with `view(-1)`. Since PyTorch 1.7 the comparison keeps the transposed strides, and
     `view` raises "view size is not compatible", at any N, for k > 1.
@@ -300,15 +290,15 @@ def view_of_transposed(facts: Facts) -> Iterator[Hit]:
         return correct[:k].reshape(-1).float().sum(0)
     ```
     """
-    for call in facts.script.calls_named("view"):
+    for call in info.script.calls_named("view"):
         rows = call.func.value if isinstance(call.func, ast.Attribute) else None
         if not isinstance(rows, ast.Subscript) or not isinstance(rows.slice, ast.Slice):
             continue
-        compared = [c for c in facts.origins.calls(rows.value) if facts.script.called(c) == "eq"]
+        compared = [c for c in info.origins.calls(rows.value) if info.script.call_name(c) == "eq"]
         for comparison in compared:
             owner = comparison.func.value if isinstance(comparison.func, ast.Attribute) else None
-            if any(facts.script.called(c) == "t" for c in facts.origins.calls(owner)):
-                text = facts.script.source(call)
+            if any(info.script.call_name(c) == "t" for c in info.origins.calls(owner)):
+                text = info.script.source(call)
                 yield Hit(
                     call,
                     f"{text} flattens rows of a transposed comparison",

@@ -6,20 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
-from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import RuleScope, ScriptInfo
 
 WORKER_FLAGS = {"workers", "num_workers", "n_workers", "nworkers", "num_worker", "data_workers"}
 
 
-@rule(
-    "INS301",
-    "set-epoch-forgotten",
-    Severity.ERROR,
-    "A shuffling DistributedSampler is never told the epoch.",
-)
-def set_epoch_forgotten(facts: Facts) -> Iterator[Hit]:
+@rule("INS301", Severity.ERROR, "A shuffling DistributedSampler is never told the epoch.")
+def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedSampler shuffles with seed + epoch, and the epoch stays 0 unless
     `set_epoch` is called. Without it every epoch has the same order, and each rank sees the
     same samples in the same batches for the whole training, at any N.
@@ -45,19 +40,19 @@ def set_epoch_forgotten(facts: Facts) -> Iterator[Hit]:
             step(batch)
     ```
     """
-    told = list(facts.script.calls_named("set_epoch"))
-    imported = {name.split(".")[0] for name in facts.script.imported_modules}
-    if any(not _about_evaluation(facts, call) for call in told) or "accelerate" in imported:
+    told = list(info.script.calls_named("set_epoch"))
+    imported = {name.split(".")[0] for name in info.script.imported_modules}
+    if any(not _about_evaluation(info, call) for call in told) or "accelerate" in imported:
         return
-    for sampler in facts.samplers:
+    for sampler in info.samplers:
         shuffle = keyword(sampler, "shuffle", 3)
-        if constant(shuffle) is False or facts.for_evaluation(sampler):
+        if constant(shuffle) is False or info.is_for_evaluation(sampler):
             continue
-        if _handed_to_another_file(facts, sampler):
+        if _is_passed_to_another_file(info, sampler):
             continue
-        loop = _epochs(facts, sampler)
+        loop = _epochs(info, sampler)
         if loop is not None:
-            name = facts.names_of(sampler) or "loader.sampler"
+            name = info.target_names(sampler) or "loader.sampler"
             yield Hit(
                 sampler,
                 "this sampler shuffles, and set_epoch is never called",
@@ -66,32 +61,32 @@ def set_epoch_forgotten(facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _about_evaluation(facts: Facts, call: ast.Call) -> bool:
-    return bool(re.match(r"(val|test|eval)", facts.script.dotted(call.func)))
+def _about_evaluation(info: ScriptInfo, call: ast.Call) -> bool:
+    return bool(re.match(r"(val|test|eval)", info.script.dotted_name(call.func)))
 
 
-def _handed_to_another_file(facts: Facts, sampler: ast.Call) -> bool:
+def _is_passed_to_another_file(info: ScriptInfo, sampler: ast.Call) -> bool:
     """`train(model, loader, sampler)`, where train is imported and may set the epoch."""
-    names = set(facts.names_of(sampler).split())
+    names = set(info.target_names(sampler).split())
     return any(
-        names & {facts.script.source(v) for v in (*call.args, *(k.value for k in call.keywords))}
-        for call in facts.script.all(ast.Call)
-        if not facts.local_functions(call)
-        and not facts.script.full_name(call).startswith(("torch.utils.data.", "builtins"))
-        and not facts.script.called(call).endswith(("Loader", "Sampler"))
-        and facts.script.called(call) not in {"len", "print", "isinstance", "iter"}
+        names & {info.script.source(v) for v in (*call.args, *(k.value for k in call.keywords))}
+        for call in info.script.all(ast.Call)
+        if not info.called_functions(call)
+        and not info.script.full_name(call).startswith(("torch.utils.data.", "builtins"))
+        and not info.script.call_name(call).endswith(("Loader", "Sampler"))
+        and info.script.call_name(call) not in {"len", "print", "isinstance", "iter"}
     )
 
 
-def _epochs(facts: Facts, sampler: ast.Call) -> ast.For | ast.While | None:
+def _epochs(info: ScriptInfo, sampler: ast.Call) -> ast.For | ast.While | None:
     """The loop over epochs, if it can be seen that there is one, and that the sampler lives
     longer than one epoch."""
     if any(
-        "epoch" in facts.script.source(_head(loop)) for loop in facts.script.loops_around(sampler)
+        "epoch" in info.script.source(_head(loop)) for loop in info.script.enclosing_loops(sampler)
     ):
         return None
-    loops: list[ast.For | ast.While] = [*facts.script.all(ast.For), *facts.script.all(ast.While)]
-    return next((loop for loop in loops if "epoch" in facts.script.source(_head(loop))), None)
+    loops: list[ast.For | ast.While] = [*info.script.all(ast.For), *info.script.all(ast.While)]
+    return next((loop for loop in loops if "epoch" in info.script.source(_head(loop))), None)
 
 
 def _head(loop: ast.For | ast.While) -> ast.expr:
@@ -100,11 +95,10 @@ def _head(loop: ast.For | ast.While) -> ast.expr:
 
 @rule(
     "INS305",
-    "normalised-twice",
     Severity.ERROR,
     "Images are normalised in the transforms and once more in a prefetcher.",
 )
-def normalised_twice(facts: Facts) -> Iterator[Hit]:
+def _normalised_twice(info: ScriptInfo) -> Iterator[Hit]:
     """`ToTensor()` and `Normalize()` give values around zero. A prefetcher that subtracts
     `255 * mean` and divides by `255 * std` was written for raw bytes: after it, the input is
     almost a constant, at any N. The loss falls a little and nobody sees why.
@@ -142,18 +136,18 @@ def normalised_twice(facts: Facts) -> Iterator[Hit]:
     ```
     """
     made = {
-        facts.script.full_name(c).split(".")[-1]
-        for c in facts.script.all(ast.Call)
-        if facts.script.full_name(c).startswith("torchvision.transforms")
+        info.script.full_name(c).split(".")[-1]
+        for c in info.script.all(ast.Call)
+        if info.script.full_name(c).startswith("torchvision.transforms")
     }
     if not {"ToTensor", "Normalize"} <= made:
         return
-    for call in facts.script.calls_named("sub_", "sub"):
+    for call in info.script.calls_named("sub_", "sub"):
         mean = call.args[0] if call.args else None
         if (
             mean is not None
-            and "mean" in facts.script.source(mean)
-            and "255" in facts.origins.text(mean)
+            and "mean" in info.script.source(mean)
+            and "255" in info.origins.text(mean)
         ):
             yield Hit(
                 call,
@@ -166,12 +160,11 @@ def normalised_twice(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "INS306",
-    "workers-flag-ignored",
     Severity.WARNING,
     "The option for the number of data workers is parsed and not used.",
-    Scope.PARALLEL,
+    RuleScope.PARALLEL,
 )
-def workers_flag_ignored(facts: Facts) -> Iterator[Hit]:
+def _workers_flag_ignored(info: ScriptInfo) -> Iterator[Hit]:
     """The command line offers a number of workers, and the DataLoader has a constant. The
     user who raises it because N processes wait for data sees no change.
 
@@ -195,16 +188,16 @@ def workers_flag_ignored(facts: Facts) -> Iterator[Hit]:
     loader = DataLoader(data, num_workers=args.workers)
     ```
     """
-    flag = next((name for name in facts.origins.options if name in WORKER_FLAGS), None)
-    if flag is None or any(read.attr == flag for read in facts.script.all(ast.Attribute)):
+    flag = next((name for name in info.origins.options if name in WORKER_FLAGS), None)
+    if flag is None or any(read.attr == flag for read in info.script.all(ast.Attribute)):
         return
     if any(
         call.func.id == "vars"
-        for call in facts.script.all(ast.Call)
+        for call in info.script.all(ast.Call)
         if isinstance(call.func, ast.Name)
     ):
         return
-    for loader in facts.loaders:
+    for loader in info.loaders:
         number = keyword(loader, "num_workers", 5)
         if isinstance(constant(number), int):
             yield Hit(

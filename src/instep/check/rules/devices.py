@@ -6,22 +6,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
-from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import RuleScope, ScriptInfo
 
 SIZE_NAMES = re.compile(
     r"^(world_?size|n_?procs?|num_?procs?|num_?processes|num_?replicas|nprocs)$", re.IGNORECASE
 )
 
 
-@rule(
-    "INS501",
-    "world-size-from-devices",
-    Severity.ERROR,
-    "The number of processes is taken from torch.cuda.device_count().",
-)
-def world_size_from_devices(facts: Facts) -> Iterator[Hit]:
+@rule("INS501", Severity.ERROR, "The number of processes is taken from torch.cuda.device_count().")
+def _world_size_from_devices(info: ScriptInfo) -> Iterator[Hit]:
     """A launcher decides how many processes there are, `device_count()` says how many devices
     this one sees. They differ with fewer processes than devices, with several nodes, and
     where each task sees one device; means and batch sizes are then wrong by that factor.
@@ -45,38 +40,33 @@ def world_size_from_devices(facts: Facts) -> Iterator[Hit]:
     ```
     """
     starters = ("notebook_launcher", "Popen", "elastic_launch", "check_call")
-    if facts.processes.spawn is not None or any(facts.script.calls_named(*starters)):
+    if info.processes.spawn is not None or any(info.script.calls_named(*starters)):
         return  # a script that starts one process per device knows what it does
-    for plain in facts.script.all(ast.Assign):
+    for plain in info.script.all(ast.Assign):
         for target in plain.targets:
-            name = facts.script.dotted(target)
-            if SIZE_NAMES.match(name.split(".")[-1]) and facts.counts_devices(plain.value):
-                yield _hit(facts, plain.value, name)
-    for call in facts.script.all(ast.Call):
+            name = info.script.dotted_name(target)
+            if SIZE_NAMES.match(name.split(".")[-1]) and info.is_device_count(plain.value):
+                yield _hit(info, plain.value, name)
+    for call in info.script.all(ast.Call):
         for name in ("world_size", "num_replicas"):
             value = keyword(call, name)
-            if isinstance(value, ast.Call) and facts.counts_devices(value):
-                yield _hit(facts, value, name)
+            if isinstance(value, ast.Call) and info.is_device_count(value):
+                yield _hit(info, value, name)
 
 
-def _hit(facts: Facts, value: ast.expr, name: str) -> Hit:
+def _hit(info: ScriptInfo, value: ast.expr, name: str) -> Hit:
     return Hit(
         value,
         f"{name} is the number of devices that this process sees, not of processes",
         "wrong whenever N differs: fewer processes than devices, or more than one node",
         "hvd.size()"
-        if any("horovod" in m for m in facts.script.imported_modules)
+        if any("horovod" in m for m in info.script.imported_modules)
         else "torch.distributed.get_world_size()",
     )
 
 
-@rule(
-    "INS502",
-    "rank-as-device",
-    Severity.ERROR,
-    "The rank in the job is taken for a device index.",
-)
-def rank_as_device(facts: Facts) -> Iterator[Hit]:
+@rule("INS502", Severity.ERROR, "The rank in the job is taken for a device index.")
+def _rank_as_device(info: ScriptInfo) -> Iterator[Hit]:
     """Ranks count through all nodes, devices start from 0 on each. On the second node of 8
     devices the first process is rank 8: "invalid device ordinal". On one node it works.
 
@@ -100,26 +90,26 @@ def rank_as_device(facts: Facts) -> Iterator[Hit]:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ```
     """
-    if facts.processes.spawn is not None:
+    if info.processes.spawn is not None:
         return
-    for call in facts.script.all(ast.Call):
-        for value in _device_arguments(facts, call):
-            if _from_whole_job(facts, value):
-                text = facts.script.source(value)
+    for call in info.script.all(ast.Call):
+        for value in _device_arguments(info, call):
+            if _from_whole_job(info, value):
+                text = info.script.source(value)
                 yield Hit(
                     value,
-                    f"{text} counts the ranks of all nodes; {facts.script.source(call.func)} "
+                    f"{text} counts the ranks of all nodes; {info.script.source(call.func)} "
                     "wants a device of this node",
                     "from the second node on: invalid device ordinal",
                     'int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()',
                 )
 
 
-def _device_arguments(facts: Facts, call: ast.Call) -> Iterator[ast.expr]:
-    word = facts.script.called(call)
+def _device_arguments(info: ScriptInfo, call: ast.Call) -> Iterator[ast.expr]:
+    word = info.script.call_name(call)
     if word in {"to", "cuda", "set_device"} and call.args:
         yield from _device_index(call.args[0])
-    if facts.script.full_name(call) == "torch.device":
+    if info.script.full_name(call) == "torch.device":
         yield from call.args[1:2] or (x for a in call.args[:1] for x in _device_index(a))
     ids = keyword(call, "device_ids")
     if isinstance(ids, ast.List):
@@ -138,22 +128,17 @@ def _device_index(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-def _from_whole_job(facts: Facts, node: ast.expr) -> bool:
-    origins = facts.origins.of(node)
+def _from_whole_job(info: ScriptInfo, node: ast.expr) -> bool:
+    origins = info.origins.of(node)
     return bool(origins) and all(
-        facts.ranks.kind(origin) == "rank" and (not isinstance(origin, ast.Name | ast.Attribute))
+        info.ranks.rank_type(origin) == "rank"
+        and (not isinstance(origin, ast.Name | ast.Attribute))
         for origin in origins
     )
 
 
-@rule(
-    "INS503",
-    "devices-hidden-too-late",
-    Severity.ERROR,
-    "CUDA_VISIBLE_DEVICES is set after CUDA was used.",
-    Scope.ANY,
-)
-def devices_hidden_too_late(facts: Facts) -> Iterator[Hit]:
+@rule("INS503", Severity.ERROR, "CUDA_VISIBLE_DEVICES is set after CUDA was used.", RuleScope.ANY)
+def _devices_hidden_too_late(info: ScriptInfo) -> Iterator[Hit]:
     """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used. Set later it changes
     nothing: every process keeps all devices, and from N = 2 on they may meet on device 0.
 
@@ -176,32 +161,32 @@ def devices_hidden_too_late(facts: Facts) -> Iterator[Hit]:
     torch.cuda.set_device(0)
     ```
     """
-    for plain in facts.script.all(ast.Assign):
+    for plain in info.script.all(ast.Assign):
         target = plain.targets[0]
-        if not isinstance(target, ast.Subscript) or not _visible_devices(facts, target):
+        if not isinstance(target, ast.Subscript) or not _visible_devices(info, target):
             continue
-        function = facts.script.function_of(plain)
-        for call in facts.script.all(ast.Call):
-            early = call.lineno < plain.lineno and facts.script.function_of(call) is function
-            if early and _uses_cuda(facts, call) and not facts.script.exclusive(call, plain):
+        function = info.script.function_of(plain)
+        for call in info.script.all(ast.Call):
+            early = call.lineno < plain.lineno and info.script.function_of(call) is function
+            if early and _uses_cuda(info, call) and not info.script.are_exclusive(call, plain):
                 yield Hit(
                     plain,
                     f"CUDA was used in line {call.lineno}; this has no effect any more",
                     "from N = 2 on, processes may share a device",
-                    f"{facts.script.source(plain)}  # before the first use of CUDA",
+                    f"{info.script.source(plain)}  # before the first use of CUDA",
                 )
                 break
 
 
-def _visible_devices(facts: Facts, node: ast.Subscript) -> bool:
+def _visible_devices(info: ScriptInfo, node: ast.Subscript) -> bool:
     return (
-        facts.script.full_name(node.value) == "os.environ"
+        info.script.full_name(node.value) == "os.environ"
         and constant(node.slice) == "CUDA_VISIBLE_DEVICES"
     )
 
 
-def _uses_cuda(facts: Facts, call: ast.Call) -> bool:
-    full = facts.script.full_name(call)
+def _uses_cuda(info: ScriptInfo, call: ast.Call) -> bool:
+    full = info.script.full_name(call)
     if full.startswith("torch.cuda."):
         return full.split(".")[-1] in {
             "set_device", "current_device", "init", "synchronize", "get_device_properties",
@@ -210,17 +195,16 @@ def _uses_cuda(facts: Facts, call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
         return True
     first = constant(call.args[0]) if call.args else None
-    return facts.script.called(call) == "to" and str(first).startswith("cuda")
+    return info.script.call_name(call) == "to" and str(first).startswith("cuda")
 
 
 @rule(
     "INS504",
-    "compared-not-assigned",
     Severity.ERROR,
     "An environment variable is compared where it was meant to be set.",
-    Scope.ANY,
+    RuleScope.ANY,
 )
-def compared_not_assigned(facts: Facts) -> Iterator[Hit]:
+def _compared_not_assigned(info: ScriptInfo) -> Iterator[Hit]:
     """`os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"` as a statement compares and throws the
     answer away. The variable keeps its value (or the line raises KeyError), at any N.
 
@@ -238,15 +222,15 @@ def compared_not_assigned(facts: Facts) -> Iterator[Hit]:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     ```
     """
-    for statement in facts.script.all(ast.Expr):
+    for statement in info.script.all(ast.Expr):
         test = statement.value
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq):
             continue
         variable = test.left
         if isinstance(variable, ast.Subscript) and (
-            facts.script.full_name(variable.value) == "os.environ"
+            info.script.full_name(variable.value) == "os.environ"
         ):
-            left, right = facts.script.source(variable), facts.script.source(test.comparators[0])
+            left, right = info.script.source(variable), info.script.source(test.comparators[0])
             yield Hit(
                 test,
                 f"{left} is compared with {right} and the answer is thrown away",
@@ -255,14 +239,8 @@ def compared_not_assigned(facts: Facts) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "INS505",
-    "fixed-devices",
-    Severity.WARNING,
-    "The list of devices is written into the script.",
-    Scope.ANY,
-)
-def fixed_devices(facts: Facts) -> Iterator[Hit]:
+@rule("INS505", Severity.WARNING, "The list of devices is written into the script.", RuleScope.ANY)
+def _fixed_devices(info: ScriptInfo) -> Iterator[Hit]:
     """`device_ids=[0, 1, 2, 3]` needs exactly these four devices: with fewer it raises, with
     more they idle, and the effective batch per device is another on each machine.
 
@@ -280,13 +258,13 @@ def fixed_devices(facts: Facts) -> Iterator[Hit]:
     model = torch.nn.DataParallel(net)
     ```
     """
-    for call in facts.script.calls_of("torch.nn.DataParallel"):
-        for origin in facts.origins.of(keyword(call, "device_ids", 1)):
+    for call in info.script.calls_of("torch.nn.DataParallel"):
+        for origin in info.origins.of(keyword(call, "device_ids", 1)):
             numbers = [constant(e) for e in origin.elts] if isinstance(origin, ast.List) else []
             if len(numbers) > 1 and all(isinstance(number, int) for number in numbers):
                 yield Hit(
                     call,
-                    f"the devices {facts.script.source(origin)} are fixed",
+                    f"the devices {info.script.source(origin)} are fixed",
                     f"raises with fewer than {len(numbers)} devices, leaves others idle",
                     "list(range(torch.cuda.device_count()))",
                 )

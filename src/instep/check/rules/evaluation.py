@@ -6,18 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from instep.check.facts import Facts, about_evaluation
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import ScriptInfo, is_evaluation_text
 
 
-@rule(
-    "INS204",
-    "padded-evaluation",
-    Severity.WARNING,
-    "DistributedSampler pads the evaluation data.",
-)
-def padded_evaluation(facts: Facts) -> Iterator[Hit]:
+@rule("INS204", Severity.WARNING, "DistributedSampler pads the evaluation data.")
+def _padded_evaluation(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedSampler gives every rank the same number of samples by repeating some, up
     to N - 1 of them. In training that is noise; in evaluation these samples count twice, and
     the metric depends on N. It is exact only where N divides the number of samples.
@@ -37,11 +32,14 @@ def padded_evaluation(facts: Facts) -> Iterator[Hit]:
     val_loader = instep.shard(DataLoader(val_set))
     ```
     """
-    if _remainder_handled(facts):
+    if _handles_remainder(info):
         return
-    for sampler in facts.samplers:
-        if facts.for_evaluation(sampler) and constant(keyword(sampler, "drop_last", 5)) is not True:
-            dataset = facts.script.source(keyword(sampler, "dataset", 0) or sampler)
+    for sampler in info.samplers:
+        if (
+            info.is_for_evaluation(sampler)
+            and constant(keyword(sampler, "drop_last", 5)) is not True
+        ):
+            dataset = info.script.source(keyword(sampler, "dataset", 0) or sampler)
             yield Hit(
                 sampler,
                 f"evaluation on {dataset} is padded to a multiple of the number of processes",
@@ -50,25 +48,20 @@ def padded_evaluation(facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _remainder_handled(facts: Facts) -> bool:
+def _handles_remainder(info: ScriptInfo) -> bool:
     """The script computes `len(x) % n`, or evaluates the rest in a Subset: its author knows."""
-    rests = (b for b in facts.script.all(ast.BinOp) if isinstance(b.op, ast.Mod))
-    if any(facts.script.called(rest.left) == "len" for rest in rests):
+    rests = (b for b in info.script.all(ast.BinOp) if isinstance(b.op, ast.Mod))
+    if any(info.script.call_name(rest.left) == "len" for rest in rests):
         return True
     return any(
-        isinstance(given, ast.Call) and facts.script.called(given) == "range"
-        for call in facts.script.calls_of("torch.utils.data.Subset")
+        isinstance(given, ast.Call) and info.script.call_name(given) == "range"
+        for call in info.script.calls_of("torch.utils.data.Subset")
         for given in call.args
     )
 
 
-@rule(
-    "INS205",
-    "shuffled-evaluation",
-    Severity.WARNING,
-    "DistributedSampler shuffles the evaluation data.",
-)
-def shuffled_evaluation(facts: Facts) -> Iterator[Hit]:
+@rule("INS205", Severity.WARNING, "DistributedSampler shuffles the evaluation data.")
+def _shuffled_evaluation(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedSampler shuffles unless it is told not to (a plain DataLoader does not).
     Which samples are repeated as padding, and in which batch a sample is normalised, then
     changes from epoch to epoch: from N = 2 on, two evaluations of one model differ.
@@ -89,10 +82,10 @@ def shuffled_evaluation(facts: Facts) -> Iterator[Hit]:
     sampler = DistributedSampler(test_set, drop_last=True, shuffle=False)
     ```
     """
-    for sampler in facts.samplers:
+    for sampler in info.samplers:
         shuffle = keyword(sampler, "shuffle", 3)
-        if facts.for_evaluation(sampler) and (shuffle is None or constant(shuffle) is True):
-            text = facts.script.source(sampler)
+        if info.is_for_evaluation(sampler) and (shuffle is None or constant(shuffle) is True):
+            text = info.script.source(sampler)
             mended = text.replace("shuffle=True", "shuffle=False")
             yield Hit(
                 sampler,
@@ -102,13 +95,8 @@ def shuffled_evaluation(facts: Facts) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "INS206",
-    "evaluation-on-every-rank",
-    Severity.WARNING,
-    "Every rank evaluates the whole evaluation set.",
-)
-def evaluation_on_every_rank(facts: Facts) -> Iterator[Hit]:
+@rule("INS206", Severity.WARNING, "Every rank evaluates the whole evaluation set.")
+def _evaluation_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
     """The training data is divided among the ranks, the evaluation data is not: each of the
     N processes evaluates all of it. The metric is right, but N - 1 evaluations are for
     nothing, and the time of an epoch stops falling with N.
@@ -134,66 +122,67 @@ def evaluation_on_every_rank(facts: Facts) -> Iterator[Hit]:
         evaluate(x, y)
     ```
     """
-    if not any(facts.sampler_of(loader) for loader in facts.loaders):
+    if not any(info.sampler_of(loader) for loader in info.loaders):
         return
-    for loader in facts.loaders:
-        if not facts.for_evaluation(loader) or not facts.processes.run(loader):
+    for loader in info.loaders:
+        if not info.is_for_evaluation(loader) or not info.processes.runs_on_ranks(loader):
             continue
         given = [keyword(loader, "sampler", 3), keyword(loader, "batch_sampler", 4)]
-        if any(given) or facts.guards.around(loader) or _handed_on(facts, loader):
+        if any(given) or info.guards.effective_guard(loader) or _is_divided_elsewhere(info, loader):
             continue
-        if _iterated_by_all(facts, loader):
+        if _is_iterated_on_every_rank(info, loader):
             yield Hit(
                 loader,
                 "this loader has no sampler: every rank evaluates the whole set",
                 "with N processes the evaluation is done N times",
-                f"{facts.names_of(loader) or 'loader'} = "
-                f"instep.shard({facts.script.source(loader)})",
+                f"{info.target_names(loader) or 'loader'} = "
+                f"instep.shard({info.script.source(loader)})",
             )
 
 
-def _handed_on(facts: Facts, loader: ast.Call) -> bool:
+def _is_divided_elsewhere(info: ScriptInfo, loader: ast.Call) -> bool:
     """`shard(DataLoader(…))`, `prepare(loader)`: somebody else divides it."""
-    names = set(facts.names_of(loader).split())
+    names = set(info.target_names(loader).split())
     return any(
-        facts.script.inside(loader, call) or names & {facts.script.source(a) for a in call.args}
-        for call in facts.script.calls_named("shard", "prepare", "prepare_data_loader", "setup")
+        info.script.is_inside(loader, call) or names & {info.script.source(a) for a in call.args}
+        for call in info.script.calls_named("shard", "prepare", "prepare_data_loader", "setup")
     )
 
 
-def _iterated_by_all(facts: Facts, loader: ast.Call) -> bool:
+def _is_iterated_on_every_rank(info: ScriptInfo, loader: ast.Call) -> bool:
     """Some loop over it is not under a test of the rank."""
     loops: list[ast.AST] = [
-        loop for loop in facts.script.all(ast.For) if facts.loader(facts.iterates(loop)) is loader
+        loop
+        for loop in info.script.all(ast.For)
+        if info.loader_of(info.loop_source(loop)) is loader
     ]
-    classes = {made.name for made in facts.script.all(ast.ClassDef)}
+    classes = {made.name for made in info.script.all(ast.ClassDef)}
     loops += [  # a prefetcher of the script's own
         call
-        for call in facts.script.all(ast.Call)
-        if facts.script.called(call) in classes
+        for call in info.script.all(ast.Call)
+        if info.script.call_name(call) in classes
         and call.args
-        and facts.loader(call.args[0]) is loader
+        and info.loader_of(call.args[0]) is loader
     ]
-    return bool(loops) and not any(_guarded_use(facts, loop, loader) for loop in loops)
+    return bool(loops) and not any(_is_guarded(info, loop, loader) for loop in loops)
 
 
-def _guarded_use(facts: Facts, loop: ast.AST, loader: ast.Call) -> bool:
-    if facts.guards.around(loop):
+def _is_guarded(info: ScriptInfo, loop: ast.AST, loader: ast.Call) -> bool:
+    if info.guards.effective_guard(loop):
         return True
-    function = facts.script.function_of(loop)
-    calls = facts.origins.calls_of(function) if function else []
-    names = set(facts.names_of(loader).split())
-    uses = [c for c in calls if names & {facts.script.source(a) for a in c.args}]
-    return bool(uses) and all(facts.guards.around(call) for call in uses)
+    function = info.script.function_of(loop)
+    calls = info.origins.calls_of(function) if function else []
+    names = set(info.target_names(loader).split())
+    uses = [c for c in calls if names & {info.script.source(a) for a in c.args}]
+    return bool(uses) and all(info.guards.effective_guard(call) for call in uses)
 
 
 @rule(
     "INS207",
-    "evaluation-never-reduced",
     Severity.ERROR,
     "The evaluation is divided among the ranks and never brought together.",
 )
-def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
+def _evaluation_never_reduced(info: ScriptInfo) -> Iterator[Hit]:
     """Each rank evaluates its own part of the data, and nothing in the script sums or
     gathers the results: what is printed, and what decides about the best checkpoint, is the
     metric of one N-th of the data; each rank may decide differently.
@@ -218,20 +207,20 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
     dist.all_reduce(correct)
     ```
     """
-    imported = {name.split(".")[-1] for name in facts.script.imported_modules}
-    if facts.reductions or imported & {"MetricLogger", "torchmetrics", "instep", "accelerate"}:
+    imported = {name.split(".")[-1] for name in info.script.imported_modules}
+    if info.reduction_calls or imported & {"MetricLogger", "torchmetrics", "instep", "accelerate"}:
         return
     if any(
         name.startswith(".") or re.match(r"(?!torch\b).*(util|metric)", name)
-        for name in facts.script.imported_modules
+        for name in info.script.imported_modules
     ):
         return  # the reduction may stand in a file that is not read here
-    for loop in facts.script.all(ast.For):
-        loader = facts.loader(facts.iterates(loop))
-        sampler = facts.sampler_of(loader) if loader else None
-        if sampler is None or loader is None or not _adds_up(facts, loop):
+    for loop in info.script.all(ast.For):
+        loader = info.loader_of(info.loop_source(loop))
+        sampler = info.sampler_of(loader) if loader else None
+        if sampler is None or loader is None or not _accumulates(info, loop):
             continue
-        if facts.for_evaluation(sampler) or about_evaluation(facts.names_of(loader)):
+        if info.is_for_evaluation(sampler) or is_evaluation_text(info.target_names(loader)):
             yield Hit(
                 loop,
                 "each rank evaluates its own part, and no reduction follows",
@@ -240,10 +229,10 @@ def evaluation_never_reduced(facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _adds_up(facts: Facts, loop: ast.For) -> bool:
+def _accumulates(info: ScriptInfo, loop: ast.For) -> bool:
     """Whether the loop accumulates: `correct += …` or `meter.update(…)`."""
     return any(
         isinstance(inner, ast.AugAssign)
-        or (isinstance(inner, ast.Call) and facts.script.called(inner) == "update")
+        or (isinstance(inner, ast.Call) and info.script.call_name(inner) == "update")
         for inner in ast.walk(loop)
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
 from instep.check.finding import Hit, Severity, rule
 from instep.check.guards import Guard
 from instep.check.script import constant, keyword
+from instep.check.script_info import ScriptInfo
 
 SHARDING = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin", "MegatronLMPlugin"}
 """With one of these `accelerator.save_state` needs every rank; with plain DDP it does not."""
@@ -17,13 +17,8 @@ WAITING_SAVES = {
 }  # fmt: skip
 
 
-@rule(
-    "INS101",
-    "collective-on-some-ranks",
-    Severity.ERROR,
-    "A collective is called by some ranks only.",
-)
-def collective_on_some_ranks(facts: Facts) -> Iterator[Hit]:
+@rule("INS101", Severity.ERROR, "A collective is called by some ranks only.")
+def _collective_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     """A collective (all-reduce, broadcast, gather, barrier) ends when *every* rank has
     called it. Under `if rank == 0` the other ranks never do. With N = 1 nothing is wrong;
     from N = 2 on, rank 0 waits until the time-out, or is answered by the *next* collective
@@ -49,53 +44,50 @@ def collective_on_some_ranks(facts: Facts) -> Iterator[Hit]:
             print(loss)
     ```
     """
-    if any(facts.script.calls_of("horovod.torch.join")):
+    if any(info.script.calls_of("horovod.torch.join")):
         return  # ranks that have joined answer every collective with zeros
-    for call in facts.script.all(ast.Call):
-        if not facts.is_collective(call) and not facts.local_functions(call):
+    for call in info.script.all(ast.Call):
+        if not info.is_collective(call) and not info.called_functions(call):
             continue
-        guards = facts.guards.of(call)
-        inner = _talks(facts, call) if guards else None
-        if inner is None or _paired(facts, call, guards[0]):
+        guards = info.guards.local_guards(call)
+        inner = _find_collective(info, call) if guards else None
+        if inner is None or _has_counterpart(info, call, guards[0]):
             continue
         if keyword(inner, "group") is not None or keyword(inner, "process_set") is not None:
             continue
-        name = facts.script.source(call.func)
-        through = "" if inner is call else f" (it calls {facts.script.source(inner.func)})"
+        name = info.script.source(call.func)
+        through = "" if inner is call else f" (it calls {info.script.source(inner.func)})"
         yield Hit(
             call,
-            f"{name}{through} is reached only where {guards[0].where}",
+            f"{name}{through} is reached only where {guards[0].condition}",
             "from N = 2 on, the ranks that do not come here leave the others waiting",
-            f"{facts.script.source(call)}  # on every rank, before or after the `if`",
+            f"{info.script.source(call)}  # on every rank, before or after the `if`",
         )
 
 
-def _talks(facts: Facts, call: ast.Call) -> ast.Call | None:
-    if facts.is_collective(call):
+def _find_collective(info: ScriptInfo, call: ast.Call) -> ast.Call | None:
+    if info.is_collective(call):
         return call
-    return next((t for f in facts.local_functions(call) if (t := facts.talking(f))), None)
+    return next((t for f in info.called_functions(call) if (t := info.entered_collective(f))), None)
 
 
-def _paired(facts: Facts, call: ast.Call, guard: Guard) -> bool:
+def _has_counterpart(info: ScriptInfo, call: ast.Call, guard: Guard) -> bool:
     """The other ranks make the same call in the same function: `rank 0 goes first`."""
-    function, word = facts.script.function_of(call), facts.script.called(call)
-    for other in facts.script.calls_named(word):
-        if other is not call and facts.script.function_of(other) is function:
-            if facts.script.exclusive(call, other):
+    function, word = info.script.function_of(call), info.script.call_name(call)
+    for other in info.script.calls_named(word):
+        if other is not call and info.script.function_of(other) is function:
+            if info.script.are_exclusive(call, other):
                 return True
-            guards = facts.guards.of(other)
-            if any(g.zero != guard.zero or g.kind != guard.kind for g in guards):
+            guards = info.guards.local_guards(other)
+            if any(
+                g.on_rank_0 != guard.on_rank_0 or g.rank_type != guard.rank_type for g in guards
+            ):
                 return True
     return False
 
 
-@rule(
-    "INS102",
-    "model-call-on-some-ranks",
-    Severity.ERROR,
-    "A DistributedDataParallel model is called by some ranks only.",
-)
-def model_call_on_some_ranks(facts: Facts) -> Iterator[Hit]:
+@rule("INS102", Severity.ERROR, "A DistributedDataParallel model is called by some ranks only.")
+def _model_call_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     """A model in DistributedDataParallel talks: its forward broadcasts the buffers of
     BatchNorm, its backward reduces gradients. Called on rank 0 only, it waits for the others
     from N = 2 on. The module inside, `model.module`, does not talk.
@@ -124,41 +116,36 @@ def model_call_on_some_ranks(facts: Facts) -> Iterator[Hit]:
                 print(model.module(x).mean())
     ```
     """
-    for call in facts.script.all(ast.Call):
-        if not isinstance(call.func, ast.Name | ast.Attribute) or not facts.wraps:
+    for call in info.script.all(ast.Call):
+        if not isinstance(call.func, ast.Name | ast.Attribute) or not info.ddp_calls:
             continue
-        wrap = facts.wrapper(call.func)
-        guard = facts.guards.around(call, depth=1) if wrap else None
-        if wrap is None or guard is None or _harmless_in_evaluation(facts, call, wrap):
+        wrap = info.ddp_call_of(call.func)
+        guard = info.guards.effective_guard(call, depth=1) if wrap else None
+        if wrap is None or guard is None or _is_harmless_in_evaluation(info, call, wrap):
             continue
-        name = facts.script.source(call.func)
+        name = info.script.source(call.func)
         yield Hit(
             call,
-            f"{name} is a DistributedDataParallel model and is called only where {guard.where}",
+            f"{name} is a DistributedDataParallel model and is called only where {guard.condition}",
             "from N = 2 on, it waits for the other ranks: its forward and backward communicate",
-            facts.script.source(call).replace(f"{name}(", f"{name}.module(", 1),
+            info.script.source(call).replace(f"{name}(", f"{name}.module(", 1),
         )
 
 
-def _harmless_in_evaluation(facts: Facts, call: ast.Call, wrap: ast.Call) -> bool:
+def _is_harmless_in_evaluation(info: ScriptInfo, call: ast.Call, wrap: ast.Call) -> bool:
     """Without gradients, or in eval(), only a model with buffers talks."""
     if constant(keyword(wrap, "broadcast_buffers")) is False:
         return True
-    function = facts.script.function_of(call)
-    called = {facts.script.called(c) for c in facts.script.calls_in(function)}
-    decorators = [facts.script.source(d) for d in getattr(function, "decorator_list", [])]
+    function = info.script.function_of(call)
+    called = {info.script.call_name(c) for c in info.script.calls_in(function)}
+    decorators = [info.script.source(d) for d in getattr(function, "decorator_list", [])]
     if called & {"no_grad", "inference_mode"} or any("no_grad" in d for d in decorators):
         return True  # its one broadcast is answered by the others' next forward
-    return "eval" in called and not facts.has_batch_norm
+    return "eval" in called and not info.has_batch_norm
 
 
-@rule(
-    "INS103",
-    "waiting-save-on-some-ranks",
-    Severity.ERROR,
-    "A save that all ranks must enter is called by some ranks only.",
-)
-def waiting_save_on_some_ranks(facts: Facts) -> Iterator[Hit]:
+@rule("INS103", Severity.ERROR, "A save that all ranks must enter is called by some ranks only.")
+def _waiting_save_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     """Some ways to save collect pieces from every rank, or wait for every rank at the end:
     DeepSpeed's `engine.save_checkpoint`, `optimizer.consolidate_state_dict`,
     `torch.distributed.checkpoint.save`, and `accelerator.save_state` with FSDP, DeepSpeed or
@@ -184,34 +171,34 @@ def waiting_save_on_some_ranks(facts: Facts) -> Iterator[Hit]:
     engine.save_checkpoint("checkpoint")
     ```
     """
-    for call in facts.script.all(ast.Call):
-        guards = facts.guards.of(call) if _waits(facts, call) else []
+    for call in info.script.all(ast.Call):
+        guards = info.guards.local_guards(call) if _needs_every_rank(info, call) else []
         if guards:
             yield Hit(
                 call,
-                f"{facts.script.source(call.func)} waits for every rank, but is called only "
-                f"where {guards[0].where}",
+                f"{info.script.source(call.func)} waits for every rank, but is called only "
+                f"where {guards[0].condition}",
                 "from N = 2 on, it never returns",
-                f"{facts.script.source(call)}  # on every rank; it chooses who writes",
+                f"{info.script.source(call)}  # on every rank; it chooses who writes",
             )
 
 
-def _waits(facts: Facts, call: ast.Call) -> bool:
-    full, word = facts.script.full_name(call), facts.script.called(call)
+def _needs_every_rank(info: ScriptInfo, call: ast.Call) -> bool:
+    full, word = info.script.full_name(call), info.script.call_name(call)
     if full in {"torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"}:
         return True
     if word not in WAITING_SAVES or not isinstance(call.func, ast.Attribute):
         return False
     if word == "save_checkpoint":
-        engine = facts.origins.calls(call.func.value)
-        return any(facts.script.full_name(c) == "deepspeed.initialize" for c in engine)
+        engine = info.origins.calls(call.func.value)
+        return any(info.script.full_name(c) == "deepspeed.initialize" for c in engine)
     if word == "save_state":
-        sharded = {facts.script.called(c) for c in facts.script.all(ast.Call)} & SHARDING
-        return facts.is_accelerator(call.func.value) and (
-            bool(sharded) or "automatic_checkpoint_naming" in _keywords(facts)
+        sharded = {info.script.call_name(c) for c in info.script.all(ast.Call)} & SHARDING
+        return info.is_accelerator(call.func.value) and (
+            bool(sharded) or "automatic_checkpoint_naming" in _keywords(info)
         )
     return True
 
 
-def _keywords(facts: Facts) -> set[str | None]:
-    return {given.arg for given in facts.script.all(ast.keyword)}
+def _keywords(info: ScriptInfo) -> set[str | None]:
+    return {given.arg for given in info.script.all(ast.keyword)}

@@ -6,17 +6,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
 from instep.check.finding import Hit, Severity, rule
-from instep.check.ranks import read_variable
+from instep.check.rank_expressions import read_variable
 from instep.check.script import constant, keyword
+from instep.check.script_info import ScriptInfo
 
 NODE_LISTS = {"SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"}
 TASKS = {"SLURM_NPROCS", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"}
 
 
-@rule("INS511", "fixed-port", Severity.WARNING, "The port where the ranks meet is fixed.")
-def fixed_port(facts: Facts) -> Iterator[Hit]:
+@rule("INS511", Severity.WARNING, "The port where the ranks meet is fixed.")
+def _fixed_port(info: ScriptInfo) -> Iterator[Hit]:
     """Two jobs on one machine, or a job and the remains of the last one, want the same port:
     "address already in use", or the ranks of two jobs meet. It concerns every N > 1.
 
@@ -34,28 +34,28 @@ def fixed_port(facts: Facts) -> Iterator[Hit]:
     dist.init_process_group("gloo")  # torchrun, srun or `instep run` choose the port
     ```
     """
-    for plain in facts.script.all(ast.Assign):
+    for plain in info.script.all(ast.Assign):
         target = plain.targets[0]
         port = constant(plain.value)
         if (
             isinstance(target, ast.Subscript)
-            and facts.script.full_name(target.value) == "os.environ"
+            and info.script.full_name(target.value) == "os.environ"
             and constant(target.slice) == "MASTER_PORT"
             and isinstance(port, str)
             and port not in {"", "0"}
-            and not _unless_set(facts, plain)
+            and not _is_conditional_default(info, plain)
         ):
             yield _port(plain, port)
-    for call in facts.script.calls_named("init_process_group"):
+    for call in info.script.calls_named("init_process_group"):
         method = keyword(call, "init_method", 1)
-        for origin in facts.origins.of(method):
-            text = facts.script.source(origin)
+        for origin in info.origins.of(method):
+            text = info.script.source(origin)
             found = re.search(r"tcp://.*:(\d{2,5})['\"]?\)?$", text)
-            if found and facts.script.called(origin) != "add_argument":
+            if found and info.script.call_name(origin) != "add_argument":
                 yield _port(call, found.group(1))
                 break
             parts = re.search(r"tcp://", text) and re.search(r":(\d{4,5})\b", text)
-            if parts and facts.script.called(origin) != "add_argument":
+            if parts and info.script.call_name(origin) != "add_argument":
                 yield _port(call, parts.group(1))
                 break
 
@@ -69,21 +69,16 @@ def _port(place: ast.AST, port: str) -> Hit:
     )
 
 
-def _unless_set(facts: Facts, plain: ast.Assign) -> bool:
+def _is_conditional_default(info: ScriptInfo, plain: ast.Assign) -> bool:
     return any(
-        (isinstance(above, ast.If) and "environ" in facts.script.source(above.test))
+        (isinstance(above, ast.If) and "environ" in info.script.source(above.test))
         or isinstance(above, ast.ExceptHandler)
-        for above in facts.script.ancestors(plain)
+        for above in info.script.ancestors(plain)
     )
 
 
-@rule(
-    "INS512",
-    "local-rank-argument",
-    Severity.ERROR,
-    "The local rank is read from the command line only.",
-)
-def local_rank_argument(facts: Facts) -> Iterator[Hit]:
+@rule("INS512", Severity.ERROR, "The local rank is read from the command line only.")
+def _local_rank_argument(info: ScriptInfo) -> Iterator[Hit]:
     """`--local_rank` was given by `torch.distributed.launch` before PyTorch 2.0. torchrun,
     srun and mpirun give none (the default is then the local rank of *every* process: all
     meet on one device), and today's `torch.distributed.launch` spells it `--local-rank`,
@@ -113,19 +108,19 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
     device = f"cuda:{args.local_rank}"
     ```
     """
-    imported = {name.split(".")[0] for name in facts.script.imported_modules}
-    reads = [*facts.script.all(ast.Subscript), *facts.script.all(ast.Call)]
-    if "deepspeed" in imported or "LOCAL_RANK" in facts.script.strings:
+    imported = {name.split(".")[0] for name in info.script.imported_modules}
+    reads = [*info.script.all(ast.Subscript), *info.script.all(ast.Call)]
+    if "deepspeed" in imported or "LOCAL_RANK" in info.script.strings:
         return
-    if any("LOCAL" in read_variable(facts.script, node) for node in reads):
+    if any("LOCAL" in read_variable(info.script, node) for node in reads):
         return
-    if facts.processes.spawn is not None or _set_elsewhere(facts):
+    if info.processes.spawn is not None or _set_elsewhere(info):
         return
-    for call in facts.script.calls_named("add_argument"):
+    for call in info.script.calls_named("add_argument"):
         names = {constant(argument) for argument in call.args}
         if not names & {"--local_rank", "--local-rank"}:
             continue
-        default = facts.script.source(keyword(call, "default") or ast.Constant(None))
+        default = info.script.source(keyword(call, "default") or ast.Constant(None))
         yield Hit(
             call,
             f"--local_rank is the only source of the local rank; its default is {default}",
@@ -134,31 +129,26 @@ def local_rank_argument(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _set_elsewhere(facts: Facts) -> bool:
+def _set_elsewhere(info: ScriptInfo) -> bool:
     """The option is never read, or a function of another file gets all options and sets it."""
     read = any(
         name.attr == "local_rank"
         and isinstance(name.ctx, ast.Load)
-        and facts.origins.option(name) is not None
-        for name in facts.script.all(ast.Attribute)
+        and info.origins.option(name) is not None
+        for name in info.script.all(ast.Attribute)
     )
     handed = any(
-        "dist" in facts.script.called(call)
-        and facts.script.full_name(call)
-        and not facts.script.full_name(call).startswith(("torch.", "horovod.", "apex."))
-        for call in facts.script.all(ast.Call)
+        "dist" in info.script.call_name(call)
+        and info.script.full_name(call)
+        and not info.script.full_name(call).startswith(("torch.", "horovod.", "apex."))
+        for call in info.script.all(ast.Call)
         if any(isinstance(argument, ast.Name) for argument in call.args)
     )
     return not read or handed
 
 
-@rule(
-    "INS513",
-    "rank-beyond-world",
-    Severity.ERROR,
-    "The world size counts tasks, the rank counts devices.",
-)
-def rank_beyond_world(facts: Facts) -> Iterator[Hit]:
+@rule("INS513", Severity.ERROR, "The world size counts tasks, the rank counts devices.")
+def _rank_beyond_world(info: ScriptInfo) -> Iterator[Hit]:
     """Slurm's number of tasks is the world size only if each task is one rank. A script that
     starts one process per device in each task, `rank = procid * devices + device`, has
     tasks x devices ranks: with more than one device per task, ranks reach beyond the world
@@ -188,35 +178,35 @@ def rank_beyond_world(facts: Facts) -> Iterator[Hit]:
         dist.init_process_group("nccl", world_size=world_size, rank=rank)
     ```
     """
-    for call in facts.script.calls_named("init_process_group"):
+    for call in info.script.calls_named("init_process_group"):
         size, rank = keyword(call, "world_size", 3), keyword(call, "rank", 4)
-        if size is None or rank is None or not _tasks_only(facts, size):
+        if size is None or rank is None or not _tasks_only(info, size):
             continue
-        if any(_procid_times_devices(facts, origin) for origin in facts.origins.of(rank)):
+        if any(_procid_times_devices(info, origin) for origin in info.origins.of(rank)):
             yield Hit(
                 call,
-                f"world_size is the number of Slurm tasks, rank is {facts.script.source(rank)} = "
+                f"world_size is the number of Slurm tasks, rank is {info.script.source(rank)} = "
                 "task * devices + device",
                 "with k > 1 devices per task, there are k times as many ranks as world_size says",
-                f"world_size = {facts.script.source(size)} * torch.cuda.device_count()",
+                f"world_size = {info.script.source(size)} * torch.cuda.device_count()",
             )
 
 
-def _tasks_only(facts: Facts, size: ast.expr) -> bool:
+def _tasks_only(info: ScriptInfo, size: ast.expr) -> bool:
     """All values of the world size are a Slurm variable, with no factor."""
-    origins = facts.origins.of(size)
+    origins = info.origins.of(size)
     plain = [
-        o.args[0] if facts.script.called(o) == "int" and isinstance(o, ast.Call) and o.args else o
+        o.args[0] if info.script.call_name(o) == "int" and isinstance(o, ast.Call) and o.args else o
         for o in origins
     ]
     return bool(plain) and all(
-        read_variable(facts.script, inner) in TASKS
+        read_variable(info.script, inner) in TASKS
         for outer in plain
-        for inner in facts.origins.of(outer)
+        for inner in info.origins.of(outer)
     )
 
 
-def _procid_times_devices(facts: Facts, node: ast.expr) -> bool:
+def _procid_times_devices(info: ScriptInfo, node: ast.expr) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
         return False
     product = next((s for s in (node.left, node.right) if isinstance(s, ast.BinOp)), None)
@@ -224,17 +214,16 @@ def _procid_times_devices(facts: Facts, node: ast.expr) -> bool:
         return False
     sides = (product.left, product.right)
     return any(
-        facts.counts_devices(side) or "gpu" in facts.script.source(side).lower() for side in sides
+        info.is_device_count(side) or "gpu" in info.script.source(side).lower() for side in sides
     )
 
 
 @rule(
     "INS514",
-    "digits-of-node-list",
     Severity.ERROR,
     "The master's address is cut out of the Slurm node list by its digits.",
 )
-def digits_of_node_list(facts: Facts) -> Iterator[Hit]:
+def _digits_of_node_list(info: ScriptInfo) -> Iterator[Hit]:
     """`SLURM_NODELIST` holds compressed host names: `node[01-04,7]`. Its digits are an
     address only where nodes are named by their IP address. On any other cluster the ranks
     look for each other at an address that does not exist, from two nodes on.
@@ -258,14 +247,14 @@ def digits_of_node_list(facts: Facts) -> Iterator[Hit]:
     master = subprocess.check_output(command, text=True).split()[0]
     ```
     """
-    for call in facts.script.all(ast.Call):
-        if not facts.script.full_name(call).startswith("re."):
+    for call in info.script.all(ast.Call):
+        if not info.script.full_name(call).startswith("re."):
             continue
         pattern = constant(call.args[0]) if call.args else None
-        sources = [o for a in call.args[1:] for o in facts.origins.of(a)]
+        sources = [o for a in call.args[1:] for o in info.origins.of(a)]
         if not isinstance(pattern, str) or not re.search(r"\[0-9\]|\\d", pattern):
             continue
-        if any(read_variable(facts.script, source) in NODE_LISTS for source in sources):
+        if any(read_variable(info.script, source) in NODE_LISTS for source in sources):
             yield Hit(
                 call,
                 "the node list holds host names (node[01-04]), not the digits of an address",
@@ -275,13 +264,8 @@ def digits_of_node_list(facts: Facts) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "INS515",
-    "leftover-rendezvous",
-    Severity.WARNING,
-    "A file:// rendezvous that nobody removes.",
-)
-def leftover_rendezvous(facts: Facts) -> Iterator[Hit]:
+@rule("INS515", Severity.WARNING, "A file:// rendezvous that nobody removes.")
+def _leftover_rendezvous(info: ScriptInfo) -> Iterator[Hit]:
     """`init_method="file://…"` needs a file that does not exist yet. A job that is killed
     leaves it behind; the next job under that name (a requeued Slurm job has the same id)
     meets the dead one's entries, and with N > 1 fails or waits for ever.
@@ -301,14 +285,14 @@ def leftover_rendezvous(facts: Facts) -> Iterator[Hit]:
     ```
     """
     if any(
-        facts.script.calls_named(
+        info.script.calls_named(
             "remove", "unlink", "mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryDirectory"
         )
     ):
         return
-    for call in facts.script.calls_named("init_process_group"):
+    for call in info.script.calls_named("init_process_group"):
         method = keyword(call, "init_method", 1)
-        text = " ".join(facts.script.source(o) for o in facts.origins.of(method))
+        text = " ".join(info.script.source(o) for o in info.origins.of(method))
         if "file://" in text and "tmp" not in text:
             yield Hit(
                 call,

@@ -6,21 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
-from instep.check.facts import Facts, words
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import ScriptInfo, split_words
 
 SMALL_BATCH = 16
 """Below this many samples per rank the statistics of BatchNorm are visibly noisier."""
 
 
-@rule(
-    "INS401",
-    "scaled-twice",
-    Severity.ERROR,
-    "A learning rate is multiplied by the number of processes twice.",
-)
-def scaled_twice(facts: Facts) -> Iterator[Hit]:
+@rule("INS401", Severity.ERROR, "A learning rate is multiplied by the number of processes twice.")
+def _scaled_twice(info: ScriptInfo) -> Iterator[Hit]:
     """The linear rule multiplies the learning rate by N because the batch grew N times. Done
     in two places it grows N² times (16 times with N = 4). With `instep.shard` the batch does
     not grow at all, and any scaling is one too many.
@@ -43,8 +38,8 @@ def scaled_twice(facts: Facts) -> Iterator[Hit]:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     ```
     """
-    scalings = list(_scalings(facts))
-    global_batch = any(facts.script.calls_of("instep.shard", "instep.replicate"))
+    scalings = list(_scalings(info))
+    global_batch = any(info.script.calls_of("instep.shard", "instep.replicate"))
     for place, name, _ in scalings:
         first = next(
             (
@@ -53,7 +48,7 @@ def scaled_twice(facts: Facts) -> Iterator[Hit]:
                 if other is not place
                 and target == name
                 and other.lineno < place.lineno
-                and not facts.script.exclusive(other, place)
+                and not info.script.are_exclusive(other, place)
             ),
             None,
         )
@@ -68,45 +63,40 @@ def scaled_twice(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _scalings(facts: Facts) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str, str]]:
+def _scalings(info: ScriptInfo) -> Iterator[tuple[ast.BinOp | ast.AugAssign, str, str]]:
     """Each `lr * world_size`: the place, the rate that is scaled, the name that gets it."""
-    for changed in facts.script.all(ast.AugAssign):
-        name = facts.script.dotted(changed.target)
-        if isinstance(changed.op, ast.Mult) and _is_rate(name) and _has_size(facts, changed.value):
+    for changed in info.script.all(ast.AugAssign):
+        name = info.script.dotted_name(changed.target)
+        if isinstance(changed.op, ast.Mult) and _is_rate(name) and _has_size(info, changed.value):
             yield changed, name, name
-    for product in facts.script.all(ast.BinOp):
+    for product in info.script.all(ast.BinOp):
         if not isinstance(product.op, ast.Mult):
             continue
         for rate, factor in ((product.left, product.right), (product.right, product.left)):
-            name = facts.script.dotted(rate)
-            above = facts.script.parent(product)
+            name = info.script.dotted_name(rate)
+            above = info.script.parent(product)
             given = isinstance(above, ast.keyword) and above.arg == "lr"
-            if (given or _is_rate(name)) and facts.ranks.is_world_size(factor):
-                yield product, name or facts.script.source(rate), _target(facts, product)
+            if (given or _is_rate(name)) and info.ranks.is_world_size(factor):
+                yield product, name or info.script.source(rate), _target(info, product)
 
 
-def _target(facts: Facts, product: ast.BinOp) -> str:
-    statement = facts.script.statement_of(product)
+def _target(info: ScriptInfo, product: ast.BinOp) -> str:
+    statement = info.script.statement_of(product)
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        return facts.script.dotted(statement.targets[0])
+        return info.script.dotted_name(statement.targets[0])
     return ""
 
 
 def _is_rate(name: str) -> bool:
-    return bool(words(name.split(".")[-1]) & {"lr"}) or name.endswith("learning_rate")
+    return bool(split_words(name.split(".")[-1]) & {"lr"}) or name.endswith("learning_rate")
 
 
-def _has_size(facts: Facts, node: ast.expr) -> bool:
-    return any(facts.ranks.is_world_size(inner) for inner in ast.walk(node))
+def _has_size(info: ScriptInfo, node: ast.expr) -> bool:
+    return any(info.ranks.is_world_size(inner) for inner in ast.walk(node))
 
 
-@rule(
-    "INS402",
-    "local-batch-norm",
-    Severity.WARNING,
-    "BatchNorm sees only a small batch per rank.",
-)
-def local_batch_norm(facts: Facts) -> Iterator[Hit]:
+@rule("INS402", Severity.WARNING, "BatchNorm sees only a small batch per rank.")
+def _local_batch_norm(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedDataParallel leaves BatchNorm local: mean and variance come from this
     rank's samples. With fewer than 16 of them the statistics are noisy, and the result
     depends on how the same batch is divided; from N = 2 on it is another training than in
@@ -135,14 +125,14 @@ def local_batch_norm(facts: Facts) -> Iterator[Hit]:
     model = DistributedDataParallel(net)
     ```
     """
-    text = " ".join(facts.script.imports.values()) + " ".join(
-        facts.script.dotted(c.func) for c in facts.script.all(ast.Call)
+    text = " ".join(info.script.imports.values()) + " ".join(
+        info.script.dotted_name(c.func) for c in info.script.all(ast.Call)
     )
-    if re.search(r"sync_?b", text, re.IGNORECASE) or not facts.has_batch_norm:
+    if re.search(r"sync_?b", text, re.IGNORECASE) or not info.has_batch_norm:
         return
-    small = next((n for loader in facts.loaders if (n := _small_batch(facts, loader))), None)
-    for wrap in facts.wraps if small else []:
-        model = facts.script.source(wrap.args[0]) if wrap.args else "model"
+    small = next((n for loader in info.loaders if (n := _small_batch(info, loader))), None)
+    for wrap in info.ddp_calls if small else []:
+        model = info.script.source(wrap.args[0]) if wrap.args else "model"
         yield Hit(
             wrap,
             f"BatchNorm stays local, with {small} samples per rank",
@@ -151,13 +141,13 @@ def local_batch_norm(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _small_batch(facts: Facts, loader: ast.Call) -> int | None:
+def _small_batch(info: ScriptInfo, loader: ast.Call) -> int | None:
     size = keyword(loader, "batch_size", 1)
-    if facts.for_evaluation(loader) or isinstance(size, ast.BinOp):
+    if info.is_for_evaluation(loader) or isinstance(size, ast.BinOp):
         return None
-    values = {constant(origin) for origin in facts.origins.of(size)}
-    for option in facts.origins.calls(size):
-        if facts.script.called(option) == "add_argument":
+    values = {constant(origin) for origin in info.origins.of(size)}
+    for option in info.origins.calls(size):
+        if info.script.call_name(option) == "add_argument":
             values.add(constant(keyword(option, "default")))
     values.discard(None)
     if len(values) == 1 and isinstance(number := values.pop(), int) and 1 < number < SMALL_BATCH:
@@ -165,13 +155,8 @@ def _small_batch(facts: Facts, loader: ast.Call) -> int | None:
     return None
 
 
-@rule(
-    "INS403",
-    "nothing-unused",
-    Severity.WARNING,
-    "find_unused_parameters=True where every parameter is used.",
-)
-def nothing_unused(facts: Facts) -> Iterator[Hit]:
+@rule("INS403", Severity.WARNING, "find_unused_parameters=True where every parameter is used.")
+def _nothing_unused(info: ScriptInfo) -> Iterator[Hit]:
     """With `find_unused_parameters=True` DistributedDataParallel walks the whole graph after
     each forward, and delays the reduction. In the model that is wrapped here every
     parameter is visibly used. It costs time at any N, and gives nothing.
@@ -194,12 +179,12 @@ def nothing_unused(facts: Facts) -> Iterator[Hit]:
     model = DistributedDataParallel(net)
     ```
     """
-    for wrap in facts.wraps:
+    for wrap in info.ddp_calls:
         if constant(keyword(wrap, "find_unused_parameters")) is not True or not wrap.args:
             continue
-        models = [m for m in facts.origins.of(wrap.args[0]) if m is not wrap]
-        if models and all(_uses_everything(facts, model) for model in models):
-            text = facts.script.source(wrap)
+        models = [m for m in info.origins.of(wrap.args[0]) if m is not wrap]
+        if models and all(_uses_every_parameter(info, model) for model in models):
+            text = info.script.source(wrap)
             yield Hit(
                 wrap,
                 "every parameter of this model is used in its forward",
@@ -208,29 +193,24 @@ def nothing_unused(facts: Facts) -> Iterator[Hit]:
             )
 
 
-def _uses_everything(facts: Facts, model: ast.expr) -> bool:
+def _uses_every_parameter(info: ScriptInfo, model: ast.expr) -> bool:
     """A chain of torch.nn layers, a torchvision classifier, or a module moved to a device."""
     if not isinstance(model, ast.Call):
         return False
     if isinstance(model.func, ast.Attribute) and model.func.attr in {"to", "cuda"}:
-        inner = [o for o in facts.origins.of(model.func.value) if o is not model]
-        return bool(inner) and all(_uses_everything(facts, one) for one in inner)
-    full = facts.script.full_name(model)
+        inner = [o for o in info.origins.of(model.func.value) if o is not model]
+        return bool(inner) and all(_uses_every_parameter(info, one) for one in inner)
+    full = info.script.full_name(model)
     if full == "torch.nn.Sequential":
-        layers = [facts.script.full_name(argument) for argument in model.args]
+        layers = [info.script.full_name(argument) for argument in model.args]
         return all(layer.startswith("torch.nn.") for layer in layers)
     return full == "torch.nn.Linear" or bool(
         re.match(r"torchvision\.models\.(resnet|vgg|alexnet|densenet|mobilenet)\w*$", full)
     )
 
 
-@rule(
-    "INS404",
-    "amp-after-wrapping",
-    Severity.ERROR,
-    "apex.amp.initialize is called after DistributedDataParallel.",
-)
-def amp_after_wrapping(facts: Facts) -> Iterator[Hit]:
+@rule("INS404", Severity.ERROR, "apex.amp.initialize is called after DistributedDataParallel.")
+def _amp_after_wrapping(info: ScriptInfo) -> Iterator[Hit]:
     """`amp.initialize` changes parameters and forward of the model. Apex refuses a model
     that is already in its DistributedDataParallel (RuntimeError); torch's wrapper has then
     registered its hooks on parameters that are no longer those. It concerns every N.
@@ -253,31 +233,26 @@ def amp_after_wrapping(facts: Facts) -> Iterator[Hit]:
     model = DistributedDataParallel(net)
     ```
     """
-    for call in facts.script.calls_of("apex.amp.initialize"):
+    for call in info.script.calls_of("apex.amp.initialize"):
         model = keyword(call, "models", 0)
-        for wrap in facts.wraps:
-            same_function = facts.script.function_of(wrap) is facts.script.function_of(call)
-            name = facts.names_of(wrap)
-            if not same_function or model is None or facts.script.exclusive(wrap, call):
+        for wrap in info.ddp_calls:
+            same_function = info.script.function_of(wrap) is info.script.function_of(call)
+            name = info.target_names(wrap)
+            if not same_function or model is None or info.script.are_exclusive(wrap, call):
                 continue
-            if wrap.lineno < call.lineno and name and name == facts.script.source(model):
+            if wrap.lineno < call.lineno and name and name == info.script.source(model):
                 yield Hit(
                     call,
                     f"{name} is wrapped in line {wrap.lineno}, before amp.initialize",
                     "at any N: RuntimeError, or hooks on parameters that are no longer in use",
-                    f"{facts.script.source(facts.script.statement_of(call))}  # before "
+                    f"{info.script.source(info.script.statement_of(call))}  # before "
                     "DistributedDataParallel",
                 )
                 break
 
 
-@rule(
-    "INS405",
-    "batch-over-device-count",
-    Severity.WARNING,
-    "The batch size is divided by the devices of one node.",
-)
-def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
+@rule("INS405", Severity.WARNING, "The batch size is divided by the devices of one node.")
+def _batch_over_device_count(info: ScriptInfo) -> Iterator[Hit]:
     """`torch.cuda.device_count()` counts the devices that this process sees, not the
     processes of the job. On two nodes the batch is twice what was asked for; with
     `srun --gpus-per-task=1` every process sees one device and takes the whole batch.
@@ -300,26 +275,26 @@ def batch_over_device_count(facts: Facts) -> Iterator[Hit]:
     batch_size = args.batch_size // dist.get_world_size()
     ```
     """
-    if facts.processes.spawn is not None and not facts.several_nodes:
+    if info.processes.spawn is not None and not info.expects_several_nodes:
         return
-    sizes = {facts.script.source(size) for call in facts.script.calls_named("init_process_group")
+    sizes = {info.script.source(size) for call in info.script.calls_named("init_process_group")
              if (size := keyword(call, "world_size", 3)) is not None}  # fmt: skip
-    for divided in facts.script.all(ast.BinOp):
+    for divided in info.script.all(ast.BinOp):
         if not isinstance(divided.op, ast.Div | ast.FloorDiv):
             continue
-        if facts.script.source(divided.right) in sizes:
+        if info.script.source(divided.right) in sizes:
             continue
-        if not _is_batch(facts, divided.left) or not facts.counts_devices(divided.right):
+        if not _is_batch(info, divided.left) or not info.is_device_count(divided.right):
             continue
-        if facts.processes.run(divided):
+        if info.processes.runs_on_ranks(divided):
             yield Hit(
                 divided,
-                f"{facts.script.source(divided)} divides by the devices that this process sees",
+                f"{info.script.source(divided)} divides by the devices that this process sees",
                 "on k nodes the batch of the job is k times as large",
-                f"{facts.script.source(divided.left)} // dist.get_world_size()",
+                f"{info.script.source(divided.left)} // dist.get_world_size()",
             )
 
 
-def _is_batch(facts: Facts, node: ast.expr) -> bool:
-    last = facts.script.dotted(node).split(".")[-1].lower()
+def _is_batch(info: ScriptInfo, node: ast.expr) -> bool:
+    last = info.script.dotted_name(node).split(".")[-1].lower()
     return "batch" in last and "num" not in last

@@ -5,21 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts
-from instep.check.finding import Hit, Scope, Severity, rule
+from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
+from instep.check.script_info import RuleScope, ScriptInfo
 
 SEEDING = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all",
            "random.seed", "numpy.random.seed")  # fmt: skip
 
 
-@rule(
-    "INS302",
-    "same-augmentation",
-    Severity.WARNING,
-    "All ranks seed alike and draw the same random augmentation.",
-)
-def same_augmentation(facts: Facts) -> Iterator[Hit]:
+@rule("INS302", Severity.WARNING, "All ranks seed alike and draw the same random augmentation.")
+def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
     """Every rank calls `manual_seed` with one number. The model then starts alike, which is
     wanted; but the workers of every rank are seeded from the same stream, too, so that the
     k-th sample of each rank gets the same crop and the same flip: from N = 2 on, the batch
@@ -47,15 +42,15 @@ def same_augmentation(facts: Facts) -> Iterator[Hit]:
     crop = transforms.RandomCrop(32)
     ```
     """
-    seeds = [c for c in facts.script.calls_of("torch.manual_seed") if c.args]
-    if not facts.samplers and not facts.wraps and not seeds:
+    seeds = [c for c in info.script.calls_of("torch.manual_seed") if c.args]
+    if not info.samplers and not info.ddp_calls and not seeds:
         return
-    ranked = [c for c in facts.script.calls_of(*SEEDING) if _differs_by_rank(facts, c)]
-    if ranked or not _random_transforms(facts) or _workers_seeded(facts):
+    ranked = [c for c in info.script.calls_of(*SEEDING) if _seed_depends_on_rank(info, c)]
+    if ranked or not _has_random_transforms(info) or _seeds_workers(info):
         return
     for call in seeds:
-        if facts.processes.run(call) or facts.processes.spawn is None:
-            text = facts.script.source(call)
+        if info.processes.runs_on_ranks(call) or info.processes.spawn is None:
+            text = info.script.source(call)
             yield Hit(
                 call,
                 "every rank draws from the same seed, and the transforms are random",
@@ -65,33 +60,30 @@ def same_augmentation(facts: Facts) -> Iterator[Hit]:
             return
 
 
-def _differs_by_rank(facts: Facts, call: ast.Call) -> bool:
-    return any(facts.ranks.mentions_rank(argument) for argument in call.args)
+def _seed_depends_on_rank(info: ScriptInfo, call: ast.Call) -> bool:
+    return any(info.ranks.depends_on_rank(argument) for argument in call.args)
 
 
-def _random_transforms(facts: Facts) -> bool:
+def _has_random_transforms(info: ScriptInfo) -> bool:
     return any(
         full.startswith("torchvision.transforms") and full.split(".")[-1].startswith("Random")
-        for call in facts.script.all(ast.Call)
-        if (full := facts.script.full_name(call))
+        for call in info.script.all(ast.Call)
+        if (full := info.script.full_name(call))
     )
 
 
-def _workers_seeded(facts: Facts) -> bool:
+def _seeds_workers(info: ScriptInfo) -> bool:
     return any(
         keyword(loader, name) is not None
-        for loader in facts.loaders
+        for loader in info.loaders
         for name in ("worker_init_fn", "generator")
     )
 
 
 @rule(
-    "INS303",
-    "half-seeded",
-    Severity.WARNING,
-    "Some random generators that the script draws from are not seeded.",
+    "INS303", Severity.WARNING, "Some random generators that the script draws from are not seeded."
 )
-def half_seeded(facts: Facts) -> Iterator[Hit]:
+def _half_seeded(info: ScriptInfo) -> Iterator[Hit]:
     """The script seeds torch (or `random`) so that a run can be repeated, but draws from
     numpy's global generator, which starts differently in each process: at any N no run can
     be repeated, and with N > 1 the ranks draw what no single process would have drawn.
@@ -117,15 +109,15 @@ def half_seeded(facts: Facts) -> Iterator[Hit]:
     order = np.random.permutation(100)
     ```
     """
-    seeded = list(facts.script.calls_of("torch.manual_seed", "random.seed"))
-    if not seeded or any(facts.script.calls_of("numpy.random.seed")):
+    seeded = list(info.script.calls_of("torch.manual_seed", "random.seed"))
+    if not seeded or any(info.script.calls_of("numpy.random.seed")):
         return
-    for call in facts.script.all(ast.Call):
-        full = facts.script.full_name(call)
+    for call in info.script.all(ast.Call):
+        full = info.script.full_name(call)
         if full.startswith("numpy.random.") and full.split(".")[-1] not in {
             "RandomState", "default_rng", "SeedSequence", "Generator", "get_state", "set_state",
         }:  # fmt: skip
-            seed = facts.script.source(seeded[0].args[0]) if seeded[0].args else "seed"
+            seed = info.script.source(seeded[0].args[0]) if seeded[0].args else "seed"
             yield Hit(
                 call,
                 "numpy's global generator is drawn from, but only others are seeded",
@@ -137,11 +129,10 @@ def half_seeded(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "INS304",
-    "seed-by-rank-before-model",
     Severity.ERROR,
     "Seeds differ by rank before the model is built, and nothing makes it equal again.",
 )
-def seed_by_rank_before_model(facts: Facts) -> Iterator[Hit]:
+def _seed_by_rank_before_model(info: ScriptInfo) -> Iterator[Hit]:
     """With `manual_seed(seed + rank)` every rank builds another model. DistributedDataParallel
     (or `hvd.broadcast_parameters`, or `instep.replicate`) sends rank 0's to all; a script
     that averages gradients by hand does not, and from N = 2 on it trains N different models.
@@ -171,24 +162,24 @@ def seed_by_rank_before_model(facts: Facts) -> Iterator[Hit]:
     """
     equalising = {"broadcast", "broadcast_", "broadcast_parameters", "replicate", "prepare",
                   "initialize", "fully_shard", "FullyShardedDataParallel", "FSDP"}  # fmt: skip
-    if facts.wraps or any(facts.script.calls_named(*equalising)):
+    if info.ddp_calls or any(info.script.calls_named(*equalising)):
         return
-    if not any("grad" in facts.script.source(a) for c in facts.collectives for a in c.args):
+    if not any("grad" in info.script.source(a) for c in info.collectives for a in c.args):
         return
     built = [
         c
-        for c in facts.script.all(ast.Call)
-        if facts.script.full_name(c).startswith(("torch.nn.", "torchvision.models."))
+        for c in info.script.all(ast.Call)
+        if info.script.full_name(c).startswith(("torch.nn.", "torchvision.models."))
     ]
-    seeds = list(facts.script.calls_of("torch.manual_seed"))
+    seeds = list(info.script.calls_of("torch.manual_seed"))
     for seed in seeds:
         later = [
             c
             for c in built
             if c.lineno > seed.lineno
-            and facts.script.function_of(c) is facts.script.function_of(seed)
+            and info.script.function_of(c) is info.script.function_of(seed)
         ]
-        if later and _differs_by_rank(facts, seed):
+        if later and _seed_depends_on_rank(info, seed):
             yield Hit(
                 seed,
                 "each rank seeds differently and then builds the model",
@@ -199,12 +190,11 @@ def seed_by_rank_before_model(facts: Facts) -> Iterator[Hit]:
 
 @rule(
     "INS307",
-    "deterministic-undone",
     Severity.WARNING,
     "cudnn is asked to be deterministic and to benchmark.",
-    Scope.PARALLEL,
+    RuleScope.PARALLEL,
 )
-def deterministic_undone(facts: Facts) -> Iterator[Hit]:
+def _deterministic_undone(info: ScriptInfo) -> Iterator[Hit]:
     """`cudnn.benchmark = True` measures and chooses algorithms anew in each process: two
     ranks, and two runs, may choose differently and round differently, although
     `cudnn.deterministic = True` asked for runs that can be repeated.
@@ -228,19 +218,19 @@ def deterministic_undone(facts: Facts) -> Iterator[Hit]:
     ```
     """
     switched = {"deterministic": [], "benchmark": []}  # type: dict[str, list[ast.Assign]]
-    for plain in facts.script.all(ast.Assign):
-        target = facts.script.full_name(plain.targets[0])
+    for plain in info.script.all(ast.Assign):
+        target = info.script.full_name(plain.targets[0])
         prefix, _, last = target.rpartition(".")
         if prefix == "torch.backends.cudnn" and last in switched and constant(plain.value) is True:
             switched[last].append(plain)
     if any(
-        facts.script.full_name(plain.targets[0]) == "torch.backends.cudnn.benchmark"
+        info.script.full_name(plain.targets[0]) == "torch.backends.cudnn.benchmark"
         and constant(plain.value) is False
-        for plain in facts.script.all(ast.Assign)
+        for plain in info.script.all(ast.Assign)
     ):
         return  # it is switched off where it matters
     for benchmark in switched["benchmark"]:
-        if any(not facts.script.exclusive(d, benchmark) for d in switched["deterministic"]):
+        if any(not info.script.are_exclusive(d, benchmark) for d in switched["deterministic"]):
             yield Hit(
                 benchmark,
                 "cudnn.benchmark = True undoes cudnn.deterministic = True",

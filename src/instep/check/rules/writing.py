@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from instep.check.facts import Facts, words
 from instep.check.finding import Hit, Severity, rule
 from instep.check.guards import Guard
 from instep.check.script import Function, constant, keyword
+from instep.check.script_info import ScriptInfo, split_words
 
 WRITERS = {
     "torch.save": 1,
@@ -30,15 +30,15 @@ CURVES = {"SummaryWriter", "init"}
 WRITING_METHODS = {"to_csv": 0, "save_pretrained": 0, "savefig": 0}
 
 
-def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
+def _writes(info: ScriptInfo) -> Iterator[tuple[ast.Call, ast.expr | None]]:
     """Calls that write a file, with their path."""
-    for call in facts.script.all(ast.Call):
-        word = facts.script.called(call)
-        full = facts.script.full_name(call) or (word if isinstance(call.func, ast.Name) else "")
+    for call in info.script.all(ast.Call):
+        word = info.script.call_name(call)
+        full = info.script.full_name(call) or (word if isinstance(call.func, ast.Name) else "")
         place = WRITERS.get(full)
         if place is None and isinstance(call.func, ast.Attribute):
             place = WRITING_METHODS.get(word)
-        if place is None or _saves_by_itself(facts, call):
+        if place is None or _saves_by_itself(info, call):
             continue
         if word == "open":
             mode = constant(keyword(call, "mode", 1))
@@ -46,27 +46,22 @@ def _writes(facts: Facts) -> Iterator[tuple[ast.Call, ast.expr | None]]:
                 continue
         path = call.args[place] if len(call.args) > place else None
         if not any(
-            facts.script.called(o) in {"BytesIO", "StringIO"} for o in facts.origins.of(path)
+            info.script.call_name(o) in {"BytesIO", "StringIO"} for o in info.origins.of(path)
         ):
             yield call, path
 
 
-def _saves_by_itself(facts: Facts, call: ast.Call) -> bool:
+def _saves_by_itself(info: ScriptInfo, call: ast.Call) -> bool:
     """`save_pretrained` that is told who is the main process, or has a model in shards."""
     if keyword(call, "is_main_process") is not None:
         return True
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    made = {facts.script.called(origin) for origin in facts.origins.of(owner)}
+    made = {info.script.call_name(origin) for origin in info.origins.of(owner)}
     return bool(made & {"prepare", "initialize", "fully_shard", "FullyShardedDataParallel"})
 
 
-@rule(
-    "INS601",
-    "write-on-every-rank",
-    Severity.ERROR,
-    "Every process writes the same file.",
-)
-def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
+@rule("INS601", Severity.ERROR, "Every process writes the same file.")
+def _write_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
     """N processes open the same path and write at the same time. From N = 2 on a checkpoint
     may be a mixture that cannot be read, and a CSV has each line N times. Let one rank
     write, or give every rank a file of its own.
@@ -90,80 +85,81 @@ def write_on_every_rank(facts: Facts) -> Iterator[Hit]:
             torch.save(net.state_dict(), "checkpoint.pt")
     ```
     """
-    if _main_process_hidden(facts):
+    if _main_process_hidden(info):
         return
     seen: set[tuple[Function | None, str]] = set()
-    for call, path in _writes(facts):
-        function = facts.script.function_of(call)
-        if not facts.processes.run(call) or facts.guards.around(call):
+    for call, path in _writes(info):
+        function = info.script.function_of(call)
+        if not info.processes.runs_on_ranks(call) or info.guards.effective_guard(call):
             continue
-        if _excluded(facts, call):
+        if _is_excluded(info, call):
             continue
-        if facts.ranks.mentions_rank(path) or not _called_here(facts, call):
+        if info.ranks.depends_on_rank(path) or not _is_called_here(info, call):
             continue
-        text = facts.script.source(call)
-        if (function, text) in seen or _wraps_another(facts, call):
+        text = info.script.source(call)
+        if (function, text) in seen or _is_reported_elsewhere(info, call):
             continue
         seen.add((function, text))
-        where = facts.script.source(path) if path is not None else "its file"
+        where = info.script.source(path) if path is not None else "its file"
         yield Hit(
             call,
-            f"every process runs {facts.script.source(call.func)} on {where}",
+            f"every process runs {info.script.source(call.func)} on {where}",
             "from N = 2 on, every curve appears N times"
-            if facts.script.called(call) in CURVES
+            if info.script.call_name(call) in CURVES
             else "from N = 2 on, the processes write over each other",
-            f"if {facts.ranks.on_rank_0}:\n    {text}",
+            f"if {info.ranks.on_rank_0}:\n    {text}",
         )
 
 
-def _main_process_hidden(facts: Facts) -> bool:
+def _main_process_hidden(info: ScriptInfo) -> bool:
     """Lightning and Ignite choose the process that writes by themselves."""
-    roots = {name.split(".")[0] for name in facts.script.imported_modules}
+    roots = {name.split(".")[0] for name in info.script.imported_modules}
     return bool(roots & {"pytorch_lightning", "lightning", "ignite"})
 
 
-def _excluded(facts: Facts, call: ast.Call) -> bool:
+def _is_excluded(info: ScriptInfo, call: ast.Call) -> bool:
     """Under `if option:` where the script asserts `not option` for several processes."""
     denied = {
-        facts.script.source(claim.test.operand)
-        for claim in facts.script.all(ast.Assert)
+        info.script.source(claim.test.operand)
+        for claim in info.script.all(ast.Assert)
         if isinstance(claim.test, ast.UnaryOp) and isinstance(claim.test.op, ast.Not)
     }
     return any(
-        isinstance(above, ast.If) and facts.script.source(above.test).removeprefix("not ") in denied
-        for above in facts.script.ancestors(call)
+        isinstance(above, ast.If) and info.script.source(above.test).removeprefix("not ") in denied
+        for above in info.script.ancestors(call)
     )
 
 
-def _called_here(facts: Facts, call: ast.Call, depth: int = 4) -> bool:
+def _is_called_here(info: ScriptInfo, call: ast.Call, depth: int = 4) -> bool:
     """Whether this script itself comes to the call, from its own top or a spawned function."""
-    function = facts.script.function_of(call)
+    function = info.script.function_of(call)
     if function is None:
         return True
     if depth == 0:
         return False
-    if facts.processes.main is function:
+    if info.processes.main is function:
         return True
-    if any(isinstance(above, ast.ClassDef) for above in facts.script.ancestors(function)):
+    if any(isinstance(above, ast.ClassDef) for above in info.script.ancestors(function)):
         return False
-    calls = [c for c in facts.origins.calls_of(function) if isinstance(c.func, ast.Name)]
-    return any(_called_here(facts, c, depth - 1) and not facts.guards.around(c) for c in calls)
+    calls = [c for c in info.origins.calls_of(function) if isinstance(c.func, ast.Name)]
+    return any(
+        _is_called_here(info, c, depth - 1) and not info.guards.effective_guard(c) for c in calls
+    )
 
 
-def _wraps_another(facts: Facts, call: ast.Call) -> bool:
+def _is_reported_elsewhere(info: ScriptInfo, call: ast.Call) -> bool:
     """`pickle.dump(x, open(path, "wb"))`: one finding, that of `open`."""
-    return facts.script.called(call) == "dump" or (
-        facts.script.called(call) == "copyfile" and any(facts.script.calls_of("torch.save"))
+    return info.script.call_name(call) == "dump" or (
+        info.script.call_name(call) == "copyfile" and any(info.script.calls_of("torch.save"))
     )
 
 
 @rule(
     "INS602",
-    "write-on-every-node",
     Severity.WARNING,
     "The local rank decides who writes: every node writes the same file.",
 )
-def write_on_every_node(facts: Facts) -> Iterator[Hit]:
+def _write_on_every_node(info: ScriptInfo) -> Iterator[Hit]:
     """`local_rank == 0` holds once on every node. On a shared file system, two nodes (N = 16
     with 8 devices each) write the same checkpoint at the same time.
 
@@ -185,40 +181,37 @@ def write_on_every_node(facts: Facts) -> Iterator[Hit]:
         torch.save(net.state_dict(), "checkpoint.pt")
     ```
     """
-    if facts.processes.spawn is not None:
+    if info.processes.spawn is not None:
         return
     seen: set[ast.AST] = set()
-    for call, path in _writes(facts):
-        guard = facts.guards.around(call)
-        if guard is None or guard.kind != "local rank" or not guard.zero:
+    for call, path in _writes(info):
+        guard = info.guards.effective_guard(call)
+        if guard is None or guard.rank_type != "local rank" or not guard.on_rank_0:
             continue
-        if any(g.kind == "rank" for g in facts.guards.of(call)) or _about_nodes(facts, guard):
+        if any(g.rank_type == "rank" for g in info.guards.local_guards(call)) or _about_nodes(
+            info, guard
+        ):
             continue
-        if facts.script.called(call) in CURVES or facts.ranks.mentions_rank(path):
+        if info.script.call_name(call) in CURVES or info.ranks.depends_on_rank(path):
             continue
         if guard.test not in seen:
             seen.add(guard.test)
             yield Hit(
                 call,
-                f"{guard.where} holds on one process of every node",
+                f"{guard.condition} holds on one process of every node",
                 "from the second node on, the nodes write over each other",
-                f"if {facts.ranks.on_rank_0}:",
+                f"if {info.ranks.on_rank_0}:",
             )
 
 
-def _about_nodes(facts: Facts, guard: Guard) -> bool:
+def _about_nodes(info: ScriptInfo, guard: Guard) -> bool:
     """The same test asks for the node as well, as in `node_rank == 0 and local_rank == 0`."""
-    whole = facts.script.parent(guard.test)
-    return isinstance(whole, ast.BoolOp) and "node" in facts.script.source(whole)
+    whole = info.script.parent(guard.test)
+    return isinstance(whole, ast.BoolOp) and "node" in info.script.source(whole)
 
 
-@rule(
-    "INS605",
-    "print-on-every-rank",
-    Severity.WARNING,
-    "Every process prints in the training loop.",
-)
-def print_on_every_rank(facts: Facts) -> Iterator[Hit]:
+@rule("INS605", Severity.WARNING, "Every process prints in the training loop.")
+def _print_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
     """Each line appears N times, with N different losses, in any order.
 
     ## Bad
@@ -242,46 +235,46 @@ def print_on_every_rank(facts: Facts) -> Iterator[Hit]:
             print(loss)
     ```
     """
-    if "print" in facts.script.functions or any(
-        facts.script.dotted(t).endswith("print")
-        for a in facts.script.all(ast.Assign)
+    if "print" in info.script.functions or any(
+        info.script.dotted_name(t).endswith("print")
+        for a in info.script.all(ast.Assign)
         for t in a.targets
     ):
         return
-    names = {name.split(".")[-1] for name in facts.script.imported_modules}
+    names = {name.split(".")[-1] for name in info.script.imported_modules}
     if names & {"setup_for_distributed", "init_distributed_mode", "print"} or any(
-        words(name) & {"misc", "util", "utils"} for name in names
+        split_words(name) & {"misc", "util", "utils"} for name in names
     ):
         return  # print may be silenced in a file that is not read here
-    for call in facts.script.all(ast.Call):
-        loops = [loop for loop in facts.script.loops_around(call) if loop in facts.training_loops]
-        if not loops or "torch.distributed.rpc" in facts.script.imported_modules:
+    for call in info.script.all(ast.Call):
+        loops = [loop for loop in info.script.enclosing_loops(call) if loop in info.training_loops]
+        if not loops or "torch.distributed.rpc" in info.script.imported_modules:
             continue
-        if facts.guards.around(call) or not _prints(facts, call):
+        if info.guards.effective_guard(call) or not _prints(info, call):
             continue
-        if any(facts.ranks.mentions_rank(argument) for argument in call.args):
+        if any(info.ranks.depends_on_rank(argument) for argument in call.args):
             continue
-        if facts.processes.run(call):
-            text = facts.script.source(call)
+        if info.processes.runs_on_ranks(call):
+            text = info.script.source(call)
             yield Hit(
                 call,
-                f"every process runs {facts.script.source(call.func)} in the training loop",
+                f"every process runs {info.script.source(call.func)} in the training loop",
                 "with N processes each line appears N times, with different numbers",
-                f"if {facts.ranks.on_rank_0}:\n    {text}",
+                f"if {info.ranks.on_rank_0}:\n    {text}",
             )
             return
 
 
-def _prints(facts: Facts, call: ast.Call) -> bool:
+def _prints(info: ScriptInfo, call: ast.Call) -> bool:
     """print itself, or a function or method of this script that prints without a guard."""
-    word = facts.script.called(call)
+    word = info.script.call_name(call)
     if isinstance(call.func, ast.Name) and word == "print":
         return True
     return any(
         isinstance(inner, ast.Call)
         and isinstance(inner.func, ast.Name)
         and inner.func.id == "print"
-        and not facts.guards.of(inner)
-        for function in facts.script.functions.get(word, [])
+        and not info.guards.local_guards(inner)
+        for function in info.script.functions.get(word, [])
         for inner in ast.walk(function)
     )

@@ -9,7 +9,7 @@ from typing import Literal
 from instep.check.origins import Origins
 from instep.check.script import Script, constant
 
-Kind = Literal["rank", "local rank", "device"]
+RankType = Literal["rank", "local rank", "device"]
 """`device`: an index of a device, or rank modulo devices; 0 on one process of each node."""
 
 GLOBAL_RANK = re.compile(
@@ -35,7 +35,7 @@ SIZE = re.compile(
 )
 
 
-class Ranks:
+class RankExpressions:
     """Recognises ranks and world sizes by name, by call and by variable."""
 
     def __init__(self, script: Script, origins: Origins) -> None:
@@ -54,39 +54,39 @@ class Ranks:
             return "instep.rank == 0"
         return "hvd.rank() == 0" if "horovod" in roots else "torch.distributed.get_rank() == 0"
 
-    def kind(self, node: ast.AST | None, depth: int = 3) -> Kind | None:
+    def rank_type(self, node: ast.AST | None, depth: int = 3) -> RankType | None:
         """Whether an expression is a rank of the job, of its node, or a device; None: neither."""
         if isinstance(node, ast.Call):
-            return self._kind_of_call(node, depth)
+            return self._type_of_call(node, depth)
         if isinstance(node, ast.Subscript):
-            return _kind_of_variable(read_variable(self.script, node))
+            return _type_of_variable(read_variable(self.script, node))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            return "device" if depth and self.kind(node.left, depth - 1) else None
+            return "device" if depth and self.rank_type(node.left, depth - 1) else None
         if not isinstance(node, ast.Name | ast.Attribute):
             return None
-        word = self.script.dotted(node).split(".")[-1].lower()
+        word = self.script.dotted_name(node).split(".")[-1].lower()
         if LOCAL_RANK.search(word):
             return "local rank"
         if GLOBAL_RANK.match(word):
             return "rank"
         if depth and isinstance(node, ast.Name):
             for binding in self.origins.bindings(node):
-                if found := self.kind(binding.value, depth - 1):
+                if found := self.rank_type(binding.value, depth - 1):
                     return found
         return "device" if DEVICE.match(word) else None
 
-    def _kind_of_call(self, call: ast.Call, depth: int) -> Kind | None:
-        word = self.script.called(call)
+    def _type_of_call(self, call: ast.Call, depth: int) -> RankType | None:
+        word = self.script.call_name(call)
         if word in {"int", "str", "getattr"} and call.args:
             if word == "getattr" and len(call.args) > 1:
                 name = constant(call.args[1])
-                return self._kind_of_word(name) if isinstance(name, str) else None
-            return self.kind(call.args[0], depth)
-        return _kind_of_variable(read_variable(self.script, call)) or self._kind_of_word(
+                return self._type_of_word(name) if isinstance(name, str) else None
+            return self.rank_type(call.args[0], depth)
+        return _type_of_variable(read_variable(self.script, call)) or self._type_of_word(
             word.removeprefix("get_")
         )
 
-    def _kind_of_word(self, word: str) -> Kind | None:
+    def _type_of_word(self, word: str) -> RankType | None:
         if LOCAL_RANK.search(word):
             return "local rank"
         return "rank" if GLOBAL_RANK.match(word) else None
@@ -94,11 +94,11 @@ class Ranks:
     def is_world_size(self, node: ast.AST | None, depth: int = 3) -> bool:
         """Whether an expression is the number of processes of the job."""
         if isinstance(node, ast.Call):
-            if self.script.called(node) in {"int", "float"} and node.args:
+            if self.script.call_name(node) in {"int", "float"} and node.args:
                 return self.is_world_size(node.args[0], depth)
             full = self.script.full_name(node)
             return (
-                self.script.called(node) == "get_world_size"
+                self.script.call_name(node) == "get_world_size"
                 or full in {"horovod.torch.size", "instep.world_size"}
                 or read_variable(self.script, node) in SIZE_VARIABLES
             )
@@ -106,18 +106,18 @@ class Ranks:
             return read_variable(self.script, node) in SIZE_VARIABLES
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
-        if SIZE.match(self.script.dotted(node).split(".")[-1].lower()):
+        if SIZE.match(self.script.dotted_name(node).split(".")[-1].lower()):
             return True
         return depth > 0 and any(
             self.is_world_size(b.value, depth - 1) for b in self.origins.bindings(node)
         )
 
-    def mentions_rank(self, node: ast.expr | None) -> bool:
+    def depends_on_rank(self, node: ast.expr | None) -> bool:
         """Whether a value depends on the rank, as in `f"rank{rank}.csv"`."""
         if node is None:
             return False
         named = re.split(r"[\W_]+", self.origins.text(node).lower())
-        return bool(_PROCESS & set(named)) or any(self.kind(inner) for inner in ast.walk(node))
+        return bool(_PROCESS & set(named)) or any(self.rank_type(inner) for inner in ast.walk(node))
 
 
 def read_variable(script: Script, node: ast.AST) -> str:
@@ -134,7 +134,7 @@ def read_variable(script: Script, node: ast.AST) -> str:
     return ""
 
 
-def _kind_of_variable(name: str) -> Kind | None:
+def _type_of_variable(name: str) -> RankType | None:
     if name in RANK_VARIABLES:
         return "rank"
     return "local rank" if name in LOCAL_RANK_VARIABLES else None

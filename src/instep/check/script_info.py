@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+from enum import StrEnum
 from functools import cached_property
 
-from instep.check.finding import Scope
-from instep.check.guards import Guards
+from instep.check.guards import RankGuards
 from instep.check.origins import Origins
-from instep.check.processes import Processes
-from instep.check.ranks import (
+from instep.check.processes import SpawnedProcesses
+from instep.check.rank_expressions import (
     LOCAL_RANK_VARIABLES,
     RANK_VARIABLES,
     SIZE_VARIABLES,
-    Ranks,
+    RankExpressions,
     read_variable,
 )
 from instep.check.script import Function, Script, keyword
@@ -58,39 +58,49 @@ _EVALUATION = {"val", "valid", "validation", "eval", "evaluation", "test", "dev"
 _TRAINING = {"train", "training", "tr"}
 
 
-def words(text: str) -> set[str]:
+def split_words(text: str) -> set[str]:
     """The words in identifiers and strings: `testLoader_1` gives test, loader, 1."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
 
 
-def about_evaluation(text: str) -> bool:
+def is_evaluation_text(text: str) -> bool:
     """Whether a text speaks of validation or test data, and not of training data."""
-    found = words(text)
+    found = split_words(text)
     return bool(found & _EVALUATION) and not found & _TRAINING
 
 
-class Facts:
+class RuleScope(StrEnum):
+    """Which scripts a rule is about."""
+
+    PROCESSES = "processes"
+    """Visibly written for several processes."""
+    PARALLEL = "parallel"
+    """Those, and scripts with nn.DataParallel."""
+    ANY = "any"
+
+
+class ScriptInfo:
     """One script and everything that has been found out about it, each fact on first use."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.origins = Origins(script)
-        self.ranks = Ranks(script, self.origins)
-        self.guards = Guards(script, self.origins, self.ranks)
-        self.processes = Processes(script)
-        self._talking: dict[tuple[Function, int], ast.Call | None] = {}
+        self.ranks = RankExpressions(script, self.origins)
+        self.guards = RankGuards(script, self.origins, self.ranks)
+        self.processes = SpawnedProcesses(script)
+        self._entered_collectives: dict[tuple[Function, int], ast.Call | None] = {}
 
     @cached_property
-    def scopes(self) -> frozenset[Scope]:
+    def scopes(self) -> frozenset[RuleScope]:
         """Which rules have something to say about this script."""
-        if self.multi_process:
-            return frozenset(Scope)
+        if self.is_multi_process:
+            return frozenset(RuleScope)
         if any(self.script.calls_of("torch.nn.DataParallel")):
-            return frozenset({Scope.PARALLEL, Scope.ANY})
-        return frozenset({Scope.ANY})
+            return frozenset({RuleScope.PARALLEL, RuleScope.ANY})
+        return frozenset({RuleScope.ANY})
 
     @cached_property
-    def multi_process(self) -> bool:
+    def is_multi_process(self) -> bool:
         """Whether the script is visibly written for several processes."""
         script = self.script
         if not any(n.startswith(_TORCH_ROOTS) for n in
@@ -109,31 +119,31 @@ class Facts:
     # --- models
 
     @cached_property
-    def wraps(self) -> list[ast.Call]:
+    def ddp_calls(self) -> list[ast.Call]:
         """The calls that wrap a model for one-process-per-device training."""
         return list(self.script.calls_of(*DDP))
 
-    def wrapper(self, node: ast.expr | None) -> ast.Call | None:
+    def ddp_call_of(self, node: ast.expr | None) -> ast.Call | None:
         """The DistributedDataParallel(...) call that a value may come from."""
         origins = self.origins.of(node)
         if any(isinstance(o, ast.Attribute) and o.attr == "module" for o in origins):
             return None  # `model.module if distributed else model`
-        return next((o for o in origins if isinstance(o, ast.Call) and o in self.wraps), None)
+        return next((o for o in origins if isinstance(o, ast.Call) and o in self.ddp_calls), None)
 
     @cached_property
     def has_batch_norm(self) -> bool:
         """Whether the script visibly builds a model with batch normalisation."""
         return any(
-            "BatchNorm" in self.script.called(call)
+            "BatchNorm" in self.script.call_name(call)
             or _NORMALISED.match(self.script.full_name(call))
             for call in self.script.all(ast.Call)
         )
 
     # --- devices
 
-    def counts_devices(self, node: ast.expr) -> bool:
+    def is_device_count(self, node: ast.expr) -> bool:
         """Whether a value is torch.cuda.device_count(), wherever it comes from."""
-        while isinstance(node, ast.Call) and self.script.called(node) in {"int", "max"}:
+        while isinstance(node, ast.Call) and self.script.call_name(node) in {"int", "max"}:
             node = node.args[0]
         origins = self.origins.of(node)
         return bool(origins) and all(
@@ -141,7 +151,7 @@ class Facts:
         )
 
     @cached_property
-    def several_nodes(self) -> bool:
+    def expects_several_nodes(self) -> bool:
         """Whether the script visibly expects more than one node."""
         reads = {text for text in self.script.strings if text.startswith(("SLURM_", "WORLD_S"))}
         return bool(reads) or any(
@@ -174,11 +184,11 @@ class Facts:
                     return deeper
         return None
 
-    def loader(self, node: ast.expr | None) -> ast.Call | None:
+    def loader_of(self, node: ast.expr | None) -> ast.Call | None:
         """The DataLoader call that a value may come from."""
         return next((c for c in self.origins.calls(node) if c in self.loaders), None)
 
-    def names_of(self, call: ast.Call) -> str:
+    def target_names(self, call: ast.Call) -> str:
         """The names that a call's result is assigned to, as one text."""
         statement = self.script.statement_of(call)
         targets: list[ast.expr] = []
@@ -188,21 +198,21 @@ class Facts:
             targets = [statement.target]
         return " ".join(self.script.source(target) for target in targets)
 
-    def for_evaluation(self, call: ast.Call) -> bool:
+    def is_for_evaluation(self, call: ast.Call) -> bool:
         """Whether a sampler or loader is made for validation or test data, by its names."""
         dataset = keyword(call, "dataset", 0)
-        own = f"{self.names_of(call)} {self.script.source(dataset) if dataset else ''}"
-        found = words(own)
+        own = f"{self.target_names(call)} {self.script.source(dataset) if dataset else ''}"
+        found = split_words(own)
         if found & _EVALUATION or found & _TRAINING:
-            return about_evaluation(own)
+            return is_evaluation_text(own)
         function = self.script.function_of(call)
-        return function is not None and about_evaluation(function.name)
+        return function is not None and is_evaluation_text(function.name)
 
-    def iterates(self, loop: ast.For | ast.comprehension) -> ast.expr | None:
+    def loop_source(self, loop: ast.For | ast.comprehension) -> ast.expr | None:
         """What a loop runs over, without enumerate, tqdm and the like."""
         source: ast.expr = loop.iter
-        while isinstance(source, ast.Call) and self.loader(source) is None and source.args:
-            source = source.args[-1 if self.script.called(source) == "log_every" else 0]
+        while isinstance(source, ast.Call) and self.loader_of(source) is None and source.args:
+            source = source.args[-1 if self.script.call_name(source) == "log_every" else 0]
         return source
 
     # --- talking
@@ -223,36 +233,36 @@ class Facts:
         if "accelerate" not in {m.split(".")[0] for m in self.script.imported_modules}:
             return False
         return any(
-            self.script.called(origin) == "Accelerator" for origin in self.origins.of(node)
-        ) or self.script.dotted(node).endswith("accelerator")
+            self.script.call_name(origin) == "Accelerator" for origin in self.origins.of(node)
+        ) or self.script.dotted_name(node).endswith("accelerator")
 
     @cached_property
     def collectives(self) -> list[ast.Call]:
         """Every collective of the script, in the order of the text."""
         return [call for call in self.script.all(ast.Call) if self.is_collective(call)]
 
-    def talking(self, function: Function, depth: int = 3) -> ast.Call | None:
+    def entered_collective(self, function: Function, depth: int = 3) -> ast.Call | None:
         """A collective that a call of this function always enters, here or in what it calls."""
-        if (function, depth) not in self._talking:
-            self._talking[function, depth] = self._first_collective(function, depth)
-        return self._talking[function, depth]
+        if (function, depth) not in self._entered_collectives:
+            self._entered_collectives[function, depth] = self._first_collective(function, depth)
+        return self._entered_collectives[function, depth]
 
     def _first_collective(self, function: Function, depth: int) -> ast.Call | None:
         for call in self.script.calls_in(function):
             collective = self.is_collective(call)
-            inner = [f for f in self.local_functions(call) if f is not function and depth]
+            inner = [f for f in self.called_functions(call) if f is not function and depth]
             if not collective and not inner:
                 continue
-            if self._sometimes(call, function) or self.guards.of(call):
+            if self._is_conditional(call, function) or self.guards.local_guards(call):
                 continue
             if collective:
                 return call
-            for called in inner:
-                if found := self.talking(called, depth - 1):
+            for function_called in inner:
+                if found := self.entered_collective(function_called, depth - 1):
                     return found
         return None
 
-    def _sometimes(self, call: ast.Call, function: Function) -> bool:
+    def _is_conditional(self, call: ast.Call, function: Function) -> bool:
         """Under an `if` of the function that is not just "are there several processes"."""
         for above in self.script.ancestors(call):
             if above is function:
@@ -261,27 +271,27 @@ class Facts:
                 test = self.script.source(above.test)
                 if not re.search(r"world_size|is_initialized|is_available|distributed\b", test):
                     return True
-                if self.script.dotted(above.test) in {a.arg for a in function.args.args}:
+                if self.script.dotted_name(above.test) in {a.arg for a in function.args.args}:
                     return True  # a flag that the caller sets
             if isinstance(above, ast.Lambda | ast.ExceptHandler):
                 return True
         return False
 
-    def local_functions(self, call: ast.Call) -> list[Function]:
+    def called_functions(self, call: ast.Call) -> list[Function]:
         """The functions of this script that a plain call `f(...)` calls."""
         if isinstance(call.func, ast.Name):
             return self.script.functions.get(call.func.id, [])
         return []
 
     @cached_property
-    def reductions(self) -> list[ast.Call]:
+    def reduction_calls(self) -> list[ast.Call]:
         """Calls that bring values of all ranks together, by their name."""
-        return [c for c in self.script.all(ast.Call) if REDUCING.search(self.script.called(c))]
+        return [c for c in self.script.all(ast.Call) if REDUCING.search(self.script.call_name(c))]
 
     # --- training
 
     @cached_property
-    def backwards(self) -> list[ast.Call]:
+    def backward_calls(self) -> list[ast.Call]:
         """Calls of `.backward()`, `accelerator.backward(loss)` and the like."""
         return list(self.script.calls_named("backward"))
 
@@ -289,8 +299,8 @@ class Facts:
     def training_loops(self) -> list[ast.For | ast.While]:
         """The innermost loops around each backward: one turn is one step."""
         found: list[ast.For | ast.While] = []
-        for call in self.backwards:
-            loop = next(self.script.loops_around(call), None)
+        for call in self.backward_calls:
+            loop = next(self.script.enclosing_loops(call), None)
             if loop is not None and loop not in found:
                 found.append(loop)
         return found
