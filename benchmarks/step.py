@@ -32,7 +32,7 @@ from instep.distributed.communication.transport import transport
 from instep.process.patching import Patched
 from instep.training.reducer import Backward as Collected
 from instep.training.reducer import Reducer, collecting
-from instep.unedited.patch_table import DIVISION
+from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.backward import backward as divided_backward
 from machine import machine, ratios, shown
@@ -76,7 +76,9 @@ def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
 
 def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
     """What `instep run` does to a script that knows nothing of it: the batch is whole."""
-    Patched(patch for patch in DIVISION if patch.owner not in (nn.Module, torch.autograd))
+    Patched(
+        patch for patch in SHARDED_CALL_PATCHES if patch.owner not in (nn.Module, torch.autograd)
+    )
     call = nn.Module.__call__
 
     def backward(loss: Tensor) -> None:

@@ -23,7 +23,7 @@ from instep.distributed.communication.transport import transport
 from instep.errors import MixedSumsError
 from instep.process.patching import Patched
 from instep.training.blocks import Block
-from instep.unedited.patch_table import DIVISION
+from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules, sharded_output
 from instep.unedited.sharded_call.random_numbers import WholeDraws
 from instep.unedited.sharded_call.rank_mismatch import told_apart
@@ -59,7 +59,7 @@ LARGE = {
 def unedited(log: Log, training: Training, is_divided: bool) -> None:
     """Play `training` as `instep run` would: divided where there are other ranks."""
     ranks = torch.distributed.is_initialized()
-    patched = Patched(DIVISION if ranks else ())
+    patched = Patched(SHARDED_CALL_PATCHES if ranks else ())
     modules.forget()
     sharded_output.LARGE = LARGE.get(training.__name__, 2**20)
     try:
@@ -1064,7 +1064,7 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
 def dividing() -> Iterator[io.StringIO]:
     """Inside, module calls are divided; gives what is said about it."""
     log = io.StringIO()
-    patched = Patched(DIVISION)
+    patched = Patched(SHARDED_CALL_PATCHES)
     modules.forget()
     try:
         with contextlib.redirect_stderr(log):

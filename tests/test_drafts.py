@@ -16,8 +16,8 @@ import torch
 
 from instep.unedited.files import os_functions
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 from test_overlay import seen_through
 
 
@@ -34,14 +34,14 @@ def rank0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with seen_through(Keeper(Layer(str(tmp_path / "before")))):
+    with seen_through(Rank0Files(Layer(str(tmp_path / "before")))):
         yield folder
     assert not [*folder.rglob(".instep*")]
 
 
 @pytest.fixture
-def rank1(tmp_path: Path) -> Shadow:
-    return Shadow(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+def rank1(tmp_path: Path) -> OverlayFiles:
+    return OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
 
 
 def test_a_save_that_fails_leaves_the_old_file(rank0: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_file_that_may_not_be_written_is_not_replaced(rank0: Path) -> None:
     assert torch.load("model.pt") == 1
 
 
-def test_other_ranks_see_the_old_one_and_no_draft(rank0: Path, rank1: Shadow) -> None:
+def test_other_ranks_see_the_old_one_and_no_draft(rank0: Path, rank1: OverlayFiles) -> None:
     with seen_through(None):
         torch.save(1, "model.pt")
-    with seen_through(Keeper(rank1.layers[1])):
+    with seen_through(Rank0Files(rank1.layers[1])):
         torch.save(2, "model.pt")
         with seen_through(rank1):
             assert (torch.load("model.pt"), os.listdir()) == (1, ["model.pt"])
@@ -129,7 +129,7 @@ KILLED = """
 {begin}
 import os, select, signal, sys, torch
 from instep.unedited import session
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 
 class Ends:
     def __reduce__(self):
@@ -138,7 +138,7 @@ class Ends:
         return int, (2,)
 
 def meet(flags):
-    with real():
+    with bypass_overlay():
         os.close(os.open("begun", flags))
 
 rank = session.current().world.rank

@@ -34,10 +34,10 @@ from torch.utils.data import (
 import instep
 from instep.errors import DisagreementError, LoadingError
 from instep.process.patching import Patched
-from instep.unedited.data.exchange_policy import Worth, pays
-from instep.unedited.data.generators import own_generator
+from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
+from instep.unedited.data.generators import find_generator
 from instep.unedited.data.loaders import iterate
-from instep.unedited.patch_table import DIVISION, LOADING
+from instep.unedited.patch_table import LOADER_PATCH, SHARDED_CALL_PATCHES
 from pool import ranks, run
 
 Pair = namedtuple("Pair", "x y")
@@ -423,16 +423,16 @@ def draw():
 
 
 def test_generators_of_a_data_sets_own_are_found():
-    assert own_generator(OwnGenerator()) == "self.transforms[0].rng"
-    assert own_generator(Counting(1, lambda index: draw() + index)) == "GENERATOR"
-    assert own_generator(Counting(1, partial(torch.rand, generator=torch.Generator()))) is not None
-    assert own_generator(Noisy()) is None
-    assert own_generator(Counting(1)) is None
+    assert find_generator(OwnGenerator()) == "self.transforms[0].rng"
+    assert find_generator(Counting(1, lambda index: draw() + index)) == "GENERATOR"
+    assert find_generator(Counting(1, partial(torch.rand, generator=torch.Generator()))) is not None
+    assert find_generator(Noisy()) is None
+    assert find_generator(Counting(1)) is None
     wrapped = Noisy()
     wrapped.rng = np.random.mtrand._rand
     wrapped.itself = wrapped
     wrapped.paths = [str(k) for k in range(10**5)]
-    assert own_generator(wrapped) is None
+    assert find_generator(wrapped) is None
 
 
 @ranks(2)
@@ -467,25 +467,25 @@ def test_a_data_set_with_a_hidden_state_gives_every_rank_the_same_and_a_line_say
 
 
 def test_own_rows_pay_when_loading_takes_longer_than_talking():
-    assert pays(seconds=0.32, nbytes=20_000_000, count=32, ranks=2)
-    assert not pays(seconds=0.001, nbytes=1000, count=32, ranks=2)
-    assert not pays(seconds=0.01, nbytes=20_000_000, count=32, ranks=8)
-    assert not pays(seconds=0.32, nbytes=1000, count=1, ranks=2)
+    assert is_exchange_faster(seconds=0.32, nbytes=20_000_000, count=32, ranks=2)
+    assert not is_exchange_faster(seconds=0.001, nbytes=1000, count=32, ranks=2)
+    assert not is_exchange_faster(seconds=0.01, nbytes=20_000_000, count=32, ranks=8)
+    assert not is_exchange_faster(seconds=0.32, nbytes=1000, count=1, ranks=2)
 
 
 def test_a_loader_is_judged_by_its_first_batches_and_tried_again_now_and_then():
-    cheap, costly = Worth(ranks=2, workers=0), Worth(ranks=2, workers=0)
-    for worth, seconds in ((cheap, 1e-4), (costly, 0.3)):
-        assert [worth.ask() for _ in range(3)] == [(True, True), (True, True), (True, False)]
+    cheap, costly = ExchangePolicy(ranks=2, workers=0), ExchangePolicy(ranks=2, workers=0)
+    for policy, seconds in ((cheap, 1e-4), (costly, 0.3)):
+        assert [policy.ask() for _ in range(3)] == [(True, True), (True, True), (True, False)]
         for first_is_slow in (1.0, 0.0, 0.0):
-            worth.learn(32, seconds + first_is_slow, 1000)
+            policy.learn(32, seconds + first_is_slow, 1000)
     assert [cheap.ask() for _ in range(3)] == [(True, True), (False, False), (False, False)]
     assert [costly.ask() for _ in range(3)] == [(True, True), (True, False), (True, False)]
     cheap.force(exchanging=True)
     costly.force(exchanging=False)
     assert [cheap.ask() for _ in range(2)] == [(True, False), (True, True)]
     assert [costly.ask() for _ in range(2)] == [(False, False), (False, False)]
-    alone = Worth(ranks=1, workers=0)
+    alone = ExchangePolicy(ranks=1, workers=0)
     assert [alone.ask() for _ in range(4)] == [(False, False)] * 4
 
 
@@ -559,7 +559,7 @@ def test_a_thread_of_the_scripts_may_fetch_batches_ahead():
 @ranks(2)
 def test_the_table_puts_it_into_torchs_own_loader():
     data = Counting(24, lambda index: torch.full((1 << 18,), float(index)))
-    put_in = Patched([LOADING])
+    put_in = Patched([LOADER_PATCH])
     try:
         loaded = [batch[:, 0].tolist() for batch in DataLoader(Subset(data, range(4, 24)), 10)]
     finally:
@@ -586,7 +586,7 @@ def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
         fresh()
         data = Embedded(7)
         expected = list(DataLoader(data, 4))
-        put_in = Patched([*DIVISION, LOADING])
+        put_in = Patched([*SHARDED_CALL_PATCHES, LOADER_PATCH])
         try:
             assert same(list(DataLoader(data, 4, **more)), expected)
         finally:

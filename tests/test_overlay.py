@@ -23,17 +23,17 @@ from instep.errors import UneditedError
 from instep.process.patching import Patched
 from instep.unedited.files import os_functions, overlay, rank0_files
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
-from instep.unedited.patch_table import FILES
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.patch_table import FILE_PATCHES
 
 NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 
 
 @contextmanager
-def seen_through(role: Keeper | Shadow | None) -> Iterator[None]:
+def seen_through(role: Rank0Files | OverlayFiles | None) -> Iterator[None]:
     """Run as this rank."""
-    patched = Patched(FILES)
+    patched = Patched(FILE_PATCHES)
     os_functions.play(role)
     try:
         yield
@@ -161,11 +161,11 @@ def test_every_rank_sees_what_one_process_would(tmp_path: Path, seed: int) -> No
     alone, shared = stocked(tmp_path / "alone"), stocked(tmp_path / "shared")
     oracle = story(seed, alone)
     before = Layer(str(tmp_path / "before"))
-    with seen_through(Keeper(before)):
+    with seen_through(Rank0Files(before)):
         assert story(seed, shared) == oracle
     left = {path: path.read_bytes() for path in sorted(shared.rglob("*")) if path.is_file()}
     for rank in (1, 2):
-        with seen_through(Shadow(Layer(str(tmp_path / f"rank{rank}")), before)):
+        with seen_through(OverlayFiles(Layer(str(tmp_path / f"rank{rank}")), before)):
             assert story(seed, shared) == oracle
     assert {p: p.read_bytes() for p in sorted(shared.rglob("*")) if p.is_file()} == left
 
@@ -176,7 +176,9 @@ def rank1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with seen_through(Shadow(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))):
+    with seen_through(
+        OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+    ):
         yield folder
     assert [*folder.iterdir()] == []
 
@@ -230,7 +232,7 @@ def test_old_checkpoints_are_read_from_rank_0(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(overlay, "SAVED_BYTES", 1)
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
-    for role in (Keeper(before), Shadow(own, before)):
+    for role in (Rank0Files(before), OverlayFiles(own, before)):
         with seen_through(role):
             for epoch in range(3):
                 save(epoch, f"{epoch}.pt")
@@ -250,10 +252,10 @@ def test_what_was_too_large_to_keep_is_an_error_and_never_other_content(
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
     write("large", "w", "old")
     write("other", "w", "old!")
-    with seen_through(Keeper(before)):
+    with seen_through(Rank0Files(before)):
         for name in ("large", "other"):
             write(name, "w", "something new")
-    with seen_through(Shadow(own, before)):
+    with seen_through(OverlayFiles(own, before)):
         assert [os.path.getsize(name) for name in ("large", "other")] == [3, 4]
         with pytest.raises(UneditedError, match="after rank 0 has written over it"):
             read("large")
@@ -269,7 +271,7 @@ def test_a_folder_on_the_way_keeps_its_mode(tmp_path: Path) -> None:
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
     folder = tmp_path / "folder"
     folder.mkdir(mode=0o700)
-    with seen_through(Shadow(own, before)):
+    with seen_through(OverlayFiles(own, before)):
         write(f"{folder}/file", "w", "x")
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert os.listdir(folder) == ["file"]
@@ -324,15 +326,15 @@ def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
             both = Barrier(2)
 
             def rank0(before: Layer = before, both: Barrier = both) -> None:
-                keeper = Keeper(before)
+                keeper = Rank0Files(before)
                 both.wait()
                 keeper.keep("file", follow=False)
                 os.rename("file", "moved")
 
-            def rank1(shadow: Shadow, both: Barrier = both) -> str:
+            def rank1(shadow: OverlayFiles, both: Barrier = both) -> str:
                 both.wait()
                 return read(shadow.writable("file", os.O_RDWR))
 
-            moves, seen = pool.submit(rank0), pool.submit(rank1, Shadow(own, before))
+            moves, seen = pool.submit(rank0), pool.submit(rank1, OverlayFiles(own, before))
             moves.result()
             assert seen.result() == f"{number}"

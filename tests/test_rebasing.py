@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from instep.unedited.files.generations import Generations, before_of
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes.rebasing import Command, Rebasing
 from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
 
@@ -23,8 +23,8 @@ class Ranks:
         shared = str(folder / "layers")
         os.makedirs(f"{shared}/rank1")
         layers = Generations(f"{shared}/rank1", shared)
-        keeper = Keeper(before_of(shared, 0))
-        shadow = Shadow(layers.own, layers.before)
+        keeper = Rank0Files(before_of(shared, 0))
+        shadow = OverlayFiles(layers.own, layers.before)
         self.roles = (keeper, shadow)
         self.sides = [Rebasing(keeper, shared, None), Rebasing(shadow, shared, layers)]
 

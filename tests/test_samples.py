@@ -1,4 +1,4 @@
-"""What samples of an unedited script are made of, how they travel, and whether that pays. Pure."""
+"""The samples of an unedited script: schemas, packing, and when exchanging them is faster."""
 
 import functools
 import math
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from instep.unedited.data import sample_schema
-from instep.unedited.data.exchange_policy import Worth, pays
-from instep.unedited.data.generators import own_generator
-from instep.unedited.data.packed_samples import CannotTravelError, pack, unpack
+from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
+from instep.unedited.data.generators import find_generator
+from instep.unedited.data.packed_samples import CannotPackError, pack, unpack
 
 # ----------------------------------------------------------------------------- their kinds
 
@@ -51,11 +51,13 @@ def same(one, other):
 
 def test_samples_of_one_kind_are_found_again_in_what_they_were_collated_to():
     samples = [sample(k) for k in range(3)]
-    kind = sample_schema.common_kind(samples)
+    kind = sample_schema.common_schema(samples)
     whole = default_collate(samples)
-    assert same(sample_schema.collated_of(kind, sample_schema.leaves_of(kind, whole)), whole)
+    assert same(
+        sample_schema.unflatten_collated(kind, sample_schema.flatten_collated(kind, whole)), whole
+    )
     for row, expected in enumerate(samples):
-        found = sample_schema.sample_of(kind, sample_schema.leaves_of(kind, whole), row)
+        found = sample_schema.extract_sample(kind, sample_schema.flatten_collated(kind, whole), row)
         assert same(found, expected)
         found["image"].zero_()
         found["array"][:] = 9
@@ -110,13 +112,13 @@ UNKNOWN = [
 
 def test_kinds_are_equal_where_default_collate_would_do_the_same():
     for pair in ALIKE:
-        assert sample_schema.common_kind(pair) == sample_schema.kind_of(pair[0])
+        assert sample_schema.common_schema(pair) == sample_schema.schema_of(pair[0])
     for pair in DIFFERENT:
-        assert sample_schema.common_kind(pair) is None
-        assert None not in map(sample_schema.kind_of, pair)
+        assert sample_schema.common_schema(pair) is None
+        assert None not in map(sample_schema.schema_of, pair)
     for value in UNKNOWN:
-        assert sample_schema.common_kind([value, value]) is None
-    assert sample_schema.common_kind([]) is None
+        assert sample_schema.common_schema([value, value]) is None
+    assert sample_schema.common_schema([]) is None
 
 
 # --------------------------------------------------------------------------------- packed
@@ -157,9 +159,9 @@ def test_what_arrives_may_be_written_to_without_touching_its_neighbour():
 
 
 def test_the_memory_lies_beside_the_pickle_in_whole_cache_lines():
-    parcel = pack([torch.ones(1000), np.ones(1000)])
-    assert len(parcel.pickled) < 1000
-    assert len(parcel.memory) == 4032 + 8000
+    packed = pack([torch.ones(1000), np.ones(1000)])
+    assert len(packed.pickled) < 1000
+    assert len(packed.memory) == 4032 + 8000
 
 
 def test_digests_are_equal_for_equal_values():
@@ -169,11 +171,11 @@ def test_digests_are_equal_for_equal_values():
 
 
 def test_what_cannot_travel_says_why():
-    with pytest.raises(CannotTravelError, match="a tensor on meta"):
+    with pytest.raises(CannotPackError, match="a tensor on meta"):
         pack([torch.ones(1, device="meta")])
-    with pytest.raises(CannotTravelError, match="requires a gradient"):
+    with pytest.raises(CannotPackError, match="requires a gradient"):
         pack({"a": torch.ones(1, requires_grad=True)})
-    with pytest.raises(CannotTravelError, match=r"it does not pickle: .*lambda"):
+    with pytest.raises(CannotPackError, match=r"it does not pickle: .*lambda"):
         pack(lambda: 1)
 
 
@@ -237,60 +239,60 @@ class Drawing:
     ],
 )
 def test_a_generator_of_a_data_sets_own_is_found(dataset, where):
-    assert own_generator(dataset) == where
+    assert find_generator(dataset) == where
 
 
 def test_a_data_set_that_holds_itself_is_looked_at_once():
     dataset = Holding()
     dataset.me = [dataset]
-    assert own_generator(dataset) is None
+    assert find_generator(dataset) is None
 
 
-# ----------------------------------------------------------------------- whether it pays
+# ---------------------------------------------------------------------- is exchanging faster?
 
 
 def test_the_1st_2nd_4th_8th_batch_proves_it():
-    worth = Worth(ranks=2, workers=0)
-    asked = [worth.ask() for _ in range(9)]
+    policy = ExchangePolicy(ranks=2, workers=0)
+    asked = [policy.ask() for _ in range(9)]
     assert [proving for _, proving in asked] == [k in (1, 2, 4, 8) for k in range(1, 10)]
     assert all(exchanging for exchanging, _ in asked)
-    alone = Worth(ranks=1, workers=0)
+    alone = ExchangePolicy(ranks=1, workers=0)
     assert [alone.ask() for _ in range(3)] == [(False, False)] * 3
 
 
 def test_there_may_be_no_choice():
-    worth = Worth(ranks=2, workers=0)
-    worth.force(exchanging=False)
-    assert worth.ask() == (False, False)
-    worth = Worth(ranks=2, workers=0)
-    worth.force(exchanging=True)
+    policy = ExchangePolicy(ranks=2, workers=0)
+    policy.force(exchanging=False)
+    assert policy.ask() == (False, False)
+    policy = ExchangePolicy(ranks=2, workers=0)
+    policy.force(exchanging=True)
     for _ in range(4):
-        worth.learn(10, 0.0, 10)  # would not pay
-    assert worth.ask() == (True, True)
+        policy.learn(10, 0.0, 10)  # would not pay
+    assert policy.ask() == (True, True)
 
 
 def test_three_batches_are_timed_and_the_best_counts():
-    slow, quick = Worth(ranks=2, workers=0), Worth(ranks=2, workers=0)
-    for worth, seconds in ((slow, [9.0, 0.1, 9.0]), (quick, [9.0, 9.0, 1e-4])):
+    slow, quick = ExchangePolicy(ranks=2, workers=0), ExchangePolicy(ranks=2, workers=0)
+    for policy, seconds in ((slow, [9.0, 0.1, 9.0]), (quick, [9.0, 9.0, 1e-4])):
         for taken in seconds:
-            assert worth.exchanging
-            worth.learn(0, 0.0, 0)  # an empty batch tells nothing
-            worth.learn(10, taken, 100)
+            assert policy.exchanging
+            policy.learn(0, 0.0, 0)  # an empty batch tells nothing
+            policy.learn(10, taken, 100)
     assert slow.exchanging
     assert not quick.exchanging
     assert [quick.ask() for _ in range(3)] == [(True, True), (True, True), (False, False)]
 
 
 def test_the_largest_batch_and_the_workers_count():
-    large = Worth(ranks=2, workers=0)
+    large = ExchangePolicy(ranks=2, workers=0)
     for nbytes in (10**9, 1, 1):
         large.learn(10, 0.1, nbytes)
     assert not large.exchanging
     for workers, pays_still in ((4, True), (60, False)):
-        worth = Worth(ranks=2, workers=workers)
+        policy = ExchangePolicy(ranks=2, workers=workers)
         for _ in range(3):
-            worth.learn(10, 0.1, 1)
-        assert worth.exchanging == pays_still
+            policy.learn(10, 0.1, 1)
+        assert policy.exchanging == pays_still
 
 
 @given(
@@ -301,4 +303,4 @@ def test_the_largest_batch_and_the_workers_count():
 )
 def test_it_pays_where_the_loading_saved_is_longer_than_the_exchange(seconds, nbytes, count, size):
     saved = seconds * (1 - math.ceil(count / size) / count)
-    assert pays(seconds, nbytes, count, size) == (saved > 1e-3 + nbytes * 1e-9)
+    assert is_exchange_faster(seconds, nbytes, count, size) == (saved > 1e-3 + nbytes * 1e-9)

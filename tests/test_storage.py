@@ -26,15 +26,15 @@ print("right")
 """
 KEEPS = """
 import os
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.overlay import OverlayFiles
 from instep.errors import UneditedError
 
 before = Layer(os.path.join(os.environ["TMPDIR"], "before"))
 for name in "large", "small":
-    Keeper(before).keep(name)
-seen = Shadow(Layer("rank1"), before)
+    Rank0Files(before).keep(name)
+seen = OverlayFiles(Layer("rank1"), before)
 assert open(seen.readable("small")).read() == "content"
 assert os.path.getsize(seen.place("large")) == 2 << 20
 try:

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from instep.unedited.files import landlock
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 from test_overlay import read, seen_through
 
 
@@ -32,7 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made = tmp_path / "folder"
     made.mkdir()
     monkeypatch.chdir(made)
-    with seen_through(Shadow(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))):
+    with seen_through(
+        OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+    ):
         os.mkdir("run")
         yield made
     assert [*made.iterdir()] == []
@@ -151,12 +153,12 @@ def test_rank_0_keeps_what_these_overwrite(tmp_path: Path) -> None:
     before = Layer(str(tmp_path / "before"))
     path = str(tmp_path / "t.db")
     sqlite3.connect(path).close()
-    with seen_through(Keeper(before)):
+    with seen_through(Rank0Files(before)):
         table = sqlite3.dbapi2.connect(path)
         with table:
             table.execute("create table numbers (n)")
         table.close()
-    with seen_through(Shadow(Layer(str(tmp_path / "rank1")), before)):
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
         assert os.path.getsize(path) == 0
 
 

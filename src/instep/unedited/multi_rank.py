@@ -29,10 +29,10 @@ from instep.process.procfs import boot_id
 from instep.process.tracebacks import in_words
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_protection
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.generations import Generations, before_of
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
 from instep.unedited.processes.rebasing import Rebasing
 from instep.unedited.rank0_relay import Relay
@@ -54,7 +54,7 @@ class Facts:
     """For this job's layers, on that host."""
 
 
-class Together:
+class MultiRankSession:
     """Everything that is in place from `begin` to `end`."""
 
     def __init__(self, claimed: opt_out.Claimed) -> None:
@@ -229,14 +229,14 @@ class _Folder:
 
         client.remove_afterwards(self._own, self._shared)
 
-    def role(self) -> Keeper | Shadow:
+    def role(self) -> Rank0Files | OverlayFiles:
         """This rank's way with files."""
         if self._layers is not None:
-            return Shadow(self._layers.own, self._layers.before)
+            return OverlayFiles(self._layers.own, self._layers.before)
         assert self._shared is not None
-        return Keeper(before_of(self._shared, 0))
+        return Rank0Files(before_of(self._shared, 0))
 
-    def rebasing(self, role: Keeper | Shadow) -> Rebasing:
+    def rebasing(self, role: Rank0Files | OverlayFiles) -> Rebasing:
         """What the files are after a command."""
         return Rebasing(role, self._shared, self._layers)
 
@@ -253,7 +253,7 @@ class _Folder:
 
     def leave(self) -> None:
         """Remove what is this rank's, and what is everybody's after the last one."""
-        with real():
+        with bypass_overlay():
             shutil.rmtree(self._own, ignore_errors=True)
             if self._shared is not None and not [*Path(self._shared).glob("rank*")]:
                 shutil.rmtree(self._shared, ignore_errors=True)

@@ -24,10 +24,10 @@ from instep.process.patching import Patch, Patched
 from instep.unedited import devices, opt_out, std_streams
 from instep.unedited.files import libraries, listings, os_functions
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.processes import children, popen
 from instep.unedited.sharded_call import backward, batch_statistics, checkpointing, losses, modules
-from instep.unedited.single_rank import LOADING, SEEDING
+from instep.unedited.single_rank import LOADER_PATCH, SEED_PATCHES
 
 _SEEN = "each rank sees the files as one process would have left them"
 _ONCE = "rank 0 changes the files, the others what they see of them"
@@ -41,7 +41,7 @@ _LEFT = "a script that is distributed already is left alone"
 _HIDDEN = "the script knows of one process"
 _REFUSED = "training processes of the script's own cannot be divided"
 
-FILES = (
+FILE_PATCHES = (
     Patch(builtins, "open", os_functions.open_, _ONCE),
     Patch(io, "open", os_functions.open_, _ONCE),
     Patch("tarfile", "bltn_open", os_functions.open_, _ONCE),
@@ -191,7 +191,7 @@ GUARDS = (
     ),
 )
 
-DIVISION: tuple[Patch, ...] = (
+SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     Patch(nn.Module, "__call__", modules.call, "the outermost call of a module is divided"),
     Patch(torch.autograd, "backward", backward.backward, "sums over ranks travel meanwhile"),
     Patch(
@@ -226,7 +226,7 @@ DIVISION: tuple[Patch, ...] = (
 )
 """What divides the calls of modules."""
 
-DEVICES = tuple(
+DEVICE_PATCHES = tuple(
     Patch(owner, name, devices.on_own(*arguments), "a rank has one device, its own")
     for owner, name, arguments in (
         (nn.DataParallel, "__init__", ("device_ids", "output_device")),
@@ -240,8 +240,16 @@ DEVICES = tuple(
 """What lets scripts for several devices of one host run on one."""
 
 PATCHES: tuple[Patch, ...] = (
-    *(*FILES, *STREAMS, *SIGNALS, *CHILDREN, *GUARDS, *DIVISION, *DEVICES),
-    *(LOADING, *SEEDING),
+    *(
+        *FILE_PATCHES,
+        *STREAMS,
+        *SIGNALS,
+        *CHILDREN,
+        *GUARDS,
+        *SHARDED_CALL_PATCHES,
+        *DEVICE_PATCHES,
+    ),
+    *(LOADER_PATCH, *SEED_PATCHES),
 )
 
 _put_in: list[Patched] = []
@@ -261,5 +269,5 @@ def undo() -> None:
 
 def see_files(own: Layer, before: Layer | None = None) -> None:
     """In a process that a rank spawned: see the files through these layers, as the rank does."""
-    os_functions.play(Shadow(own, before))
-    _put_in.append(Patched(FILES))
+    os_functions.play(OverlayFiles(own, before))
+    _put_in.append(Patched(FILE_PATCHES))

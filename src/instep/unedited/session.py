@@ -13,7 +13,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.unedited import launcher_env
 from instep.unedited.errors import UneditedError
-from instep.unedited.single_rank import Alone
+from instep.unedited.single_rank import SingleRankSession
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class Session:
     world: World
     seed: int
     """What torch, numpy and random were seeded with on every rank."""
-    alone: Alone | None = field(default=None, repr=False)
+    alone: SingleRankSession | None = field(default=None, repr=False)
     """What is in place in a world of one."""
     together: Any = field(default=None, repr=False)
     """What is in place in a world of more."""
@@ -51,7 +51,7 @@ def start() -> Session | None:
             hash_alike()
         launcher_env.narrow(world)
         if world.size == 1:
-            alone = Alone()
+            alone = SingleRankSession()
             _current = Session(world, alone.seed, alone=alone)
         else:
             _current = _together()
@@ -109,7 +109,7 @@ def say_left_alone(world: World, reason: str) -> None:
 
 
 def _together() -> Session:
-    together = import_module("instep.unedited.multi_rank").Together(stand_down)
+    together = import_module("instep.unedited.multi_rank").MultiRankSession(stand_down)
     return Session(together.world, together.seed, together=together)
 
 

@@ -16,7 +16,7 @@ def _iterate(original: Function, *args: Any, **kwargs: Any) -> Any:
     return import_module("instep.unedited.data.loaders").iterate(original, *args, **kwargs)
 
 
-LOADING = Patch(
+LOADER_PATCH = Patch(
     "torch.utils.data:DataLoader",
     "__iter__",
     _iterate,
@@ -24,7 +24,7 @@ LOADING = Patch(
 )
 
 _UNSEEDED = "a generator without a seed is the same on all ranks"
-SEEDING = (
+SEED_PATCHES = (
     Patch("numpy.random.bit_generator", "randbits", seeds.entropy, _UNSEEDED),
     Patch(random, "seed", seeds.reseed, _UNSEEDED),
     Patch("torch", "seed", seeds.reseed_torch, _UNSEEDED),
@@ -32,14 +32,14 @@ SEEDING = (
 )
 
 
-class Alone:
+class SingleRankSession:
     """Everything that is in place from the beginning to `end`."""
 
     def __init__(self) -> None:
         self.seed = seeds.draw()
         seeds.sow(self.seed)
         launcher_env.hide()
-        self._patched = Patched([LOADING, *SEEDING])
+        self._patched = Patched([LOADER_PATCH, *SEED_PATCHES])
 
     def end(self) -> None:
         """Everything is as it was."""

@@ -16,7 +16,7 @@ from instep.launch.worker import (
 from instep.unedited import session
 from instep.unedited.files import bypass
 
-real_files = bypass.real
+real_files = bypass.bypass_overlay
 failing, explain = session.failing, session.explain
 
 

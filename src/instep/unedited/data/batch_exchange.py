@@ -16,15 +16,15 @@ from instep.distributed.communication.transport import Pending
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
 from instep.training.blocks import Block
-from instep.unedited.data.packed_samples import Parcel, pack, unpack
-from instep.unedited.data.row_loading import Part, Plan
-from instep.unedited.data.sample_schema import Kind, collated_of, sample_of
+from instep.unedited.data.packed_samples import PackedSamples, pack, unpack
+from instep.unedited.data.row_loading import BatchPlan, LoadedRows
+from instep.unedited.data.sample_schema import SampleSchema, extract_sample, unflatten_collated
 from instep.unedited.errors import LoadingError
 
 T = TypeVar("T")
 
 
-class Way(Protocol):
+class ExchangeTransport(Protocol):
     """The part of a Transport that is needed here."""
 
     rank: int
@@ -47,7 +47,7 @@ class RowType:
 
 
 @dataclass(frozen=True)
-class Letter:
+class ExchangeHeader:
     """What a rank says about its rows before they travel."""
 
     digest: int | None = None
@@ -55,7 +55,7 @@ class Letter:
     count: int = 0
     seconds: float = 0.0
     nbytes: int = 0
-    kind: Kind | None = None
+    kind: SampleSchema | None = None
     leaves: list[Any] = field(default_factory=list)
     """Of collated samples: what the rows of each tensor are like, and each list of texts."""
     pickled: bytes = b""
@@ -67,10 +67,10 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Shared:
+class ExchangedBatch:
     """The whole batch, and what the ranks have learnt about it."""
 
-    letters: list[Letter]
+    headers: list[ExchangeHeader]
     collated: Any = None
     samples: list[Any] | None = None
     """Where it is yet to be collated."""
@@ -80,56 +80,56 @@ class Shared:
     @property
     def refusal(self) -> str:
         """Why the rows of some rank cannot travel: each has to load the whole batch."""
-        return next((letter.refusal for letter in self.letters if letter.refusal), "")
+        return next((header.refusal for header in self.headers if header.refusal), "")
 
     @property
     def proved(self) -> bool:
         """Whether the samples that two ranks have loaded came out the same."""
-        for rank, letter in enumerate(self.letters):
+        for rank, header in enumerate(self.headers):
             next_with_rows = (
-                other for other in self.letters[rank + 1 :] + self.letters if other.count
+                other for other in self.headers[rank + 1 :] + self.headers if other.count
             )
             theirs = next((other.first for other in next_with_rows), None)
-            if None not in (letter.witness, theirs) and letter.witness != theirs:
+            if None not in (header.witness, theirs) and header.witness != theirs:
                 return False
         return True
 
 
-def share(part: Part | Exception, plan: Plan, way: Way) -> Shared:
+def share(part: LoadedRows | Exception, plan: BatchPlan, way: ExchangeTransport) -> ExchangedBatch:
     """Exchange this rank's rows, or the error that came up in loading them. Collective.
 
     Raises DisagreementError where the ranks mean different batches.
     """
-    letters = way.all_gather_object(_letter_of(part, plan, way.rank))
-    check_same_batch(letters)
-    shared = Shared(letters, error=_first_error(letters, part, way.rank))
+    headers = way.all_gather_object(_header_of(part, plan, way.rank))
+    check_same_batch(headers)
+    shared = ExchangedBatch(headers, error=_first_error(headers, part, way.rank))
     if shared.error is not None or shared.refusal:
         return shared
-    assert isinstance(part, Part)
-    kind = _common_kind(letters)
+    assert isinstance(part, LoadedRows)
+    kind = _common_schema(headers)
     if kind is not None:
-        leaves = _whole_leaves(part, letters, plan, way)
-        return replace(shared, collated=collated_of(kind, leaves))
-    if any(letter.kind is not None for letter in letters):  # on some ranks only
-        part = Part(part.count, part.seconds, parcel=pack(_samples_of(part)))
-        letters = way.all_gather_object(_letter_of(part, plan, way.rank))
-    return replace(shared, samples=_all_samples(part, letters, way))
+        leaves = _whole_leaves(part, headers, plan, way)
+        return replace(shared, collated=unflatten_collated(kind, leaves))
+    if any(header.kind is not None for header in headers):  # on some ranks only
+        part = LoadedRows(part.count, part.seconds, packed=pack(_samples_of(part)))
+        headers = way.all_gather_object(_header_of(part, plan, way.rank))
+    return replace(shared, samples=_all_samples(part, headers, way))
 
 
-def _common_kind(letters: Sequence[Letter]) -> Kind | None:
+def _common_schema(headers: Sequence[ExchangeHeader]) -> SampleSchema | None:
     """What all samples of a batch are, where every rank has collated its own in the same way."""
-    found = {(letter.kind, _layout(letter)) for letter in letters if letter.count}
+    found = {(header.kind, _layout(header)) for header in headers if header.count}
     return next(iter(found))[0] if len(found) == 1 else None
 
 
-def end(way: Way) -> None:
+def end(way: ExchangeTransport) -> None:
     """This rank has no batch left. Raises DisagreementError where another has. Collective."""
-    check_same_batch(way.all_gather_object(Letter()))
+    check_same_batch(way.all_gather_object(ExchangeHeader()))
 
 
-def check_same_batch(letters: Sequence[Letter]) -> None:
+def check_same_batch(headers: Sequence[ExchangeHeader]) -> None:
     """Raise DisagreementError unless all ranks mean the same batch."""
-    seen = ranks_by([_batch_in_words(letter) for letter in letters])
+    seen = ranks_by([_batch_in_words(header) for header in headers])
     if len(seen) > 1:
         raise DisagreementError(
             "the samples of the next batch",
@@ -139,47 +139,47 @@ def check_same_batch(letters: Sequence[Letter]) -> None:
         )
 
 
-def _batch_in_words(letter: Letter) -> str:
-    return "none left" if letter.digest is None else f"samples with digest {letter.digest:08x}"
+def _batch_in_words(header: ExchangeHeader) -> str:
+    return "none left" if header.digest is None else f"samples with digest {header.digest:08x}"
 
 
-def _letter_of(part: Part | Exception, plan: Plan, rank: int) -> Letter:
+def _header_of(part: LoadedRows | Exception, plan: BatchPlan, rank: int) -> ExchangeHeader:
     digest = plan.digest()
     if isinstance(part, Exception):
         trace = traceback_of(part)
         error = part if arrives(part) else LoadingError(rank, type(part).__name__, trace)
-        return Letter(digest, error=pickle.dumps(error), trace=trace)
-    return Letter(
+        return ExchangeHeader(digest, error=pickle.dumps(error), trace=trace)
+    return ExchangeHeader(
         digest,
         part.count,
         part.seconds,
         _nbytes(part),
         part.kind,
         [_described(leaf) for leaf in part.leaves],
-        part.parcel.pickled if part.parcel else b"",
+        part.packed.pickled if part.packed else b"",
         part.refusal,
         part.first,
         part.witness,
     )
 
 
-def _nbytes(part: Part) -> int:
+def _nbytes(part: LoadedRows) -> int:
     tensors = [leaf for leaf in part.leaves if isinstance(leaf, Tensor)]
-    tensors += [part.parcel.memory] if part.parcel else []
+    tensors += [part.packed.memory] if part.packed else []
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _first_error(
-    letters: Sequence[Letter], mine: Part | Exception, my_rank: int
+    headers: Sequence[ExchangeHeader], mine: LoadedRows | Exception, my_rank: int
 ) -> Exception | None:
     """The error of the first rank that has one: of the first sample that cannot be loaded."""
-    rank = next((rank for rank, letter in enumerate(letters) if letter.error), None)
+    rank = next((rank for rank, header in enumerate(headers) if header.error), None)
     if rank is None:
         return None
     if rank == my_rank and isinstance(mine, Exception):
         return mine
-    error: Exception = pickle.loads(letters[rank].error)
-    error.add_note(f"On rank {rank}, which loaded it:\n\n{letters[rank].trace}")
+    error: Exception = pickle.loads(headers[rank].error)
+    error.add_note(f"On rank {rank}, which loaded it:\n\n{headers[rank].trace}")
     return error
 
 
@@ -201,14 +201,16 @@ def _rows_in_order(leaf: Tensor) -> Tensor:
     return leaf if dense and in_order else leaf.contiguous()
 
 
-def _layout(letter: Letter) -> tuple[RowType | None, ...]:
+def _layout(header: ExchangeHeader) -> tuple[RowType | None, ...]:
     """What the leaves of two ranks must have in common to be put together."""
-    return tuple(leaf if isinstance(leaf, RowType) else None for leaf in letter.leaves)
+    return tuple(leaf if isinstance(leaf, RowType) else None for leaf in header.leaves)
 
 
-def _whole_leaves(part: Part, letters: Sequence[Letter], plan: Plan, way: Way) -> Iterator[Any]:
+def _whole_leaves(
+    part: LoadedRows, headers: Sequence[ExchangeHeader], plan: BatchPlan, way: ExchangeTransport
+) -> Iterator[Any]:
     """The leaves of the whole batch: rows of tensors travel, each rank's to its place."""
-    given = [letter.leaves for letter in letters if letter.count]
+    given = [header.leaves for header in headers if header.count]
     for k, (first, *rest) in enumerate(zip(*given, strict=True)):
         if isinstance(first, RowType):
             yield _whole_tensor(first, part.leaves[k] if part.count else None, plan, way)
@@ -216,7 +218,9 @@ def _whole_leaves(part: Part, letters: Sequence[Letter], plan: Plan, way: Way) -
             yield sum(rest, first)
 
 
-def _whole_tensor(row: RowType, mine: Tensor | None, plan: Plan, way: Way) -> Tensor:
+def _whole_tensor(
+    row: RowType, mine: Tensor | None, plan: BatchPlan, way: ExchangeTransport
+) -> Tensor:
     place, per_row = plan.place, prod(row.shape)
     if per_row == 0:
         return torch.empty((place.total, *row.shape), dtype=row.dtype)
@@ -228,7 +232,7 @@ def _whole_tensor(row: RowType, mine: Tensor | None, plan: Plan, way: Way) -> Te
     return whole
 
 
-def _fill(whole: Tensor, starts: Sequence[int], way: Way) -> None:
+def _fill(whole: Tensor, starts: Sequence[int], way: ExchangeTransport) -> None:
     """Let rank r's elements, from `starts[r]` on, be rank r's on every rank."""
     size = whole.itemsize
     memory = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
@@ -245,24 +249,26 @@ def _fill(whole: Tensor, starts: Sequence[int], way: Way) -> None:
 # --------------------------------------------------------------------- samples, not yet collated
 
 
-def _samples_of(part: Part) -> list[Any]:
-    if part.parcel is not None:
-        samples: list[Any] = unpack(part.parcel)
+def _samples_of(part: LoadedRows) -> list[Any]:
+    if part.packed is not None:
+        samples: list[Any] = unpack(part.packed)
         return samples
     kind = part.kind
     if kind is None:
         return []
-    return [sample_of(kind, iter(part.leaves), row) for row in range(part.count)]
+    return [extract_sample(kind, iter(part.leaves), row) for row in range(part.count)]
 
 
-def _all_samples(part: Part, letters: Sequence[Letter], way: Way) -> list[Any]:
-    assert part.parcel is not None
-    sizes = [letter.nbytes for letter in letters]
+def _all_samples(
+    part: LoadedRows, headers: Sequence[ExchangeHeader], way: ExchangeTransport
+) -> list[Any]:
+    assert part.packed is not None
+    sizes = [header.nbytes for header in headers]
     starts = [sum(sizes[:rank]) for rank in range(way.size)]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    memory[starts[way.rank] :][: sizes[way.rank]] = part.parcel.memory
+    memory[starts[way.rank] :][: sizes[way.rank]] = part.packed.memory
     _fill(memory, starts, way)
     samples: list[Any] = []
-    for letter, start, size in zip(letters, starts, sizes, strict=True):
-        samples += unpack(Parcel(letter.pickled, memory[start : start + size]))
+    for header, start, size in zip(headers, starts, sizes, strict=True):
+        samples += unpack(PackedSamples(header.pickled, memory[start : start + size]))
     return samples

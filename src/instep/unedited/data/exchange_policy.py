@@ -1,4 +1,4 @@
-"""Whether it is worth while that each rank loads its own rows and the ranks exchange them.
+"""Whether it is policy while that each rank loads its own rows and the ranks exchange them.
 
 The numbers do not depend on it: whoever loads a sample, it is the same. That is tried now and then.
 All ranks judge by what all of them measured, so they judge alike.
@@ -15,7 +15,7 @@ _SECONDS_PER_BYTE = 1e-9
 
 
 @dataclass
-class Worth:
+class ExchangePolicy:
     """The judgement on one loader."""
 
     ranks: int
@@ -55,10 +55,12 @@ class Worth:
         self._bytes = max(self._bytes, nbytes / count)
         if self._tried == _TRIED and not self._forced:
             loading = self._seconds * count / max(1, self.workers)
-            self.exchanging = pays(loading, int(self._bytes * count), count, self.ranks)
+            self.exchanging = is_exchange_faster(
+                loading, int(self._bytes * count), count, self.ranks
+            )
 
 
-def pays(seconds: float, nbytes: int, count: int, ranks: int) -> bool:
+def is_exchange_faster(seconds: float, nbytes: int, count: int, ranks: int) -> bool:
     """Whether a rank that loads its part of a batch saves more than it costs to exchange it.
 
     Args:

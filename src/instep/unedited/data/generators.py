@@ -30,7 +30,7 @@ _ENTRIES = 16
 """How many entries of a list or dict."""
 
 
-def own_generator(dataset: object) -> str | None:
+def find_generator(dataset: object) -> str | None:
     """Where a data set keeps a random generator, such as "self.rng"; None: nowhere.
 
     Looks at attributes, entries of containers, and what functions and methods refer to, so far as

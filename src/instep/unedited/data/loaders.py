@@ -23,21 +23,21 @@ from instep.process import settings
 from instep.training.blocks import Block
 from instep.training.randomness import draws_nothing
 from instep.training.shards import ShardedLoader
-from instep.unedited.data.batch_exchange import Shared, Way, end, share
-from instep.unedited.data.exchange_policy import Worth
-from instep.unedited.data.generators import own_generator
+from instep.unedited.data.batch_exchange import ExchangedBatch, ExchangeTransport, end, share
+from instep.unedited.data.exchange_policy import ExchangePolicy
+from instep.unedited.data.generators import find_generator
 from instep.unedited.data.row_loading import (
-    Part,
-    Plan,
-    Requests,
-    Rows,
-    Samples,
-    WorkerStart,
+    BatchPlan,
+    LoadedRows,
+    LoadedSamples,
+    RowBatchSampler,
+    RowDataset,
+    WorkerInit,
     as_they_are,
     in_main_thread,
 )
 
-_worths: WeakKeyDictionary[DataLoader[Any], Worth] = WeakKeyDictionary()
+_policies: WeakKeyDictionary[DataLoader[Any], ExchangePolicy] = WeakKeyDictionary()
 _lanes = count(1)
 _told: WeakSet[DataLoader[Any]] = WeakSet()
 
@@ -58,21 +58,21 @@ def iterate(original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
     if not _by_rows(loader):
         return original(loader)
     way = transport()
-    worth = _worths.setdefault(loader, Worth(way.size, loader.num_workers))
+    policy = _policies.setdefault(loader, ExchangePolicy(way.size, loader.num_workers))
     loading = copy.copy(loader)
     vars(loading).update(
-        dataset=Rows(loader.dataset, loader.collate_fn),
-        batch_sampler=Requests(
-            loader.batch_sampler or (), loader.generator, Block(way.rank, way.size, 0), worth
+        dataset=RowDataset(loader.dataset, loader.collate_fn),
+        batch_sampler=RowBatchSampler(
+            loader.batch_sampler or (), loader.generator, Block(way.rank, way.size, 0), policy
         ),
         collate_fn=as_they_are,
     )
     if loader.num_workers:
-        loading.worker_init_fn = WorkerStart(loader.worker_init_fn)
+        loading.worker_init_fn = WorkerInit(loader.worker_init_fn)
     batches = original(loading)
     if loader.persistent_workers:
         loader._iterator = batches
-    return WholeBatches(batches, loader, worth)
+    return WholeBatchIterator(batches, loader, policy)
 
 
 def _by_rows(loader: DataLoader[Any]) -> bool:
@@ -96,7 +96,7 @@ def _by_rows(loader: DataLoader[Any]) -> bool:
         return False
     begun: Any = loader._iterator
     if begun is not None:
-        return isinstance(begun._index_sampler, Requests)
+        return isinstance(begun._index_sampler, RowBatchSampler)
     return not _draws_by_itself(loader)
 
 
@@ -109,7 +109,7 @@ def _in_bulk(dataset: object) -> bool:
 
 def _draws_by_itself(loader: DataLoader[Any]) -> bool:
     """Whether a sample depends on how many others its data set has loaded before it."""
-    found = own_generator(loader.dataset)
+    found = find_generator(loader.dataset)
     if found:
         _tell(loader, f"each rank loads all of it: it draws from a generator of its own ({found}).")
     return found is not None
@@ -123,32 +123,32 @@ def _tell(loader: DataLoader[Any], line: str) -> None:
     _told.add(loader)
 
 
-class WholeBatches:
+class WholeBatchIterator:
     """The batches of a loader, each put together from all ranks' rows of it.
 
     Whatever else is asked of it is torch's own iterator's.
     """
 
-    def __init__(self, batches: Any, loader: DataLoader[Any], worth: Worth) -> None:
+    def __init__(self, batches: Any, loader: DataLoader[Any], policy: ExchangePolicy) -> None:
         self._batches = batches
-        self._requests: Requests = self._batches._index_sampler
-        self._rows = Rows(loader.dataset, loader.collate_fn)
+        self._requests: RowBatchSampler = self._batches._index_sampler
+        self._rows = RowDataset(loader.dataset, loader.collate_fn)
         self._loader = loader
-        self._worth = worth
+        self._policy = policy
         self._lane = next(_lanes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
 
     @property
-    def _way(self) -> Way:
+    def _way(self) -> ExchangeTransport:
         """A thread of the script's meets the other ranks whenever it comes to it."""
         return transport() if in_main_thread() else Lane(self._lane)
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> WholeBatches:
+    def __iter__(self) -> WholeBatchIterator:
         return self
 
     def __next__(self) -> Any:
@@ -156,7 +156,7 @@ class WholeBatches:
         plan = self._requests.planned.popleft()
         if plan.shared:
             loaded = self._shared(loaded, plan)
-        if isinstance(loaded, Samples):
+        if isinstance(loaded, LoadedSamples):
             loaded = self._pinned(self._collated(loaded.samples, plan))
         if isinstance(loaded, Exception):
             try:
@@ -170,7 +170,7 @@ class WholeBatches:
         try:
             return next(self._batches)
         except StopIteration:
-            if self._worth.exchanging:
+            if self._policy.exchanging:
                 end(self._way)
             raise
         except Exception as error:
@@ -178,7 +178,7 @@ class WholeBatches:
                 raise
             return error
 
-    def _shared(self, loaded: Part | Exception, plan: Plan) -> Any:
+    def _shared(self, loaded: LoadedRows | Exception, plan: BatchPlan) -> Any:
         """The whole batch, pinned if that is asked for; or its samples; or an error."""
         shared = share(loaded, plan, self._way)
         if shared.error is not None:
@@ -187,10 +187,10 @@ class WholeBatches:
         if shared.refusal:
             return self._rows.__getitems__(plan.whole())
         if shared.samples is not None:
-            return Samples(shared.samples)
+            return LoadedSamples(shared.samples)
         return self._pinned(shared.collated)
 
-    def _collated(self, samples: list[Any], plan: Plan) -> Any:
+    def _collated(self, samples: list[Any], plan: BatchPlan) -> Any:
         if self._loader.num_workers:
             return self._rows.collated(samples, plan.whole())
         return self._loader.collate_fn(samples)
@@ -201,9 +201,9 @@ class WholeBatches:
         device = torch.accelerator.current_accelerator()
         return pin_memory(batch, device.type if device else None)
 
-    def _learn(self, shared: Shared, plan: Plan) -> None:
+    def _learn(self, shared: ExchangedBatch, plan: BatchPlan) -> None:
         if not shared.proved:
-            self._worth.force(exchanging=True)
+            self._policy.force(exchanging=True)
             _tell(
                 self._loader,
                 "its samples depend on who loads them, by a state or a random source of its own. "
@@ -211,9 +211,9 @@ class WholeBatches:
                 "--load whole every rank loads everything.",
             )
         if shared.refusal:
-            self._worth.force(exchanging=False)
+            self._policy.force(exchanging=False)
             line = f"each rank loads all of it: a sample cannot travel, {shared.refusal}."
             _tell(self._loader, line)
-        seconds = sum(letter.seconds for letter in shared.letters)
-        nbytes = sum(letter.nbytes for letter in shared.letters)
-        self._worth.learn(plan.place.total, seconds, nbytes)
+        seconds = sum(header.seconds for header in shared.headers)
+        nbytes = sum(header.nbytes for header in shared.headers)
+        self._policy.learn(plan.place.total, seconds, nbytes)

@@ -18,12 +18,12 @@ from torch import Tensor
 _ALIGNMENT = 64  # bytes; enough for every dtype
 
 
-class CannotTravelError(Exception):
+class CannotPackError(Exception):
     """A value that is not the same in another process, or does not get there."""
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedSamples:
     """A packed value."""
 
     pickled: bytes
@@ -37,30 +37,30 @@ class Parcel:
         return known.digest()
 
 
-def pack(value: object) -> Parcel:
+def pack(value: object) -> PackedSamples:
     """A value ready to travel.
 
     Dense CPU tensors and numeric arrays are copied as they lie, strides and all; the rest is
-    pickled. Raises CannotTravelError for what does not pickle, lies on another device or requires
+    pickled. Raises CannotPackError for what does not pickle, lies on another device or requires
     a gradient.
     """
     file = io.BytesIO()
     packer = _Packer(file)
     try:
         packer.dump(value)
-    except CannotTravelError:
+    except CannotPackError:
         raise
     except Exception as why:  # whatever the value's own code raises
-        raise CannotTravelError(f"it does not pickle: {why}") from why
+        raise CannotPackError(f"it does not pickle: {why}") from why
     memory = np.zeros(packer.size, dtype=np.uint8)  # the padding too: digests see it
     for start, piece in packer.pieces:
         memory[start : start + piece.size] = piece
-    return Parcel(file.getvalue(), torch.from_numpy(memory))
+    return PackedSamples(file.getvalue(), torch.from_numpy(memory))
 
 
-def unpack(parcel: Parcel) -> Any:
-    """The value again; its tensors and arrays lie in the parcel's memory, each in a part of it."""
-    return _Unpacker(parcel).load()
+def unpack(packed: PackedSamples) -> Any:
+    """The value again; its tensors and arrays lie in the packed's memory, each in a part of it."""
+    return _Unpacker(packed).load()
 
 
 class _Packer(pickle.Pickler):
@@ -90,9 +90,9 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, parcel: Parcel) -> None:
-        super().__init__(io.BytesIO(parcel.pickled))
-        self._memory = parcel.memory.numpy().data
+    def __init__(self, packed: PackedSamples) -> None:
+        super().__init__(io.BytesIO(packed.pickled))
+        self._memory = packed.memory.numpy().data
 
     def persistent_load(self, place: Any) -> object:
         """The tensor or array that the pickle has a place for."""
@@ -109,9 +109,9 @@ class _Unpacker(pickle.Unpickler):
 
 def _check_plain_data(tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
-        raise CannotTravelError(f"it holds a tensor on {tensor.device}")
+        raise CannotPackError(f"it holds a tensor on {tensor.device}")
     if tensor.requires_grad:
-        raise CannotTravelError("it holds a tensor that requires a gradient")
+        raise CannotPackError("it holds a tensor that requires a gradient")
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -23,15 +23,15 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from instep.distributed.communication.rank_local import apart
 from instep.training.blocks import Block
 from instep.training.randomness import GeneratorStates, mixed, seed_generators
-from instep.unedited.data.exchange_policy import Worth
-from instep.unedited.data.packed_samples import CannotTravelError, Parcel, pack
-from instep.unedited.data.sample_schema import Kind, common_kind, leaves_of
+from instep.unedited.data.exchange_policy import ExchangePolicy
+from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
+from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
 
 # --------------------------------------------------------------------------- what is asked for
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """Some consecutive samples of a batch."""
 
     seed: int
@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Who loads which rows of a batch."""
 
     seed: int
@@ -57,17 +57,17 @@ class Plan:
     proving: bool
     """Whether each rank loads one sample of another's as well."""
 
-    def request(self) -> Request:
+    def request(self) -> RowRequest:
         """What this rank loads."""
         if not self.shared:
             return self.whole()
         mine = self.indices[self.place.start : self.place.stop]
         witness = self._witness() if self.proving else None
-        return Request(self.seed, self.first + self.place.start, mine, False, witness)
+        return RowRequest(self.seed, self.first + self.place.start, mine, False, witness)
 
-    def whole(self) -> Request:
+    def whole(self) -> RowRequest:
         """All of the batch."""
-        return Request(self.seed, self.first, self.indices, True)
+        return RowRequest(self.seed, self.first, self.indices, True)
 
     def digest(self) -> int:
         """The same on ranks that mean the same samples; 0 where the indices do not tell."""
@@ -82,7 +82,7 @@ class Plan:
         return self.first + position, self.indices[position]
 
 
-class Requests:
+class RowBatchSampler:
     """A batch sampler that asks for this rank's rows of every batch of another one."""
 
     def __init__(
@@ -90,31 +90,31 @@ class Requests:
         batches: Iterable[Iterable[Any]],
         generator: torch.Generator | None,
         place: Block,
-        worth: Worth,
+        policy: ExchangePolicy,
     ) -> None:
-        self.planned: deque[Plan] = deque()
+        self.planned: deque[BatchPlan] = deque()
         """The batches that were asked for and not yet delivered, in the latest pass."""
         self.batches = batches
         self._generator = generator or torch.default_generator
         self._place = place
-        self._worth = worth
+        self._policy = policy
         self._asked = 0
 
     def __len__(self) -> int:
         assert isinstance(self.batches, Sized)
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RowRequest]:
         self.planned.clear()
         state = self._generator.get_state().numpy().tobytes()
         seed = int.from_bytes(blake2b(state, digest_size=7).digest(), "little")
         return self._requests(iter(self.batches), seed)
 
-    def _requests(self, batches: Iterator[Iterable[Any]], seed: int) -> Iterator[Request]:
+    def _requests(self, batches: Iterator[Iterable[Any]], seed: int) -> Iterator[RowRequest]:
         for batch in batches:
             indices = list(batch)
             place = Block(self._place.rank, self._place.size, len(indices))
-            plan = Plan(seed, self._asked, indices, place, *self._worth.ask())
+            plan = BatchPlan(seed, self._asked, indices, place, *self._policy.ask())
             self._asked += len(indices)
             self.planned.append(plan)
             yield plan.request()
@@ -124,24 +124,24 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Samples:
+class LoadedSamples:
     """The samples of a whole batch, loaded in this process and not yet collated."""
 
     samples: list[Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadedRows:
     """This rank's rows of a batch, ready to travel."""
 
     count: int
     seconds: float
     """How long loading them took."""
-    kind: Kind | None = None
+    kind: SampleSchema | None = None
     """What each of the samples is, where they are alike and default_collate has put them
     together: then `leaves` holds its tensors and lists."""
     leaves: list[Any] = field(default_factory=list)
-    parcel: Parcel | None = None
+    packed: PackedSamples | None = None
     """The samples, where they are not."""
     refusal: str = ""
     """Why they cannot travel."""
@@ -151,8 +151,8 @@ class Part:
     """A digest of a sample that another rank loads too."""
 
 
-class Rows(Dataset[Any]):
-    """A dataset that loads what a `Request` asks for, each sample from its own stream."""
+class RowDataset(Dataset[Any]):
+    """A dataset that loads what a `RowRequest` asks for, each sample from its own stream."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -160,22 +160,22 @@ class Rows(Dataset[Any]):
         self._draws: bool | None = None
         """Whether samples draw from the global generators, as far as this process knows."""
 
-    def __getitems__(self, request: Request) -> Any:
+    def __getitems__(self, request: RowRequest) -> Any:
         with apart():
             if not request.whole:
                 return self._part(request)
             samples = self._samples(request)
         if get_worker_info() is None:
-            return Samples(samples)
+            return LoadedSamples(samples)
         return self.collated(samples, request)
 
-    def collated(self, samples: list[Any], request: Request) -> Any:
+    def collated(self, samples: list[Any], request: RowRequest) -> Any:
         """The batch, where plain Python collates in a worker: from a stream of its own."""
         with _streams_of_samples():
             _begin_stream(request.seed, request.first, "collate")
             return self._collate(samples)
 
-    def _samples(self, request: Request) -> list[Any]:
+    def _samples(self, request: RowRequest) -> list[Any]:
         """Each from its own stream. Seeding costs more than many a sample, so first without."""
         if not in_main_thread():
             return [self._sample(index) for index in request.indices]
@@ -214,20 +214,20 @@ class Rows(Dataset[Any]):
             error.add_note(f"This was sample {index!r} of {type(self.dataset).__name__}.")
             raise
 
-    def _part(self, request: Request) -> Part:
+    def _part(self, request: RowRequest) -> LoadedRows:
         begun = perf_counter()
         samples = self._samples(request)
         seconds = perf_counter() - begun
-        kind = common_kind(samples) if self._collate is default_collate else None
+        kind = common_schema(samples) if self._collate is default_collate else None
         if kind is not None:
-            leaves = list(leaves_of(kind, default_collate(samples)))
+            leaves = list(flatten_collated(kind, default_collate(samples)))
             made: dict[str, Any] = {"kind": kind, "leaves": leaves}
         else:
-            made = _parcel_of(samples)
+            made = _packed_samples(samples)
         if request.witness is not None:
             made["first"] = _digest(samples[0]) if samples else None
             made["witness"] = self._witness(request.seed, *request.witness)
-        return Part(len(samples), seconds, **made)
+        return LoadedRows(len(samples), seconds, **made)
 
     def _witness(self, seed: int, number: int, index: Any) -> bytes | None:
         with _streams_of_samples():
@@ -237,17 +237,17 @@ class Rows(Dataset[Any]):
                 return None
 
 
-def _parcel_of(samples: list[Any]) -> dict[str, Any]:
+def _packed_samples(samples: list[Any]) -> dict[str, Any]:
     try:
-        return {"parcel": pack(samples)}
-    except CannotTravelError as why:
+        return {"packed": pack(samples)}
+    except CannotPackError as why:
         return {"refusal": str(why)}
 
 
 def _digest(sample: Any) -> bytes | None:
     try:
         return pack(sample).digest()
-    except CannotTravelError:
+    except CannotPackError:
         return None
 
 
@@ -275,7 +275,7 @@ def _begin_stream(*parts: object) -> None:
         seed_generators(mixed(*parts))
 
 
-class WorkerStart:
+class WorkerInit:
     """The user's worker_init_fn, which sees the user's dataset."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
@@ -285,7 +285,7 @@ class WorkerStart:
         """Called by torch in worker number `worker`, before it loads anything."""
         info = get_worker_info()
         assert info is not None
-        assert isinstance(info.dataset, Rows)
+        assert isinstance(info.dataset, RowDataset)
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch has it frozen
         if self._init is not None:
             self._init(worker)

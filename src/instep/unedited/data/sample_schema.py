@@ -14,26 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Kind = tuple[Any, ...]
+SampleSchema = tuple[Any, ...]
 """What two samples have in common that are alike: types, dtypes, shapes, keys. Comparable."""
 
 _NUMBERS = (int, float, bool)
 _TEXTS = (str, bytes)
 
 
-def common_kind(samples: Sequence[object]) -> Kind | None:
+def common_schema(samples: Sequence[object]) -> SampleSchema | None:
     """The kind of all of these samples; None where they differ, or where default_collate knows
     more about them than is known here.
     """
     if not samples:
         return None
-    kind = kind_of(samples[0])
-    if kind is None or any(kind_of(sample) != kind for sample in samples[1:]):
+    kind = schema_of(samples[0])
+    if kind is None or any(schema_of(sample) != kind for sample in samples[1:]):
         return None
     return kind
 
 
-def kind_of(sample: object) -> Kind | None:
+def schema_of(sample: object) -> SampleSchema | None:
     """What a sample is made of: plain tensors, arrays, numbers, texts in tuples, lists, dicts."""
     what = type(sample)
     if what in _NUMBERS or what in _TEXTS:
@@ -56,42 +56,44 @@ def kind_of(sample: object) -> Kind | None:
     return None
 
 
-def _nested(what: type, keys: tuple[Any, ...], children: Iterable[object]) -> Kind | None:
-    kinds = tuple(kind_of(child) for child in children)
+def _nested(what: type, keys: tuple[Any, ...], children: Iterable[object]) -> SampleSchema | None:
+    kinds = tuple(schema_of(child) for child in children)
     return None if None in kinds else (what, keys, kinds)
 
 
-def leaves_of(kind: Kind, collated: Any) -> Iterator[Any]:
+def flatten_collated(kind: SampleSchema, collated: Any) -> Iterator[Any]:
     """What default_collate made of each leaf of samples of this kind, in order."""
     if kind[0] in (tuple, list):
         for child, part in zip(kind[2], collated, strict=True):
-            yield from leaves_of(child, part)
+            yield from flatten_collated(child, part)
     elif kind[0] is dict:
         for key, child in zip(kind[1], kind[2], strict=True):
-            yield from leaves_of(child, collated[key])
+            yield from flatten_collated(child, collated[key])
     else:
         yield collated
 
 
-def collated_of(kind: Kind, leaves: Iterator[Any]) -> Any:
+def unflatten_collated(kind: SampleSchema, leaves: Iterator[Any]) -> Any:
     """What default_collate makes of samples of this kind, from its leaves."""
     if kind[0] in (tuple, list):
-        return [collated_of(child, leaves) for child in kind[2]]
+        return [unflatten_collated(child, leaves) for child in kind[2]]
     if kind[0] is dict:
         return {
-            key: collated_of(child, leaves) for key, child in zip(kind[1], kind[2], strict=True)
+            key: unflatten_collated(child, leaves)
+            for key, child in zip(kind[1], kind[2], strict=True)
         }
     return next(leaves)
 
 
-def sample_of(kind: Kind, leaves: Iterator[Any], row: int) -> Any:
+def extract_sample(kind: SampleSchema, leaves: Iterator[Any], row: int) -> Any:
     """The sample that became this row of the leaves."""
     what = kind[0]
     if what in (tuple, list):
-        return what(sample_of(child, leaves, row) for child in kind[2])
+        return what(extract_sample(child, leaves, row) for child in kind[2])
     if what is dict:
         return {
-            key: sample_of(child, leaves, row) for key, child in zip(kind[1], kind[2], strict=True)
+            key: extract_sample(child, leaves, row)
+            for key, child in zip(kind[1], kind[2], strict=True)
         }
     entry = next(leaves)[row]
     if what in _TEXTS:

@@ -1,4 +1,4 @@
-"""The way past the overlay: code in `with real():` sees and changes the files that are there."""
+"""Code in `with bypass_overlay():` sees and changes the files that are really there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _depth = _Depth()
 
 
 @contextmanager
-def real() -> Iterator[None]:
+def bypass_overlay() -> Iterator[None]:
     """In here, this thread's file calls are what they are without instep."""
     _depth.value += 1
     try:
@@ -24,6 +24,6 @@ def real() -> Iterator[None]:
         _depth.value -= 1
 
 
-def is_real() -> bool:
+def is_bypassed() -> bool:
     """Whether this thread is in there."""
     return _depth.value > 0

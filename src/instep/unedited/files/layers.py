@@ -18,7 +18,7 @@ GONE = ""
 """Where something lies that this layer says is not there."""
 
 _FOLDER, _MARK, _NEW, _RELEASED, _KEPT, _LOST = "d", "m", "o", "r", "k", "l"
-"""First letters of names below `marks`: a folder on the way to marks; the mark of what is gone; of
+"""First headers of names below `marks`: a folder on the way to marks; the mark of what is gone; of
 a folder that is new, so that nothing that lies below this layer is in it; of what lies where it
 lies without layers; of a folder that is here itself, not only on the way to what is; of a file
 whose content was too large to keep: what lies here has its size, mode and times only."""

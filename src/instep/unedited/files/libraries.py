@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from instep.distributed.communication.rank_local import apart
 from instep.process.patching import subclass
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.os_functions import (
     open_,
     os_open,
@@ -21,8 +21,8 @@ from instep.unedited.files.os_functions import (
     to_write,
     written_anew,
 )
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 
 Function = Callable[..., Any]
 
@@ -44,7 +44,7 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
 
 def _saved(path: Any) -> None:
     saver = role()
-    if isinstance(saver, Shadow):
+    if isinstance(saver, OverlayFiles):
         saver.saved(path)
 
 
@@ -133,7 +133,7 @@ def _database(name: str, is_uri: bool) -> str:
 
 def _with_journals(path: str) -> str:
     for journal in ("-journal", "-wal"):
-        if os.path.exists(path + journal) or isinstance(role(), Keeper):
+        if os.path.exists(path + journal) or isinstance(role(), Rank0Files):
             to_write(path + journal, _KEEP_CONTENT)
     return str(to_write(path, _KEEP_CONTENT))
 
@@ -158,7 +158,7 @@ def _environment(
     data, lock = (f"{name}/data.mdb", f"{name}/lock.mdb") if subdir else (name, f"{name}-lock")
     if kwargs.get("readonly"):
         place = to_read(data)
-        if isinstance(role(), Shadow):
+        if isinstance(role(), OverlayFiles):
             kwargs["lock"] = False  # it would write into rank 0's file
     else:
         if subdir and kwargs.get("create", True) and not os.path.isdir(name):
@@ -200,11 +200,11 @@ def reach(original: Function, self: Any, address: Any) -> Any:
 
 
 def _near(place: Any, do: Function) -> Any:
-    """A socket's path may have 107 letters only: `do` it with a short name of `place`."""
+    """A socket's path may have 107 headers only: `do` it with a short name of `place`."""
     folder, name = os.path.split(os.fsdecode(place))
     if len(os.fsencode(place)) < _SOCKET_PATH:
         return do(place)
-    with real():
+    with bypass_overlay():
         fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         return do(f"/proc/self/fd/{fd}/{name}")
@@ -229,6 +229,6 @@ def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
 
 def silent_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For wandb.init: on ranks other than 0, a run that is nowhere."""
-    silent = {"mode": "disabled"} if isinstance(role(), Shadow) else {}
+    silent = {"mode": "disabled"} if isinstance(role(), OverlayFiles) else {}
     with apart():  # rank 0 starts processes there that the others do not
         return original(*args, **kwargs | silent)

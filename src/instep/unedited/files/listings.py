@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.unedited.files.os_functions import answering, named
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 
 Function = Callable[..., Any]
 
@@ -19,14 +19,14 @@ def listdir(original: Function, path: Any = ".") -> Any:
     role = answering()
     with named(path):
         folder = _folder(path, role)
-        names = role.listed(folder) if isinstance(role, Shadow) else None
+        names = role.listed(folder) if isinstance(role, OverlayFiles) else None
     if names is not None:
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
     names = original(path)
-    return sorted(names) if isinstance(role, Keeper) and role.has_changed(folder) else names
+    return sorted(names) if isinstance(role, Rank0Files) and role.has_changed(folder) else names
 
 
-def _folder(path: Any, role: Keeper | Shadow | None) -> Any:
+def _folder(path: Any, role: Rank0Files | OverlayFiles | None) -> Any:
     """The path of what os.listdir and os.scandir are given, which may be a descriptor."""
     if path is None:
         return "."
@@ -107,11 +107,11 @@ def scandir(original: Function, path: Any = ".") -> Any:
         return original(path)
     with named(path):
         folder = _folder(path, role)
-        names = role.listed(folder) if isinstance(role, Shadow) else None
+        names = role.listed(folder) if isinstance(role, OverlayFiles) else None
     if names is not None:
         at, fd = os.fspath(folder), isinstance(path, int)
         return _Entries([Entry(at, name, by_descriptor=fd) for name in names])
-    if isinstance(role, Shadow) or not role.has_changed(folder):
+    if isinstance(role, OverlayFiles) or not role.has_changed(folder):
         return original(path)
     with original(path) as entries:
         return _Entries(sorted(entries, key=lambda entry: str(entry.name)))

@@ -17,30 +17,30 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-from instep.unedited.files.bypass import is_real, real
-from instep.unedited.files.overlay import Shadow
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.bypass import bypass_overlay, is_bypassed
+from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.files.whole_writes import drafted
 
 Function = Callable[..., Any]
 
 _mkdir = os.mkdir
-_roles: list[Keeper | Shadow] = []
+_roles: list[Rank0Files | OverlayFiles] = []
 
 
-def play(role: Keeper | Shadow | None) -> None:
+def play(role: Rank0Files | OverlayFiles | None) -> None:
     """From now on, file calls of this process go through `role`; None: they are what they are."""
     _roles[:] = [] if role is None else [role]
 
 
-def role() -> Keeper | Shadow | None:
+def role() -> Rank0Files | OverlayFiles | None:
     """What `play` was given last."""
     return _roles[0] if _roles else None
 
 
-def answering(*paths: object) -> Keeper | Shadow | None:
+def answering(*paths: object) -> Rank0Files | OverlayFiles | None:
     """Who answers for these paths; None: the original function does."""
-    if not _roles or is_real() or any(isinstance(path, int) for path in paths):
+    if not _roles or is_bypassed() or any(isinstance(path, int) for path in paths):
         return None
     return _roles[0]
 
@@ -87,7 +87,7 @@ def _takes_folders(function: Function) -> Function:
     return with_paths
 
 
-def _within(fd: int, path: Any, role: Keeper | Shadow) -> str:
+def _within(fd: int, path: Any, role: Rank0Files | OverlayFiles) -> str:
     """A path that is relative to this descriptor's folder."""
     text = os.fsdecode(path)
     if os.path.isabs(text):
@@ -100,7 +100,10 @@ def _within(fd: int, path: Any, role: Keeper | Shadow) -> str:
 
 
 def _steadily(
-    role: Shadow, find: Callable[[], str], use: Function, discard: Function = lambda result: None
+    role: OverlayFiles,
+    find: Callable[[], str],
+    use: Function,
+    discard: Function = lambda result: None,
 ) -> Any:
     """`use(find())`; again, elsewhere, if rank 0 has begun to change what was found meanwhile."""
     place = ""
@@ -123,30 +126,30 @@ def _steadily(
 def to_read(path: Any) -> Any:
     """Where a library that opens files by itself shall read `path`."""
     role = answering(path)
-    return role.readable(path) if isinstance(role, Shadow) else path
+    return role.readable(path) if isinstance(role, OverlayFiles) else path
 
 
 def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     """Where it shall write `path`. Raises what opening it with these flags would raise."""
     role = answering(path)
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(path)
-    return role.writable(path, flags) if isinstance(role, Shadow) else path
+    return role.writable(path, flags) if isinstance(role, OverlayFiles) else path
 
 
 def to_make(path: Any) -> Any:
     """Where it shall make `path`, which must not exist."""
     role = answering(path)
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(path, follow=False)
-    return role.new(path) if isinstance(role, Shadow) else path
+    return role.new(path) if isinstance(role, OverlayFiles) else path
 
 
 @contextmanager
 def written_anew(path: Any) -> Iterator[Any]:
     """Where it shall write all of `path`, whose old content stays until this block has ended."""
     role = answering(path)
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         with drafted(path, role) as draft:
             yield draft
     else:
@@ -162,9 +165,9 @@ def open_(
     """For `open`: whoever has an opener of his own calls os.open."""
     role = answering(file)
     given = opener or (args[5] if len(args) > 5 else None)
-    if isinstance(role, Keeper) and not {*"wax+"}.isdisjoint(mode):
+    if isinstance(role, Rank0Files) and not {*"wax+"}.isdisjoint(mode):
         role.keep(file)
-    if isinstance(role, Shadow) and given is None:
+    if isinstance(role, OverlayFiles) and given is None:
         return original(file, mode, *args[:5], opener=_opener, **kwargs)
     return original(file, mode, *args, opener=opener, **kwargs)
 
@@ -188,9 +191,9 @@ def os_open(
 ) -> Any:
     """For os.open."""
     role = answering(path)
-    if isinstance(role, Keeper) and flags & _CHANGES:
+    if isinstance(role, Rank0Files) and flags & _CHANGES:
         role.keep(path)
-    if not isinstance(role, Shadow):
+    if not isinstance(role, OverlayFiles):
         return original(path, flags, mode, dir_fd=dir_fd)
     with named(path):
         if not flags & _CHANGES:
@@ -218,7 +221,7 @@ def truncate(original: Function, path: Any, length: int) -> None:
 def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.stat and so on."""
     role = answering(path)
-    if not isinstance(role, Shadow):
+    if not isinstance(role, OverlayFiles):
         return original(path, *args, **kwargs)
     with named(path):
         follow = kwargs.get("follow_symlinks", True)
@@ -241,7 +244,7 @@ def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
 def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.lstat and os.readlink."""
     role = answering(path)
-    if not isinstance(role, Shadow):
+    if not isinstance(role, OverlayFiles):
         return original(path, *args, **kwargs)
     with named(path):
         return _steadily(
@@ -258,9 +261,9 @@ def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> An
 def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.mkdir, os.mkfifo and os.mknod."""
     role = answering(path)
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(path, follow=False)
-    if isinstance(role, Shadow):
+    if isinstance(role, OverlayFiles):
         with named(path):
             return original(role.new(path, folder=original is _mkdir), *args, **kwargs)
     return original(path, *args, **kwargs)
@@ -272,9 +275,9 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
     role = answering(dst)
     if role is not None:
         role.forget_links()
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(dst, follow=False)
-    if isinstance(role, Shadow):
+    if isinstance(role, OverlayFiles):
         with named(src, dst):
             return original(src, role.new(dst))
     return original(src, dst, *args, **kwargs)
@@ -286,9 +289,9 @@ def link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     role = answering(src, dst)
     if role is not None:
         role.forget_links()
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(dst, follow=False)
-    if not isinstance(role, Shadow):
+    if not isinstance(role, OverlayFiles):
         return original(src, dst, **kwargs)
     with named(src, dst):
         return role.link(src, dst)
@@ -299,9 +302,9 @@ def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.unlink and os.remove."""
     role = answering(path)
     with named(path):
-        if isinstance(role, Shadow) and role.unlink(path):
+        if isinstance(role, OverlayFiles) and role.unlink(path):
             return None
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(path, follow=False, unwritten=True)
         role.forget_links()
     return original(path, dir_fd=dir_fd)
@@ -312,9 +315,9 @@ def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
     """For os.rmdir."""
     role = answering(path)
     with named(path):
-        if isinstance(role, Shadow) and role.rmdir(path):
+        if isinstance(role, OverlayFiles) and role.rmdir(path):
             return None
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep(path, follow=False)
         role.forget_links()
     return original(path, dir_fd=dir_fd)
@@ -325,9 +328,9 @@ def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     """For os.rename and os.replace."""
     role = answering(src, dst)
     with named(src, dst):
-        if isinstance(role, Shadow) and role.rename(src, dst):
+        if isinstance(role, OverlayFiles) and role.rename(src, dst):
             return None
-    if isinstance(role, Keeper):
+    if isinstance(role, Rank0Files):
         role.keep_both(src, dst)
         role.forget_links()
     return original(src, dst, **kwargs)
@@ -337,7 +340,7 @@ def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
 def describe(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.chmod, os.utime and so on: what was there before keeps its mode and times."""
     role = answering(path)
-    if not isinstance(role, Shadow):
+    if not isinstance(role, OverlayFiles):
         return original(path, *args, **kwargs)
     with named(path):
         place = role.own(path, follow=kwargs.get("follow_symlinks", True))
@@ -369,14 +372,14 @@ def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
     role = answering(path)
     with named(path):
-        original(role.folder(path) if isinstance(role, Shadow) else path)
+        original(role.folder(path) if isinstance(role, OverlayFiles) else path)
 
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
     role = _roles[0] if _roles else None
     here: str = original()
-    return role.virtual(here) if isinstance(role, Shadow) else here
+    return role.virtual(here) if isinstance(role, OverlayFiles) else here
 
 
 def getcwdb(original: Function) -> bytes:
@@ -392,7 +395,7 @@ def temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
     folder = signature(original).bind(*args, **kwargs).arguments.get("dir")
     if not _roles or (folder is not None and os.fspath(folder) != tempfile.gettempdir()):
         return original(*args, **kwargs)
-    with real():
+    with bypass_overlay():
         made = original(*args, **kwargs)
     path = made if isinstance(made, str) else getattr(made, "name", None) or made[1]
     if isinstance(path, str):

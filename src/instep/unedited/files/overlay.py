@@ -15,7 +15,7 @@ SAVED_BYTES = 2 << 30
 """How much a rank's own checkpoints may take in all, but for the last one."""
 
 
-class Shadow(Paths):
+class OverlayFiles(Paths):
     """Any other rank: writes into a layer of its own."""
 
     def __init__(self, own: Layer, before: Layer | None) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.descriptors import OpenFolders
 from instep.unedited.files.layers import GONE, Layer
 
@@ -24,7 +24,7 @@ def on_real_files(method: Method) -> Method:
 
     @functools.wraps(method)
     def past_the_overlay(*args: Any, **kwargs: Any) -> Any:
-        with real():
+        with bypass_overlay():
             return method(*args, **kwargs)
 
     return past_the_overlay  # type: ignore[return-value]

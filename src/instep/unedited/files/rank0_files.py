@@ -14,7 +14,7 @@ KEPT_BYTES = 1 << 30
 """How much rank 0 keeps in all of what it writes over."""
 
 
-class Keeper(Paths):
+class Rank0Files(Paths):
     """Rank 0: changes the files, and keeps what was there before."""
 
     def __init__(self, before: Layer) -> None:

@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from instep.process.unfinished_files import DRAFTS, writing
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.paths import Path
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.rank0_files import Rank0Files
 
 
 @contextmanager
-def drafted(path: Path, keeper: Keeper) -> Iterator[str]:
+def drafted(path: Path, keeper: Rank0Files) -> Iterator[str]:
     """Where to write what shall be at `path` when this block ends without an exception.
 
     That is `path` itself where a rename would change more than the content: for what is no regular
     file or has a second name, and where this process may not make a folder beside it, or may not
     give the draft the owner of what is there.
     """
-    with real():
+    with bypass_overlay():
         target = os.path.realpath(os.fsdecode(path))
         if not _may_be_replaced(path, target, keeper):
             keeper.keep(path)
@@ -61,7 +61,7 @@ def _draft_of(target: str) -> str:
     return os.path.join(above, f"{DRAFTS}{os.getpid()}-{threading.get_native_id()}", name)
 
 
-def _has_folder(draft: str, keeper: Keeper) -> bool:
+def _has_folder(draft: str, keeper: Rank0Files) -> bool:
     """Make the folder of a draft; False where that cannot be done."""
     folder = os.path.dirname(draft)
     keeper.keep(folder, follow=False)  # no other rank shall see it
@@ -74,7 +74,7 @@ def _has_folder(draft: str, keeper: Keeper) -> bool:
     return True
 
 
-def _may_be_replaced(path: Path, target: str, keeper: Keeper) -> bool:
+def _may_be_replaced(path: Path, target: str, keeper: Rank0Files) -> bool:
     if any(keeper.is_spared(name) for name in (os.path.abspath(os.fsdecode(path)), target)):
         return False
     try:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from instep.process import storage
 from instep.process.tracebacks import in_words
 from instep.unedited.files import landlock
-from instep.unedited.files.bypass import real
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.paths import spared_folders
 
 _DENIED = re.compile(
@@ -39,7 +39,7 @@ def confine() -> None:
     """From now on the calling thread, and what it starts, may change no file of the user's."""
     if landlock.version() == 0 or _confined:
         return
-    with real():
+    with bypass_overlay():
         folders = [*_caches(), *_own, os.path.realpath(tempfile.gettempdir())]
         with suppress(OSError):
             os.makedirs(folders[0], mode=0o700, exist_ok=True)
@@ -73,7 +73,7 @@ def _explain_full_disk(error: BaseException, rank: int) -> None:
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if rank == 0 or not _own or not (is_full or _FULL.search(in_words(error))):
         return
-    with real():
+    with bypass_overlay():
         place = storage.said(_own[0])
     error.add_note(
         f"instep: rank {rank} keeps what the script writes below {place}. Let TMPDIR name a folder "

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from instep.process import PACKAGE_FOLDER
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
-from instep.unedited.files.bypass import real
-from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.processes.rebasing import Command, Rebasing
 from instep.unedited.rank0_relay import Relay
 
@@ -87,7 +87,7 @@ def asked(command: object, handles: Iterable[int] = (), folder: object = None) -
     text = repr(command) if folder is None else f"{command!r} in {os.fspath(folder)!r}"  # type: ignore[call-overload]
     if not in_main:
         relay = relay.lane(f"command/{hashlib.sha256(text.encode()).hexdigest()}")
-    with real():
+    with bypass_overlay():
         named = Command(rebasing, f"{text} {os.getcwd()}", handles, rebases=in_main)
     return Asked(relay, text, named, in_main)
 
@@ -289,7 +289,7 @@ def preparation_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
     role = os_functions.role()
-    if not _means or not isinstance(role, Shadow):
+    if not _means or not isinstance(role, OverlayFiles):
         return data
     return data | {"instep": _Sight(role.layers)}
 

@@ -20,9 +20,9 @@ from typing import Any
 from instep.unedited.errors import UneditedError
 from instep.unedited.files.generations import Generations, before_of, emptied, in_use
 from instep.unedited.files.layers import Layer
-from instep.unedited.files.overlay import Shadow
+from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.paths import on_real_files
-from instep.unedited.files.rank0_files import Keeper
+from instep.unedited.files.rank0_files import Rank0Files
 
 Stamp = tuple[int, ...]
 _DELETED = " (deleted)"
@@ -45,7 +45,9 @@ class Told:
 class Rebasing:
     """This rank's part in it, from command to command."""
 
-    def __init__(self, role: Keeper | Shadow, shared: str | None, layers: Generations | None):
+    def __init__(
+        self, role: Rank0Files | OverlayFiles, shared: str | None, layers: Generations | None
+    ):
         self.role = role
         self._shared = shared
         self._layers = layers
@@ -60,7 +62,7 @@ class Rebasing:
 
     def opened(self) -> int:
         """Begin a generation. Returns its number."""
-        assert isinstance(self.role, Keeper)
+        assert isinstance(self.role, Rank0Files)
         assert self._shared is not None
         shared, current = self._shared, self._generation
         used = in_use(shared)
@@ -78,7 +80,7 @@ class Rebasing:
 
     def enter(self, told: Told) -> None:
         """Go on from what rank 0's files are, in its new generation."""
-        assert isinstance(self.role, Shadow)
+        assert isinstance(self.role, OverlayFiles)
         if self._layers is None or not self.sees_rank_0:
             return  # on another host, whose disk may be another one
         layers, old = self._layers, self._layers.number
@@ -189,7 +191,7 @@ class Command:
     @on_real_files
     def _stamps(self) -> dict[str, Stamp]:
         role = self._rebasing.role
-        return stamps() if isinstance(role, Keeper) and self._rebases else {}
+        return stamps() if isinstance(role, Rank0Files) and self._rebases else {}
 
     @on_real_files
     def _handle(self, fd: int, identity: Stamp | None) -> tuple[int, bytes | None] | None:
