@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from instep.launch.spawn import spawn
     from instep.training.buckets.compression import PowerSGD
     from instep.training.gradients import no_sync, weight
-    from instep.training.metrics import Accuracy, Mean
+    from instep.training.metrics import Accuracy, Mean, Metric
     from instep.training.replicas import replicate
     from instep.training.shards import shard
 
@@ -59,6 +59,7 @@ _HOMES = {
     "Group": "distributed.communication.groups",
     "InstepError": "errors",
     "Mean": "training.metrics",
+    "Metric": "training.metrics",
     "PowerSGD": "training.buckets.compression",
     "World": "distributed.identity.world",
     "all_gather": "distributed.communication.exchanges",
@@ -96,6 +97,7 @@ __all__ = [
     "Group",
     "InstepError",
     "Mean",
+    "Metric",
     "PowerSGD",
     "World",
     "all_gather",

@@ -1,12 +1,14 @@
-"""Metrics of the whole data set: sums and counts that every rank adds up and `compute` merges.
+"""Metrics of the whole data set: every rank adds up totals, and `compute` sums them over the ranks.
 
-Every sample counts once: a rank without samples adds nothing, and no rank pads.
+Every sample counts once: a rank without samples adds nothing, and no rank pads. A metric of your
+own is a subclass of `Metric`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,39 +17,74 @@ from instep.distributed.communication.transport import transport
 from instep.training.batches import batch_of
 from instep.training.forward_calls import latest
 
-M = TypeVar("M", bound="_Sums")
+M = TypeVar("M", bound="Metric")
 
 
-class _Sums:
-    """Running sums (float64) of this rank, on the device of its values: to bring each of them from
-    a GPU would be to wait for it. The last one counts."""
+class Metric(ABC):
+    """The base class of metrics that are a function of sums over all samples of all ranks.
 
-    def __init__(self, width: int) -> None:
-        self._sums = torch.zeros(width + 1, dtype=torch.float64)
+    A subclass defines `update`, which calls `add` with this batch's totals, and `compute`, which
+    calls `all_reduce` for the totals of all ranks. For example, the F1 score of two classes:
 
-    def _add(self, sums: Tensor, count: float) -> None:
-        self._sums = self._sums.to(sums.device)
-        self._sums[:-1] += sums.detach().double()
-        self._sums[-1] += count
+        class F1(instep.Metric):
+            def __init__(self):
+                super().__init__(3)
+
+            def update(self, predicted, target):
+                hits = (predicted * target).sum()
+                self.add(torch.stack([hits, predicted.sum(), target.sum()]), target)
+
+            def compute(self):
+                hits, predicted, target = self.all_reduce().tolist()
+                return 2 * hits / (predicted + target)
+
+    Args:
+        size: the number of totals. They are float64 and start at zero.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.totals = torch.zeros(size, dtype=torch.float64)
+        """This rank's. They stay on the device of the values: to copy them from a GPU in every
+        step would wait for it."""
+
+    @abstractmethod
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add this rank's samples."""
+
+    @abstractmethod
+    def compute(self) -> Any:
+        """The value over all ranks. Collective."""
+
+    def add(self, totals: Tensor, samples: Tensor) -> None:
+        """Add a batch's totals to this rank's.
+
+        Args:
+            totals: (size,), of any dtype.
+            samples: a tensor of the batch from which they were computed. Nothing is added if it
+                is the sample that a rank without rows runs.
+        """
+        if not _is_placeholder(samples):
+            self.totals = self.totals.to(totals.device)
+            self.totals += totals.detach().double()
+
+    def all_reduce(self) -> Tensor:
+        """The totals summed over all ranks. Collective."""
+        way = transport()
+        total = self.totals.to(way.home, copy=True)  # a rank may have no values, and so no device
+        way.all_reduce(total, "sum").wait()
+        return total
 
     def merge(self: M, other: M) -> M:
-        """Add another metric's sums to this one's; returns itself."""
-        self._sums += other._sums.to(self._sums.device)
+        """Add another metric's totals to this one's; returns itself."""
+        self.totals += other.totals.to(self.totals.device)
         return self
 
     def reset(self) -> None:
         """Forget everything."""
-        self._sums.zero_()
-
-    def _averages(self) -> list[float]:
-        way = transport()
-        total = self._sums.to(way.home, copy=True)  # a rank may have no values, and so no device
-        way.all_reduce(total, "sum").wait()
-        averages: list[float] = (total[:-1] / total[-1]).tolist()
-        return averages
+        self.totals.zero_()
 
 
-class Mean(_Sums):
+class Mean(Metric):
     """A mean over all samples of all ranks.
 
     loss_mean = instep.Mean()
@@ -56,7 +93,7 @@ class Mean(_Sums):
     """
 
     def __init__(self) -> None:
-        super().__init__(1)
+        super().__init__(2)
 
     def update(self, value: Tensor | float, count: float | None = None) -> None:
         """Add this rank's values.
@@ -66,26 +103,26 @@ class Mean(_Sums):
             count: how many samples `value` is the mean of; may be a number of tokens.
         """
         values = torch.as_tensor(value).detach()
-        if _ghost(values):
-            return
         if count is None:
-            self._add(values.double().sum(), values.numel())
+            total, count = values.double().sum(), values.numel()
         else:
-            self._add(values.double().mean() * count, count)
+            total = values.double().mean() * count
+        self.add(torch.stack([total, torch.full_like(total, count)]), values)
 
     def compute(self) -> float:
         """The mean over all ranks; NaN where nothing was counted. Collective."""
-        return self._averages()[0]
+        total, count = self.all_reduce()
+        return (total / count).item()
 
 
-class Accuracy(_Sums):
+class Accuracy(Metric):
     """The fraction of all samples whose target is among the k highest scores, for each k."""
 
     def __init__(self, topk: int | Sequence[int] = (1,)) -> None:
         topk = (topk,) if isinstance(topk, int) else topk
         if not topk or min(topk) < 1:
             raise ValueError(f"topk holds ranks from 1 on, such as (1, 5); got {tuple(topk)!r}.")
-        super().__init__(len(topk))
+        super().__init__(len(topk) + 1)
         self.topk = tuple(topk)
 
     def update(self, scores: Tensor, target: Tensor) -> None:
@@ -102,19 +139,19 @@ class Accuracy(_Sums):
                 f"scores are (n, classes) and targets (n,); "
                 f"got {tuple(scores.shape)} and {tuple(target.shape)}."
             )
-        if _ghost(target):
-            return
         best = scores.detach().topk(min(max(self.topk), scores.shape[1])).indices
         hits = (best == target.unsqueeze(1)).double()
-        self._add(torch.stack([hits[:, :k].sum() for k in self.topk]), len(target))
+        totals = [hits[:, :k].sum() for k in self.topk]
+        self.add(torch.stack([*totals, torch.full_like(totals[0], len(target))]), target)
 
     def compute(self) -> tuple[float, ...]:
         """The fraction for each k, over all ranks; NaN where nothing was counted. Collective."""
-        return tuple(self._averages())
+        totals = self.all_reduce()
+        return tuple((totals[:-1] / totals[-1]).tolist())
 
 
-def _ghost(values: Tensor) -> bool:
-    """Whether these come from a sample that only keeps this rank's loop running."""
+def _is_placeholder(values: Tensor) -> bool:
+    """Whether these come from the sample that a rank without rows runs."""
     batch, call = batch_of(values), latest()
     # A loss is no part of a batch: it belongs to the forward that was made last, if that may be.
     if len(batch.blocks) > 1 and call is not None and {*call.batch.blocks} < {*batch.blocks}:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from instep.distributed.identity import endpoints, nodelist
 from instep.distributed.identity.local_ranks import Siblings
@@ -51,6 +52,12 @@ class Launcher:
     ended."""
     on_behalf: str | None = None
     """The variable that names the launcher for which this one speaks."""
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """The variables that this row reads."""
+        columns = (self.rank, self.size, self.local_rank, self.local_size, self.tasks_per_node)
+        return {*self.markers, *filter(None, (*columns, self.node_rank, self.nodes))}
 
     def describes(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher started the process with these variables."""
@@ -112,7 +119,7 @@ def _torch_names(
     )
 
 
-LAUNCHERS = (
+LAUNCHERS = [
     _torch_names("instep run", JOB, "RANK"),
     _torch_names("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
     _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
@@ -168,8 +175,21 @@ LAUNCHERS = (
     Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
     _torch_names("RANK and WORLD_SIZE", "RANK", starts_all=False),
     _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE", starts_all=False),
-)
+]
 """In the order of precedence: the innermost launcher first, half of a pair last."""
+
+
+def register(launcher: Launcher, before: str | None = None) -> None:
+    """Add a row to the table, in this process, before its ranks meet.
+
+    Args:
+        launcher: the new row.
+        before: the name of the row that it precedes; the first row by default.
+
+    Raises ValueError if no row has that name.
+    """
+    names = [row.name for row in LAUNCHERS]
+    LAUNCHERS.insert(0 if before is None else names.index(before), launcher)
 
 
 _PREFIXES = (
@@ -178,18 +198,12 @@ _PREFIXES = (
 )
 _NAMES = frozenset(
     {
-        FAILURE_FILE,
-        settings.SECRET.name,
-        SOURCE,
-        STORE_FD,
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *(f"HOROVOD_{a}{b}" for a in ("", "LOCAL_", "CROSS_") for b in ("RANK", "SIZE")),
+        *(FAILURE_FILE, settings.SECRET.name, STORE_FD, "MASTER_ADDR", "MASTER_PORT"),
         *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-        *(f"SLURM_{name}" for name in ("GTIDS", "LOCALID", "NODEID", "NPROCS", "NTASKS")),
-        *(f"SLURM_{name}" for name in ("PROCID", "TASKS_PER_NODE", "TASK_PID")),
+        *(f"SLURM_{name}" for name in ("GTIDS", "NPROCS", "NTASKS", "TASKS_PER_NODE", "TASK_PID")),
     }
 )
+"""What launchers set for their ranks beyond the variables that the table reads."""
 
 
 def says_who(name: str) -> bool:
@@ -197,7 +211,8 @@ def says_who(name: str) -> bool:
 
     Not so the name of the job, by which `instep run` finds what its ranks leave behind.
     """
-    return name in _NAMES or name.startswith(_PREFIXES)
+    read = name != JOB and any(name in row.variables for row in LAUNCHERS)
+    return read or name in _NAMES or name.startswith(_PREFIXES)
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
