@@ -112,7 +112,7 @@ class Mean(Metric):
     def compute(self) -> float:
         """The mean over all ranks; NaN where nothing was counted. Collective."""
         total, count = self.all_reduce()
-        return (total / count).item()
+        return float(total / count)
 
 
 class Accuracy(Metric):
