@@ -68,7 +68,7 @@ def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
     Reducer(list(model.parameters()), transport())
 
     def backward(loss: Tensor) -> None:
-        with collecting(Collected(ghost=False, communicating=True)):
+        with collecting(Collected(is_placeholder=False, communicating=True)):
             engine(loss / dist.get_world_size())
 
     return model, backward

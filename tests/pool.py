@@ -168,8 +168,8 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     from instep.training import batches, forward_calls
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
-    batches.forget()
-    forward_calls._latest = None
+    batches.reset()
+    forward_calls._last = None
     try:
         body: Any = importlib.import_module(module)
         for part in name.split("."):

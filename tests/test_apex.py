@@ -26,7 +26,7 @@ def fresh_amp():
     try:
         yield
     finally:
-        casting.leave_functions()
+        casting.stop_casting()
         amp._mixed, amp._enabled = None, True
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import instep
 from instep.errors import UnknownBatchError
 from instep.training import batches
-from instep.training.batches import BatchTracker, Candidates, batch_of, deliver
+from instep.training.batches import BatchCandidates, BatchTracker, find_candidates, register
 from instep.training.blocks import Block
 from pool import ranks
 
@@ -23,32 +23,32 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def _nothing_delivered():
-    batches.forget()
+    batches.reset()
     yield
-    batches.forget()
+    batches.reset()
 
 
 @settings(deadline=None)
 @given(totals=st.lists(st.integers(2, 9), min_size=1, max_size=9), ahead=st.integers(0, 3))
 def test_a_loop_that_loads_ahead_may_work_on_the_right_batch_whatever_it_hands_over(totals, ahead):
-    batches.forget()
+    batches.reset()
     loop = Loop()
     tracker, source = BatchTracker(loop), iter(totals)
 
     def request():
         total = next(source, None)
         if total is None:
-            batches.end(tracker)
+            batches.register_end(tracker)
         else:
-            deliver((), Block(0, 2, total), tracker)
+            register((), Block(0, 2, total), tracker)
         return total
 
     loaded = [request() for _ in range(ahead + 1)]
     while (total := loaded.pop(0)) is not None:
         copy = torch.ones(Block(0, 2, total).count, 3)
-        assert Block(0, 2, total) in batch_of(copy).blocks
+        assert Block(0, 2, total) in find_candidates(copy).blocks
         if ahead == 0:
-            assert len(batch_of(copy).blocks) == 1
+            assert len(find_candidates(copy).blocks) == 1
         loaded.append(request())
         if None in loaded[: ahead + 1] and len(totals) <= ahead:
             return
@@ -57,24 +57,24 @@ def test_a_loop_that_loads_ahead_may_work_on_the_right_batch_whatever_it_hands_o
 @settings(deadline=None)
 @given(totals=st.lists(st.integers(2, 9), min_size=3, max_size=9), ahead=st.integers(0, 2))
 def test_a_loop_whose_first_model_got_the_batch_itself_is_known_for_good(totals, ahead):
-    batches.forget()
+    batches.reset()
     loop = Loop()
     tracker = BatchTracker(loop)
     loaded = []
     for k, total in enumerate(totals):
         loaded.append(torch.ones(4, 3))
-        deliver(loaded[-1], Block(0, 2, total), tracker)
+        register(loaded[-1], Block(0, 2, total), tracker)
         if k >= ahead:
-            assert batch_of(loaded[k - ahead]).resolve() == Block(0, 2, totals[k - ahead])
-            assert batch_of(torch.ones(1)).resolve() == Block(0, 2, totals[k - ahead])
+            assert find_candidates(loaded[k - ahead]).resolve() == Block(0, 2, totals[k - ahead])
+            assert find_candidates(torch.ones(1)).resolve() == Block(0, 2, totals[k - ahead])
 
 
 def test_the_batchs_own_tensors_and_what_shares_their_memory_are_recognised():
     loop = Loop()
     tracker = BatchTracker(loop)
     first, second = torch.ones(4, 3), torch.ones(5, 3)
-    deliver({"x": first}, Block(0, 2, 8), tracker)
-    deliver([second], Block(0, 2, 11), tracker)
+    register({"x": first}, Block(0, 2, 8), tracker)
+    register([second], Block(0, 2, 11), tracker)
     for same in (
         first,
         first.view(12),
@@ -82,8 +82,8 @@ def test_the_batchs_own_tensors_and_what_shares_their_memory_are_recognised():
         first[1:].T,
         torch.from_numpy(first.numpy()),
     ):
-        assert batch_of((same,)).blocks == (Block(0, 2, 8),)
-    assert batch_of({"input": second}).blocks == (Block(0, 2, 11),)
+        assert find_candidates((same,)).blocks == (Block(0, 2, 8),)
+    assert find_candidates({"input": second}).blocks == (Block(0, 2, 11),)
 
 
 def test_parts_of_one_data_set_in_memory_are_told_apart():
@@ -91,35 +91,37 @@ def test_parts_of_one_data_set_in_memory_are_told_apart():
     loop = Loop()
     tracker = BatchTracker(loop)
     first, second = data[0:4], data[8:13]
-    deliver(first, Block(0, 2, 8), tracker)
-    deliver(second, Block(0, 2, 11), tracker)
-    assert batch_of(first.flatten()).resolve() == Block(0, 2, 8)
-    assert batch_of(second[1:].unsqueeze(0)).resolve() == Block(0, 2, 11)
-    assert len(batch_of(data).blocks) == 2, "the whole data set is no batch"
+    register(first, Block(0, 2, 8), tracker)
+    register(second, Block(0, 2, 11), tracker)
+    assert find_candidates(first.flatten()).resolve() == Block(0, 2, 8)
+    assert find_candidates(second[1:].unsqueeze(0)).resolve() == Block(0, 2, 11)
+    assert len(find_candidates(data).blocks) == 2, "the whole data set is no batch"
 
 
 def test_a_batch_that_is_used_again_and_again_makes_the_order_uncertain():
     loop = Loop()
     tracker = BatchTracker(loop)
     first = torch.ones(4, 3)
-    deliver(first, Block(0, 2, 8), tracker)
+    register(first, Block(0, 2, 8), tracker)
     for total in (10, 12, 9):
-        assert Block(0, 2, 8) in batch_of(first).blocks
-        deliver((), Block(0, 2, total), tracker)
-    batch_of(first)
-    deliver((), Block(0, 2, 6), tracker)
-    assert len(batch_of(torch.ones(1)).blocks) == 4  # one that is in work, or up to three before
+        assert Block(0, 2, 8) in find_candidates(first).blocks
+        register((), Block(0, 2, total), tracker)
+    find_candidates(first)
+    register((), Block(0, 2, 6), tracker)
+    assert (
+        len(find_candidates(torch.ones(1)).blocks) == 4
+    )  # one that is in work, or up to three before
 
 
 def test_tensors_without_bytes_are_recognised_as_themselves_only():
     loop = Loop()
     tracker = BatchTracker(loop)
     sparse, empty, dense = torch.eye(4).to_sparse(), torch.ones(0, 3), torch.ones(4, 3)
-    deliver([sparse, empty, dense], Block(0, 2, 8), tracker)
-    deliver((), Block(0, 2, 5), tracker)
-    assert batch_of(sparse).blocks == batch_of(empty).blocks == (Block(0, 2, 8),)
-    assert len(batch_of(torch.eye(4).to_sparse()).blocks) == 2
-    assert len(batch_of(dense[:0]).blocks) == 2
+    register([sparse, empty, dense], Block(0, 2, 8), tracker)
+    register((), Block(0, 2, 5), tracker)
+    assert find_candidates(sparse).blocks == find_candidates(empty).blocks == (Block(0, 2, 8),)
+    assert len(find_candidates(torch.eye(4).to_sparse()).blocks) == 2
+    assert len(find_candidates(dense[:0]).blocks) == 2
 
 
 def test_what_is_remembered_of_an_endless_loop_is_bounded():
@@ -127,8 +129,8 @@ def test_what_is_remembered_of_an_endless_loop_is_bounded():
     tracker = BatchTracker(loop)
     data = torch.ones(8, 3)
     for _ in range(3000):
-        deliver(data[:4], Block(0, 2, 8), tracker)
-        deliver(torch.ones(4), Block(0, 2, 8), tracker)
+        register(data[:4], Block(0, 2, 8), tracker)
+        register(torch.ones(4), Block(0, 2, 8), tracker)
     assert len(tracker.candidates()) == 1024
     assert sum(len(parts) for _, parts in batches._parts.values()) < 5
 
@@ -136,40 +138,40 @@ def test_what_is_remembered_of_an_endless_loop_is_bounded():
 def test_a_finished_loop_inside_another_is_no_candidate():
     training, evaluation = Loop(), Loop()
     outer, inner = BatchTracker(training), BatchTracker(evaluation)
-    deliver((), Block(0, 2, 64), outer)
-    batch_of(torch.ones(32))
-    deliver((), Block(0, 2, 100), inner)
-    assert set(batch_of(torch.ones(50)).blocks) == {Block(0, 2, 64), Block(0, 2, 100)}
-    assert batch_of(torch.ones(50)).resolve() == Block(0, 2, 100)
-    assert batch_of(torch.ones(32)).resolve() == Block(0, 2, 64)
-    batches.end(inner)
+    register((), Block(0, 2, 64), outer)
+    find_candidates(torch.ones(32))
+    register((), Block(0, 2, 100), inner)
+    assert set(find_candidates(torch.ones(50)).blocks) == {Block(0, 2, 64), Block(0, 2, 100)}
+    assert find_candidates(torch.ones(50)).resolve() == Block(0, 2, 100)
+    assert find_candidates(torch.ones(32)).resolve() == Block(0, 2, 64)
+    batches.register_end(inner)
     del evaluation
-    deliver((), Block(0, 2, 20), outer)
-    assert batch_of(torch.ones(7)).blocks == (Block(0, 2, 20),)
+    register((), Block(0, 2, 20), outer)
+    assert find_candidates(torch.ones(7)).blocks == (Block(0, 2, 20),)
 
 
 def test_of_two_loaders_the_rows_decide_and_where_they_cannot_it_is_an_error():
     loops = Loop(), Loop()
     labelled, unlabelled = (BatchTracker(loop) for loop in loops)
-    deliver((), Block(1, 3, 9), labelled)
-    deliver((), Block(1, 3, 20), unlabelled)
-    assert batch_of(torch.ones(3, 4)).resolve() == Block(1, 3, 9)
-    assert batch_of(torch.ones(7, 4)).resolve() == Block(1, 3, 20)
+    register((), Block(1, 3, 9), labelled)
+    register((), Block(1, 3, 20), unlabelled)
+    assert find_candidates(torch.ones(3, 4)).resolve() == Block(1, 3, 9)
+    assert find_candidates(torch.ones(7, 4)).resolve() == Block(1, 3, 20)
     with pytest.raises(
         UnknownBatchError, match=r"9 samples \(3 here\), one of 20 samples \(7 here\)"
     ):
-        batch_of(torch.ones(5, 4)).resolve()
+        find_candidates(torch.ones(5, 4)).resolve()
 
 
 def test_batches_that_every_rank_divides_alike_need_not_be_told_apart():
     loops = Loop(), Loop()
     for loop, total in zip(loops, (64, 448), strict=True):
-        deliver((), Block(0, 2, total), BatchTracker(loop))
-    assert batch_of(torch.ones(5, 4)).resolve().share == 0.5
+        register((), Block(0, 2, total), BatchTracker(loop))
+    assert find_candidates(torch.ones(5, 4)).resolve().fraction == 0.5
 
 
 def test_a_model_that_is_called_before_any_batch_belongs_to_none():
-    assert batch_of(torch.ones(3)).resolve() is None
+    assert find_candidates(torch.ones(3)).resolve() is None
 
 
 def linear_gradient(rows, weight):
@@ -285,4 +287,4 @@ def test_a_forward_whose_batch_cannot_be_known_is_an_error_at_its_backward():
 
 
 def test_candidates_of_one_batch_need_no_rows():
-    assert Candidates((Block(0, 2, 3),)).resolve() == Block(0, 2, 3)
+    assert BatchCandidates((Block(0, 2, 3),)).resolve() == Block(0, 2, 3)

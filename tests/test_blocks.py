@@ -18,7 +18,7 @@ def test_blocks_cover_every_sample_once_in_order(total, size):
 
 @given(total=st.integers(1, 50), size=sizes)
 def test_shares_add_up_to_one(total, size):
-    assert abs(sum(Block(0, size, total).shares()) - 1) < 1e-12
+    assert abs(sum(Block(0, size, total).fractions()) - 1) < 1e-12
 
 
 @given(total=st.integers(1, 20), size=sizes)
@@ -26,5 +26,5 @@ def test_an_empty_block_has_one_ghost_sample(total, size):
     batch = list(range(total))
     for rank in range(size):
         block = Block(rank, size, total)
-        assert block.rows(batch) == (batch[block.start : block.stop] or [0])
-        assert block.empty == (block.count == 0)
+        assert block.slice(batch) == (batch[block.start : block.stop] or [0])
+        assert block.is_empty == (block.count == 0)

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import instep
 from instep.errors import InstepWarning, TrainingError
-from instep.training import dropout
+from instep.training import random_ops
 from oracle import compare, same_as_one_process
 from pool import ranks, run
 
@@ -200,10 +200,10 @@ def exploding(log):
 
 
 def log_ghost(x):
-    from instep.training.batches import known_block
+    from instep.training.batches import find_block
 
-    block = known_block(x)
-    return block is not None and block.empty
+    block = find_block(x)
+    return block is not None and block.is_empty
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -337,10 +337,10 @@ def test_dropout_functions_have_torchs_defaults():
 def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
     model = instep.replicate(nn.Dropout(0.5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dropout, "_REMEMBERED", len(dropout._drawn) + 2)
+        patch.setattr(random_ops, "_REMEMBERED", len(random_ops._drawn) + 2)
         for _ in range(5):
             model(torch.ones(4))
-        assert len(dropout._drawn) == dropout._REMEMBERED
+        assert len(random_ops._drawn) == random_ops._REMEMBERED
 
 
 @ranks(2)

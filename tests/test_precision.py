@@ -32,7 +32,7 @@ def nothing_cast_afterwards():
     try:
         yield
     finally:
-        casting.leave_functions()
+        casting.stop_casting()
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_o1_casts_functions_everywhere_until_another_level_is_chosen(dtype):
     assert linear(x, w).dtype is dtype
     assert model(x).dtype is dtype
     assert cross_entropy(model(x), torch.tensor([0, 1])).dtype is FULL
-    with casting.uncast():
+    with casting.no_cast():
         assert linear(x, w).dtype is FULL
     assert {p.dtype for p in model.parameters()} == {FULL}
     prepare(small_model(), level="O0")

@@ -45,14 +45,14 @@ def epochs_of(kind, n, batch_size, drop_last, workers):
     assert len(sharded) == len(loader)
     assert sharded.dataset is data
     assert (sharded.batch_size, sharded.drop_last) == (loader.batch_size, loader.drop_last)
-    from instep.training.batches import known_block
+    from instep.training.batches import find_block
 
     epochs = []
     for _ in range(2):
         batches = []
         for (x,) in sharded:
             torch.rand(instep.rank + 1)  # what a model draws does not move the order
-            batches.append([] if known_block(x).empty else x.tolist())
+            batches.append([] if find_block(x).is_empty else x.tolist())
         epochs.append(batches)
     return epochs
 

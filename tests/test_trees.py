@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from instep.training.pytree import (
     Unchanged,
     contents,
+    find_tensors,
     flatten,
     flatten_arguments,
     is_column,
-    tensors_in,
     unflatten,
 )
 
@@ -142,7 +142,7 @@ def test_a_list_of_plain_values_is_a_column() -> None:
 
 
 def test_tensors_are_found_in_objects_of_any_class() -> None:
-    assert tensors_in(Own([{"a": Own(X)}, SimpleNamespace(x=X)])) == [X]
+    assert find_tensors(Own([{"a": Own(X)}, SimpleNamespace(x=X)])) == [X]
     assert len(contents([[k] for k in range(10**4)])) < 10**4 + 10
 
 

@@ -2,15 +2,15 @@
 
 import instep
 from instep.distributed.communication import transport
-from instep.training import blocks, randomness, replicas, shards
+from instep.training import blocks, random_streams, replicas, shards
 
 
 def mean_of_means():
-    blocks.Block.share = property(lambda block: 1 / block.size)
+    blocks.Block.fraction = property(lambda block: 1 / block.size)
 
 
 def summed():
-    blocks.Block.share = property(lambda block: 1.0)
+    blocks.Block.fraction = property(lambda block: 1.0)
 
 
 def unsplit():
@@ -34,13 +34,13 @@ def dropped():
 
 
 def shuffled_by_rank():
-    honest = shards.agreed_seed
-    shards.agreed_seed = lambda: honest() + instep.rank
+    honest = shards.broadcast_seed
+    shards.broadcast_seed = lambda: honest() + instep.rank
 
 
 def shuffled_by_size():
-    honest = shards.agreed_seed
-    shards.agreed_seed = lambda: honest() + instep.world_size
+    honest = shards.broadcast_seed
+    shards.broadcast_seed = lambda: honest() + instep.world_size
 
 
 def never_reduced():
@@ -53,7 +53,7 @@ def augmented_by_rank():
     def drawn_as_it_comes(dataset, sample):
         return dataset.dataset[sample.index]
 
-    randomness.SeededDataset.__getitem__ = drawn_as_it_comes
+    random_streams.SeededDataset.__getitem__ = drawn_as_it_comes
 
 
 def unsynchronised_norm():

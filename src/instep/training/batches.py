@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import transport
-from instep.training.blocks import Block, tensors_of
+from instep.training.blocks import Block, tensor_leaves
 from instep.training.errors import UnknownBatchError
 
 _REMEMBERED = 1024
@@ -84,17 +84,17 @@ class BatchTracker:
         return self._thread != threading.get_ident()
 
     @property
-    def latest(self) -> Block | None:
+    def last(self) -> Block | None:
         """The batch that was delivered last."""
         return self._blocks[-1] if self._blocks else None
 
     @property
-    def outdated(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether another loop's request shows that this one has been left."""
         return self._iterator() is None
 
 
-class HandmadeTracker(BatchTracker):
+class ManualBatchTracker(BatchTracker):
     """The batches that a script has cut itself, by `instep.shard(tensors)`.
 
     Those cut since the last backward are candidates for the next one.
@@ -126,26 +126,26 @@ class HandmadeTracker(BatchTracker):
         return list(self._blocks)
 
     @property
-    def outdated(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a loop's request shows that these are no longer in use."""
         return self._step_over
 
 
 @dataclass(frozen=True)
-class Candidates:
+class BatchCandidates:
     """The batches that a forward may belong to (None: to no batch), and the rows of its inputs."""
 
     blocks: tuple[Block | None, ...]
     rows: frozenset[int] = frozenset()
-    alike: bool = True
+    same_on_all_ranks: bool = True
     """Whether all ranks have the same candidates, in the same order."""
 
     @property
-    def ghost(self) -> bool:
+    def is_placeholder(self) -> bool:
         """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
         sparse = any(block is not None and block.total < block.size for block in self.blocks)
         block = self.resolve() if sparse else None
-        return block is not None and block.empty
+        return block is not None and block.is_empty
 
     def resolve(self) -> Block | None:
         """The one batch. Raises UnknownBatchError.
@@ -155,7 +155,7 @@ class Candidates:
         if len(self.blocks) == 1:
             return self.blocks[0]
         fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
-        if self.alike and not self._told_apart_by_each_rank():
+        if self.same_on_all_ranks and not self._is_decided_by_each_rank():
             fits = _on_all_ranks(fits)
         fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
         if len(fitting) == 1:
@@ -169,7 +169,7 @@ class Candidates:
             sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
         )
 
-    def _told_apart_by_each_rank(self) -> bool:
+    def _is_decided_by_each_rank(self) -> bool:
         """Whether the number of rows tells these batches apart on every rank by itself."""
         if None in self.blocks:
             return False
@@ -187,7 +187,7 @@ def _rows(block: Block) -> int:
 
 def _shares(block: Block | None) -> tuple[float, ...]:
     size = transport().size
-    return (1 / size,) * size if block is None else block.shares()
+    return (1 / size,) * size if block is None else block.fractions()
 
 
 def _on_all_ranks(fits: list[bool]) -> list[bool]:
@@ -219,13 +219,13 @@ _parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
 """What was delivered of each storage, by its address."""
 _trackers: list[BatchTracker] = []
 """Of the iterators that a loop may be at work on; the one that was asked last is the last."""
-_handmade = HandmadeTracker()
+_manual = ManualBatchTracker()
 
 
-def deliver(batch: object, block: Block, tracker: BatchTracker = _handmade) -> None:
+def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
     """Note that a loop has requested `batch` and works on it now or later."""
     index = _request(tracker, block)
-    for leaf in tensors_of(batch):
+    for leaf in tensor_leaves(batch):
         _delivered[leaf] = block
         covered = _bytes_of(leaf)
         if covered is not None:
@@ -236,22 +236,22 @@ def deliver(batch: object, block: Block, tracker: BatchTracker = _handmade) -> N
             _parts[storage._cdata][1].append(part)
 
 
-def skip(block: Block, tracker: BatchTracker) -> None:
+def register_skipped(block: Block, tracker: BatchTracker) -> None:
     """Note that a loop has passed over a batch of which this rank has no rows."""
     _request(tracker, block)
 
 
-def end(tracker: BatchTracker) -> None:
+def register_end(tracker: BatchTracker) -> None:
     """Note that a loop has reached the end of the data."""
     _request(tracker, None)
 
 
 def end_step() -> None:
     """Note that a backward was made."""
-    _handmade.end_step()
+    _manual.end_step()
 
 
-def forget() -> None:
+def reset() -> None:
     """Forget every batch."""
     _trackers.clear()
     _parts.clear()
@@ -259,7 +259,7 @@ def forget() -> None:
 
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
-    _trackers[:] = [t for t in _trackers if t is not tracker and not t.outdated] + [tracker]
+    _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
         # One storage may hold the whole data set: a batch that is gone is not looked for there.
         parts[:] = [p for p in parts if p.tracker is not tracker or p.tensor() is not None]
@@ -268,41 +268,41 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
     return tracker.request(block)
 
 
-def was_delivered(tensor: Tensor) -> bool:
+def is_registered(tensor: Tensor) -> bool:
     """Whether this very tensor is a part of a batch that is divided already."""
     return tensor in _delivered
 
 
-def known_block(tensor: Tensor) -> Block | None:
+def find_block(tensor: Tensor) -> Block | None:
     """The block that this tensor is a part of, in memory."""
     part = _part_of(tensor)
     block: Block | None = _delivered.get(tensor) if part is None else part.block
     return block
 
 
-def batch_of(values: object) -> Candidates:
+def find_candidates(values: object) -> BatchCandidates:
     """The batches that these inputs may belong to: one, if they are a part of it in memory."""
-    tensors = tensors_of(values)
+    tensors = tensor_leaves(values)
     for tensor in tensors:
         part = _part_of(tensor)
         if part is not None:
             part.tracker.observe(part.index)
-        block = known_block(tensor)
+        block = find_block(tensor)
         if block is not None:
-            return Candidates((block,))
+            return BatchCandidates((block,))
     return _candidates(frozenset(tensor.shape[0] for tensor in tensors if tensor.dim()))
 
 
-def _candidates(rows: frozenset[int]) -> Candidates:
+def _candidates(rows: frozenset[int]) -> BatchCandidates:
     """The batches that the order of requests leaves."""
     at_work = [tracker for tracker in _trackers if tracker.candidates()]
     if len(at_work) == 1:
         at_work[0].assume_forward()
     blocks: list[Block | None] = [b for tracker in at_work for b in tracker.candidates()]
     if not at_work:
-        blocks = [_trackers[-1].latest, None] if _trackers else [None]
-    alike = not any(tracker.in_other_thread for tracker in at_work)
-    return Candidates(tuple(dict.fromkeys(blocks)), rows, alike)
+        blocks = [_trackers[-1].last, None] if _trackers else [None]
+    same_on_all_ranks = not any(tracker.in_other_thread for tracker in at_work)
+    return BatchCandidates(tuple(dict.fromkeys(blocks)), rows, same_on_all_ranks)
 
 
 def _part_of(tensor: Tensor) -> _Part | None:

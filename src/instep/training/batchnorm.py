@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.transport import Pending, applied, through, transport
 from instep.errors import TrainingError
-from instep.training.forward_calls import current_batch
+from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 
@@ -57,12 +57,12 @@ def batch_norm(
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
     """
-    ghost = current_batch().ghost
+    is_placeholder = current_candidates().is_placeholder
     output: Tensor
     output, mean, var, count = applied(
-        _GlobalBatchNorm, input, weight, bias, eps, ghost, way or transport()
+        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, way or transport()
     )
-    _refuse_single_value(count, input, ghost)
+    _refuse_single_value(count, input, is_placeholder)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -82,17 +82,17 @@ class _GlobalBatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        ghost: bool,
+        is_placeholder: bool,
         way: Way,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = _statistics_dtype(x)
-        mean, var, count = _merged(way, _own(x, ghost))
+        mean, var, count = _merged(way, _own(x, is_placeholder))
         mean, var = mean.to(kind), var.to(kind)
         # The kernels take weights in half precision with statistics in that only.
         slope, offset = (t if t is None else t.to(kind) for t in (weight, bias))
         output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, mean, var)
-        ctx.eps, ctx.ghost, ctx.count, ctx.way = eps, ghost, count, way
+        ctx.eps, ctx.is_placeholder, ctx.count, ctx.way = eps, is_placeholder, count, way
         ctx.mark_non_differentiable(mean, var, count)
         return output, mean, var, count
 
@@ -103,7 +103,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             return _differentiable_backward(ctx, grad, x, weight, bias)
         dot, total = _own_sums(grad, x, mean, var, ctx.eps)
         sums = torch.stack((dot, total)).double()
-        if ctx.ghost:
+        if ctx.is_placeholder:
             sums.zero_()
         ctx.way.all_reduce(sums, "sum").wait()
         dx = _input_gradient(grad, x, weight, mean, var, sums.div_(ctx.count), ctx.eps)
@@ -125,38 +125,38 @@ def _differentiable_backward(
     candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
     inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
     with through(ctx.way):
-        output = _composite(x, weight, bias, ctx.eps, ctx.ghost)
+        output = _composite(x, weight, bias, ctx.eps, ctx.is_placeholder)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
     return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
 
 
 def _composite(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, ghost: bool
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_placeholder: bool
 ) -> Tensor:
     """Batch normalisation with the statistics of all ranks, step by step."""
     dims, shape = _all_but_channels(x)
-    count = all_reduce(x.new_full((), 0 if ghost else x.numel() // x.shape[1]))
-    mean = all_reduce(_heard(x.sum(dims), ghost)) / count
-    mean = applied(_Mute, mean, True) if ghost else mean
+    count = all_reduce(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
+    mean = all_reduce(_heard(x.sum(dims), is_placeholder)) / count
+    mean = applied(_Mute, mean, True) if is_placeholder else mean
     centred = x - mean.view(shape)
-    var = all_reduce(_heard(centred.square().sum(dims), ghost)) / count
-    var = applied(_Mute, var, True) if ghost else var
+    var = all_reduce(_heard(centred.square().sum(dims), is_placeholder)) / count
+    var = applied(_Mute, var, True) if is_placeholder else var
     output = centred * (var + eps).rsqrt().view(shape)
     if weight is not None:
         output = output * weight.view(shape)
     return output if bias is None else output + bias.view(shape)
 
 
-def _heard(sums: Tensor, ghost: bool) -> Tensor:
-    """What the other ranks hear: a ghost says nothing."""
-    silence: Tensor = applied(_Mute, sums, False) if ghost else sums
+def _heard(sums: Tensor, is_placeholder: bool) -> Tensor:
+    """What the other ranks hear: a placeholder says nothing."""
+    silence: Tensor = applied(_Mute, sums, False) if is_placeholder else sums
     return silence
 
 
 class _Mute(torch.autograd.Function):
     """A value (or zeros) whose gradient is zeros, filled in, at any order of differentiation.
 
-    It stays in the graph: a ghost must take part in every collective of the other ranks.
+    It stays in the graph: a placeholder must take part in every collective of the other ranks.
     """
 
     @staticmethod
@@ -168,9 +168,9 @@ class _Mute(torch.autograd.Function):
         return applied(_Mute, grads[0], False), None
 
 
-def _refuse_single_value(count: Tensor, x: Tensor, ghost: bool) -> None:
+def _refuse_single_value(count: Tensor, x: Tensor, is_placeholder: bool) -> None:
     # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
-    few = ghost or x.numel() < 2 * x.shape[1]
+    few = is_placeholder or x.numel() < 2 * x.shape[1]
     if few and count < 2:
         raise TrainingError(
             "batch normalisation in training needs more than one value per channel, but all "
@@ -178,11 +178,11 @@ def _refuse_single_value(count: Tensor, x: Tensor, ghost: bool) -> None:
         )
 
 
-def _own(x: Tensor, ghost: bool) -> Tensor:
+def _own(x: Tensor, is_placeholder: bool) -> Tensor:
     """This rank's rows, for the others, in float64: each channel's mean, then each channel's sum
     of squared distances from it, then the number of values in a channel."""
     channels = x.shape[1]
-    count = 0 if ghost else x.numel() // channels
+    count = 0 if is_placeholder else x.numel() // channels
     if count == 0:
         return x.new_zeros(2 * channels + 1, dtype=torch.float64)
     mean, squares = _moments(x, count)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's contiguous share of a batch of `total` samples."""
+    """A rank's contiguous fraction of a batch of `total` samples."""
 
     rank: int
     size: int
@@ -40,35 +40,35 @@ class Block:
         return self.stop - self.start
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether this rank has nothing to do but take part."""
         return self.count == 0
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """This rank's fraction of the batch: the weight of its gradient of a mean."""
         return self.count / self.total if self.total else 0.0
 
-    def shares(self) -> tuple[float, ...]:
+    def fractions(self) -> tuple[float, ...]:
         """The fractions of all ranks."""
-        return tuple(Block(r, self.size, self.total).share for r in range(self.size))
+        return tuple(Block(r, self.size, self.total).fraction for r in range(self.size))
 
-    def rows(self, batch: list[T]) -> list[T]:
+    def slice(self, batch: list[T]) -> list[T]:
         """This rank's samples; for an empty block one ghost sample, which must leave no trace."""
-        return batch[:1] if self.empty else batch[self.start : self.stop]
+        return batch[:1] if self.is_empty else batch[self.start : self.stop]
 
 
-def tensors_of(batch: object) -> list[Tensor]:
+def tensor_leaves(batch: object) -> list[Tensor]:
     """The tensors of a nested batch."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def rows_of(batch: object) -> int:
+def count_rows(batch: object) -> int:
     """How many samples a batch has: the length of dimension 0 of its tensors.
 
     Raises CannotShardError when they differ, or when there are none.
     """
-    tensors = tensors_of(batch)
+    tensors = tensor_leaves(batch)
     lengths = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if len(lengths) == 1 and None not in lengths:
         return tensors[0].shape[0]
@@ -80,7 +80,7 @@ def rows_of(batch: object) -> int:
     )
 
 
-def cut(batch: T, block: Block) -> T:
+def slice_rows(batch: T, block: Block) -> T:
     """A block's rows of every tensor, and of every list that has an entry for each row.
 
     Tensors become views.
@@ -88,12 +88,12 @@ def cut(batch: T, block: Block) -> T:
 
     def part(node: Any) -> Any:
         if isinstance(node, Tensor):
-            return node[:1] if block.empty else node[block.start : block.stop]
-        return block.rows(node)
+            return node[:1] if block.is_empty else node[block.start : block.stop]
+        return block.slice(node)
 
     def whole(node: Any) -> bool:
         entries = isinstance(node, list) and len(node) == block.total
-        return isinstance(node, Tensor) or (entries and not tensors_of(node))
+        return isinstance(node, Tensor) or (entries and not tensor_leaves(node))
 
     mine: T = tree_map(lambda node: part(node) if whole(node) else node, batch, is_leaf=whole)
     return mine

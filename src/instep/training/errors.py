@@ -13,7 +13,7 @@ class ReplicatedTwiceError(TrainingError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"{name} is already replicated; its gradients would be summed twice. "
-            "Call instep.replicate once, on the outermost module."
+            "ForwardCall instep.replicate once, on the outermost module."
         )
 
 
@@ -23,7 +23,7 @@ class ShardedTwiceError(TrainingError):
     def __init__(self) -> None:
         super().__init__(
             "this loader or batch is already this rank's share; sharding it again would drop "
-            "samples. Call instep.shard once."
+            "samples. ForwardCall instep.shard once."
         )
 
 

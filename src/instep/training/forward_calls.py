@@ -13,19 +13,19 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.training.batches import Candidates, batch_of
+from instep.training.batches import BatchCandidates, find_candidates
 from instep.training.blocks import Block
-from instep.training.pytree import tensors_in
+from instep.training.pytree import find_tensors
 
 Scope = Literal["global", "rank"]
 """Whether something is that of the whole batch, or of each rank's rows."""
 
 
 @dataclass(eq=False)
-class Call:
+class ForwardCall:
     """One call of a replicated model, or a backward through some."""
 
-    batch: Candidates
+    batch: BatchCandidates
     """The batches that it may belong to."""
     statistics: Scope | None = None
     """Where batch statistics come from."""
@@ -40,60 +40,60 @@ class Call:
 
     model: object = None
     """Whose call it is."""
-    outer_generators: list[Tensor] = field(default_factory=list)
+    saved_rng_states: list[Tensor] = field(default_factory=list)
     """The states of torch's generators before a call in training, to be set again after it."""
 
     @classmethod
-    def of(cls, block: Block | None, statistics: Scope | None = None) -> Call:
+    def of(cls, block: Block | None, statistics: Scope | None = None) -> ForwardCall:
         """A call that works on the rows of `block`."""
-        return cls(Candidates((block,)), statistics)
+        return cls(BatchCandidates((block,)), statistics)
 
     @property
     def block(self) -> Block | None:
         """The rows that it works on; None where no batch was ever divided.
 
-        Collective in some cases; raises UnknownBatchError (see Candidates.resolve).
+        Collective in some cases; raises UnknownBatchError (see BatchCandidates.resolve).
         """
         if len(self.batch.blocks) > 1:
-            self.batch = Candidates((self.batch.resolve(),))
+            self.batch = BatchCandidates((self.batch.resolve(),))
         return self.batch.blocks[0]
 
     @property
-    def ghost(self) -> bool:
+    def is_placeholder(self) -> bool:
         """Whether this rank has no rows and only takes part."""
-        return self.batch.ghost
+        return self.batch.is_placeholder
 
 
-_under_way: list[Call] = []
-_latest: Call | None = None
+_under_way: list[ForwardCall] = []
+_last: ForwardCall | None = None
 
 
-def enter(call: Call) -> None:
+def push(call: ForwardCall) -> None:
     """A call begins; calls nest."""
     _under_way.append(call)
 
 
-def leave() -> Call:
+def pop() -> ForwardCall:
     """The innermost call has ended."""
-    global _latest
-    _latest = _under_way.pop()
-    return _latest
+    global _last
+    _last = _under_way.pop()
+    return _last
 
 
-def current() -> Call | None:
+def current() -> ForwardCall | None:
     """The innermost call under way."""
     return _under_way[-1] if _under_way else None
 
 
-def latest() -> Call | None:
+def last() -> ForwardCall | None:
     """The innermost call under way, else the one that ended last."""
-    return current() or _latest
+    return current() or _last
 
 
-def current_batch() -> Candidates:
+def current_candidates() -> BatchCandidates:
     """The batches that this rank may be at work on now."""
     call = current()
-    return batch_of(()) if call is None else call.batch
+    return find_candidates(()) if call is None else call.batch
 
 
 # ------------------------------------------------------------------------ marks on the graph
@@ -101,21 +101,21 @@ def current_batch() -> Candidates:
 _MARK = "instep.call"
 
 
-def mark(outputs: object, call: Call) -> None:
+def tag_outputs(outputs: object, call: ForwardCall) -> None:
     """Remember on the autograd graph itself that these outputs come from `call`."""
-    for tensor in tensors_in(outputs):
+    for tensor in find_tensors(outputs):
         if tensor.grad_fn is not None:
             _metadata(tensor.grad_fn)[_MARK] = call
 
 
-def calls_below(
+def find_calls(
     roots: Iterable[Tensor], parameters: WeakTensorKeyDictionary
-) -> tuple[list[Call], bool]:
+) -> tuple[list[ForwardCall], bool]:
     """Which calls these tensors were computed from, and whether through any of `parameters`.
 
     Walks the graph from the roots down to marked outputs: in a training step a handful of nodes.
     """
-    found: dict[Call, None] = {}
+    found: dict[ForwardCall, None] = {}
     touched = False
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)

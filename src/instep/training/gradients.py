@@ -21,13 +21,13 @@ from instep.errors import TrainingError
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
 from instep.training.errors import MixedBatchesError
-from instep.training.forward_calls import Call, calls_below
+from instep.training.forward_calls import ForwardCall, find_calls
 from instep.training.reducer import Backward, collecting, reducer_of, under_way
 from instep.training.torch_patches import Function
 
 _communicating = True
 
-averaged_elsewhere: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
 DistributedOptimizer; the value tells which. Then this rank's gradient weighs its share of the batch
 times their number."""
@@ -63,16 +63,16 @@ def weight(count: Tensor | float | None) -> None:
 
     Collective. Raises TrainingError before any forward of a replicated model.
     """
-    call = forward_calls.latest()
+    call = forward_calls.last()
     if call is None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
         )
     if count is None:
-        call.weight = 0.0 if call.ghost else 1.0
+        call.weight = 0.0 if call.is_placeholder else 1.0
         return
     way = transport()
-    mine = torch.as_tensor(0.0 if call.ghost else count).detach()
+    mine = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
     mine = mine.to(way.home, torch.float64).reshape(())
     total = mine.clone()
     way.all_reduce(total, "sum").wait()
@@ -103,7 +103,7 @@ def backward(
     if nested or not (reducer_of or _unequal_block()):
         original(tensors, grad_tensors, *rest)
         return
-    forwards, touched = calls_below(roots, reducer_of)
+    forwards, touched = find_calls(roots, reducer_of)
     if not touched:
         _for_an_average(original, roots, grad_tensors, rest)
         return
@@ -117,7 +117,7 @@ def backward(
 
 
 def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
-    if not under_way() and reducer_of and calls_below(roots, reducer_of)[1]:
+    if not under_way() and reducer_of and find_calls(roots, reducer_of)[1]:
         raise TrainingError(
             "a replicated model was called inside of a reentrant checkpoint, where its gradients "
             "are not summed over the ranks; use use_reentrant=False, or replicate the model that "
@@ -127,7 +127,7 @@ def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
 
 def _unequal_block() -> Block | None:
     """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
-    block = forward_calls.current_batch().resolve() if averaged_elsewhere else None
+    block = forward_calls.current_candidates().resolve() if externally_averaged else None
     return None if block is None or block.count * block.size == block.total else block
 
 
@@ -136,15 +136,15 @@ def _for_an_average(
 ) -> None:
     """No replica is in this graph. What somebody else averages gets its weight."""
     block = _unequal_block()
-    if block is None or not calls_below(roots, averaged_elsewhere)[1]:
+    if block is None or not find_calls(roots, externally_averaged)[1]:
         original(roots, grad_tensors, *rest)
         return
-    forward_calls.enter(Call.of(block))
+    forward_calls.push(ForwardCall.of(block))
     try:
         weight = block.count * block.size / block.total
         original(roots, _times(roots, grad_tensors, weight), *rest)
     finally:
-        forward_calls.leave()
+        forward_calls.pop()
         batches.end_step()
 
 
@@ -153,29 +153,29 @@ def _run(
     roots: tuple[Tensor, ...],
     weighted: list[Tensor | None],
     rest: tuple[Any, ...],
-    whose: Call,
+    whose: ForwardCall,
 ) -> None:
-    forward_calls.enter(whose)  # gradient checkpointing runs parts of the forward again
+    forward_calls.push(whose)  # gradient checkpointing runs parts of the forward again
     try:
-        # A ghost's numbers may be anything; they go nowhere.
-        anything = whose.ghost and torch.is_anomaly_enabled()
+        # A placeholder's numbers may be anything; they go nowhere.
+        anything = whose.is_placeholder and torch.is_anomaly_enabled()
         with (
             torch.autograd.set_detect_anomaly(False) if anything else nullcontext(),
-            collecting(Backward(ghost=whose.ghost, communicating=_communicating)),
+            collecting(Backward(is_placeholder=whose.is_placeholder, communicating=_communicating)),
         ):
             original(roots, weighted, *rest)
     finally:
-        forward_calls.leave()
+        forward_calls.pop()
         batches.end_step()
 
 
-def _one_call(forwards: list[Call]) -> Call:
+def _one_call(forwards: list[ForwardCall]) -> ForwardCall:
     """Whose rows and weight a backward has.
 
     All ranks decide alike: by the batches' sizes, never by their own share.
     """
     if not forwards:
-        return Call(forward_calls.current_batch())
+        return ForwardCall(forward_calls.current_candidates())
     stated = [call for call in forwards if call.weight is not None]
     first, *others = stated or forwards
     shares = _shares(first.block)
@@ -185,17 +185,17 @@ def _one_call(forwards: list[Call]) -> Call:
 
 
 def _shares(block: Block | None) -> tuple[float, ...] | None:
-    return None if block is None else block.shares()
+    return None if block is None else block.fractions()
 
 
-def _weight(call: Call) -> float:
+def _weight(call: ForwardCall) -> float:
     """This rank's share of the batch's loss; equal shares where no batch was ever divided."""
     if call.weight is not None:
         return call.weight
-    return 1.0 / transport().size if call.block is None else call.block.share
+    return 1.0 / transport().size if call.block is None else call.block.fraction
 
 
-def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: Call) -> list[Tensor | None]:
+def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: ForwardCall) -> list[Tensor | None]:
     """The gradients at the roots, times this rank's weight."""
     return _times(roots, grads, _weight(whose))
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import transport
-from instep.training.batches import batch_of
-from instep.training.forward_calls import latest
+from instep.training.batches import find_candidates
+from instep.training.forward_calls import last
 
 M = TypeVar("M", bound="Metric")
 
@@ -152,8 +152,8 @@ class Accuracy(Metric):
 
 def _is_placeholder(values: Tensor) -> bool:
     """Whether these come from the sample that a rank without rows runs."""
-    batch, call = batch_of(values), latest()
+    batch, call = find_candidates(values), last()
     # A loss is no part of a batch: it belongs to the forward that was made last, if that may be.
     if len(batch.blocks) > 1 and call is not None and {*call.batch.blocks} < {*batch.blocks}:
         batch = call.batch
-    return batch.ghost
+    return batch.is_placeholder

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-LOOKED_THROUGH = 4096
+MAX_OBJECTS = 4096
 """How many objects `contents` visits at most, the nearest first."""
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
@@ -87,13 +87,13 @@ def is_column(value: Any) -> bool:
     return type(value) in (list, tuple) and len(value) > 0 and all(map(_is_data, value))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def find_tensors(value: Any) -> list[Tensor]:
     """The tensors that are in a value, those in objects of any class among them."""
     return [each for each in contents(value) if isinstance(each, Tensor)]
 
 
 def contents(value: Any) -> list[Any]:
-    """What can be reached from a value, itself first, each once; at most LOOKED_THROUGH objects.
+    """What can be reached from a value, itself first, each once; at most MAX_OBJECTS objects.
 
     Looks into containers and the attributes of objects, but not into tensors and modules. Of a
     generator its state is told, of an array its bytes.
@@ -101,7 +101,7 @@ def contents(value: Any) -> list[Any]:
     found: list[Any] = []
     known = {id(value)}
     waiting = deque([value])
-    while waiting and len(found) < LOOKED_THROUGH:
+    while waiting and len(found) < MAX_OBJECTS:
         each = waiting.popleft()
         found.append(each)
         if isinstance(each, _NO_CONTENTS):

@@ -28,8 +28,8 @@ reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class Backward:
     """What one backward on this rank has to know."""
 
-    def __init__(self, *, ghost: bool, communicating: bool) -> None:
-        self.ghost = ghost
+    def __init__(self, *, is_placeholder: bool, communicating: bool) -> None:
+        self.is_placeholder = is_placeholder
         """Whether this rank has no rows: its gradients are zeros, whatever was computed."""
         self.communicating = communicating
         """Whether the sums over ranks are made now."""
@@ -66,7 +66,7 @@ def collecting(backward: Backward) -> Iterator[None]:
         _under_way = None
 
 
-def sparse_sum(grad: Tensor) -> Tensor:
+def all_reduce_sparse(grad: Tensor) -> Tensor:
     """The sum over ranks of a sparse gradient. Collective."""
     mine = grad.coalesce()
     # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
@@ -164,7 +164,7 @@ class Reducer:
         if self not in _under_way.reached:
             _under_way.reached[self] = None
             self.begin()
-        if _under_way.ghost:
+        if _under_way.is_placeholder:
             grad = torch.zeros_like(grad)
         if not _under_way.communicating:
             self._keep(index)
@@ -192,7 +192,7 @@ class Reducer:
         self._summed.add(index)
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
-            return sparse_sum(grad)
+            return all_reduce_sparse(grad)
         marked = torch.cat([grad.reshape(-1), mark(grad, self._number, index)])
         self.transport.all_reduce(real(marked), "sum").wait()
         self._marks[index] = marked[-LENGTH:]

@@ -27,12 +27,17 @@ from instep.distributed.communication.transport import (
 from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_compile import uncompiled
 from instep.training import batchnorm, forward_calls, gradients
-from instep.training.batches import batch_of
+from instep.training.batches import find_candidates
 from instep.training.buckets.compression import Compression, check_compression
-from instep.training.dropout import SEAMS as DROPOUT_SEAMS
 from instep.training.errors import ReplicatedTwiceError
-from instep.training.forward_calls import Call, Scope
-from instep.training.randomness import agreed_seed, mixed, seeded_state, torch_generators
+from instep.training.forward_calls import ForwardCall, Scope
+from instep.training.random_ops import SEAMS as DROPOUT_SEAMS
+from instep.training.random_streams import (
+    broadcast_seed,
+    default_generators,
+    derive_seed,
+    make_rng_state,
+)
 from instep.training.reducer import Reducer
 from instep.training.torch_patches import Function, step_in
 
@@ -110,7 +115,7 @@ def replicate(
         statistics=batch_statistics if way.size > 1 else "rank",
         dropout=dropout,
         compression=compression,
-        seed=agreed_seed(),
+        seed=broadcast_seed(),
     )
     _adopt(model, replica)
     _replica_of[model] = replica
@@ -176,14 +181,14 @@ def _warn_of_layers(model: nn.Module) -> bool:
     return bool(names)
 
 
-def _warn_of_draws(model: nn.Module, call: Call, seed: int) -> None:
+def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
     """Say so, where a call has drawn more from torch's generators than its dropout masks."""
     expected = torch.Generator().manual_seed(seed)
     for _ in range(call.draws):
         torch.empty((), dtype=torch.int64).random_(generator=expected)
-    of_cpu, *of_gpu = torch_generators()
+    of_cpu, *of_gpu = default_generators()
     if not torch.equal(expected.get_state(), of_cpu.get_state()) or any(
-        not torch.equal(seeded_state(each, seed), each.get_state()) for each in of_gpu
+        not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu
     ):
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
@@ -206,15 +211,15 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if replica.grown:
         _adopt(module, replica)
     replica.steps += module.training
-    stream = mixed(replica.seed, replica.steps)
-    call = Call(
-        batch_of((args, kwargs)), replica.statistics, replica.dropout, stream, model=replica
+    stream = derive_seed(replica.seed, replica.steps)
+    call = ForwardCall(
+        find_candidates((args, kwargs)), replica.statistics, replica.dropout, stream, model=replica
     )
     if module.training:
-        for generator in torch_generators():
-            call.outer_generators.append(generator.get_state())
-            generator.manual_seed(mixed(stream, replica.transport.rank))
-    forward_calls.enter(call)
+        for generator in default_generators():
+            call.saved_rng_states.append(generator.get_state())
+            generator.manual_seed(derive_seed(stream, replica.transport.rank))
+    forward_calls.push(call)
 
 
 @uncompiled
@@ -224,14 +229,14 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     # A hook of the user's that came first and raised has kept `_enter` from running.
     if replica is None or call is None or call.model is not replica:
         return
-    forward_calls.leave()
-    if call.outer_generators:
+    forward_calls.pop()
+    if call.saved_rng_states:
         if replica.dropout == "global" and not replica.named:
             replica.named = True
-            _warn_of_draws(module, call, mixed(call.stream, replica.transport.rank))
-        for generator, state in zip(torch_generators(), call.outer_generators, strict=False):
+            _warn_of_draws(module, call, derive_seed(call.stream, replica.transport.rank))
+        for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
-    forward_calls.mark(output, call)
+    forward_calls.tag_outputs(output, call)
 
 
 def _grow(module: nn.Module, name: str, added: object) -> None:

@@ -17,16 +17,16 @@ from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import transport
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
-from instep.training.batches import BatchTracker, deliver, was_delivered
-from instep.training.blocks import Block, cut, rows_of, tensors_of
+from instep.training.batches import BatchTracker, is_registered, register
+from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import CannotShardError, ShardedTwiceError
-from instep.training.randomness import (
-    Sample,
+from instep.training.random_streams import (
     SeededDataset,
-    SharedStream,
-    agreed_seed,
-    draws_nothing,
-    mixed,
+    SeededIndex,
+    SharedRandomStream,
+    broadcast_seed,
+    derive_seed,
+    is_deterministic,
 )
 
 T = TypeVar("T")
@@ -72,12 +72,12 @@ def shard(what: Any) -> Any:
 
 
 def _sharded_batch(batch: T) -> T:
-    total = rows_of(batch)
-    if any(was_delivered(tensor) for tensor in tensors_of(batch)):
+    total = count_rows(batch)
+    if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
     block = replace(_place(), total=total)
-    mine = cut(batch, block)
-    deliver(mine, block)
+    mine = slice_rows(batch, block)
+    register(mine, block)
     return mine
 
 
@@ -96,7 +96,7 @@ def _sharded_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
     if not isinstance(loader.dataset, Sized):
         raise CannotShardError(
             f"{type(loader.dataset).__name__} has no length, so its batches have no agreed "
-            "order to cut blocks from. Give it __len__ and __getitem__."
+            "order to slice_rows blocks from. Give it __len__ and __getitem__."
         )
     return ShardedLoader(loader)
 
@@ -108,9 +108,9 @@ class ShardedLoader(DataLoader[T]):
         if whole.generator is not None:
             whole.generator.set_state(broadcast_object(whole.generator.get_state()))
         assert whole.batch_sampler is not None
-        self._seed = agreed_seed()
-        self._seeded = not draws_nothing(whole.dataset)
-        self._blocks = BlockSampler(whole.batch_sampler, self._seed, named=self._seeded)
+        self._seed = broadcast_seed()
+        self._seeded = not is_deterministic(whole.dataset)
+        self._blocks = BlockBatchSampler(whole.batch_sampler, self._seed, named=self._seeded)
         super().__init__(
             whole.dataset,
             batch_sampler=self._blocks,
@@ -145,21 +145,21 @@ class ShardedLoader(DataLoader[T]):
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
         self._blocks.epoch += not bootstrap.alone()
         batches = super().__iter__()
-        assert self._blocks.latest is not None
+        assert self._blocks.last is not None
         # Samples that are loaded in this process seed its generators.
-        aside = SharedStream(0) if self._seeded and self.num_workers == 0 else None
-        return Delivering(batches, self._blocks.latest.planned, aside)
+        aside = SharedRandomStream(0) if self._seeded and self.num_workers == 0 else None
+        return TrackedIterator(batches, self._blocks.last.planned, aside)
 
 
-class BlockSampler:
+class BlockBatchSampler:
     """The indices of this rank's block of every batch that another batch sampler makes.
 
-    The order of each epoch is drawn from a shared stream of its own. `named`: ask for a `Sample`
-    instead of an index.
+    The order of each epoch is drawn from a shared stream of its own. `named`: ask for a
+    `SeededIndex` instead of an index.
     """
 
     def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
-        self.latest: Epoch | None = None
+        self.last: EpochBatches | None = None
         self._batches = batches
         self._seed = seed
         self._named = named
@@ -169,11 +169,13 @@ class BlockSampler:
         assert isinstance(self._batches, Sized)
         return len(self._batches)
 
-    def __iter__(self) -> Epoch:
-        stream = SharedStream(mixed(self._seed, self.epoch), only_torch=_of_torch(self._batches))
+    def __iter__(self) -> EpochBatches:
+        stream = SharedRandomStream(
+            derive_seed(self._seed, self.epoch), only_torch=_of_torch(self._batches)
+        )
         epoch = self.epoch if self._named else None
-        self.latest = Epoch(self._batches, stream, _place(), epoch)
-        return self.latest
+        self.last = EpochBatches(self._batches, stream, _place(), epoch)
+        return self.last
 
 
 def _place() -> Block:
@@ -190,38 +192,42 @@ def _of_torch(sampler: object) -> bool:
     return inner is None or _of_torch(inner)
 
 
-class Epoch:
+class EpochBatches:
     """One pass: iterate for index lists; `planned` holds their blocks until delivered."""
 
     def __init__(
-        self, batches: Iterable[list[Any]], stream: SharedStream, place: Block, epoch: int | None
+        self,
+        batches: Iterable[list[Any]],
+        stream: SharedRandomStream,
+        place: Block,
+        epoch: int | None,
     ) -> None:
         self.planned: deque[Block] = deque()
         self._stream = stream
         self._place = place
         self._epoch = epoch
-        with stream.drawing():
+        with stream.activate():
             self._batches = iter(batches)
 
-    def __iter__(self) -> Epoch:
+    def __iter__(self) -> EpochBatches:
         return self
 
     def __next__(self) -> list[Any]:
-        with self._stream.drawing():
+        with self._stream.activate():
             batch = list(next(self._batches))
         block = replace(self._place, total=len(batch))
         self.planned.append(block)
-        mine = block.rows(batch)
+        mine = block.slice(batch)
         if self._epoch is None:
             return mine
-        return [Sample(index, self._epoch) for index in mine]
+        return [SeededIndex(index, self._epoch) for index in mine]
 
 
-class Delivering(Generic[T]):
+class TrackedIterator(Generic[T]):
     """Hands out batches and notes whose block each one is."""
 
     def __init__(
-        self, batches: Iterator[T], planned: deque[Block], aside: SharedStream | None
+        self, batches: Iterator[T], planned: deque[Block], aside: SharedRandomStream | None
     ) -> None:
         self._batches = batches
         self._planned = planned
@@ -229,7 +235,7 @@ class Delivering(Generic[T]):
         self._tracker = BatchTracker(self)
         self._last: T | None = None
 
-    def __iter__(self) -> Delivering[T]:
+    def __iter__(self) -> TrackedIterator[T]:
         return self
 
     def __next__(self) -> T:
@@ -237,27 +243,27 @@ class Delivering(Generic[T]):
             try:
                 batch = self._load()
             except StopIteration:
-                batches.end(self._tracker)
+                batches.register_end(self._tracker)
                 raise
             self._last = batch
             block = self._planned.popleft()
             if _wanted(block):
-                deliver(batch, block, self._tracker)
+                register(batch, block, self._tracker)
                 return batch
-            batches.skip(block, self._tracker)
+            batches.register_skipped(block, self._tracker)
 
     def _load(self) -> T:
         try:
             if self._aside is None:
                 return next(self._batches)
-            with self._aside.drawing():
+            with self._aside.activate():
                 return next(self._batches)
         except StopIteration:
             raise
         except Exception:
             # The rank whose sample it is fails too; any sample keeps this rank's loop running. The
             # loop may still hold the batch before, so its tensors must not become a ghost's.
-            if self._last is None or not (self._planned and self._planned[0].empty):
+            if self._last is None or not (self._planned and self._planned[0].is_empty):
                 raise
             return _first_row(self._last)
 
@@ -283,7 +289,7 @@ class SlicedLoader(Generic[T]):
 
     def __init__(self, whole: Iterable[T]) -> None:
         self._whole = whole
-        self._seed = agreed_seed()
+        self._seed = broadcast_seed()
         self._epoch = -1
 
     def __getattr__(self, name: str) -> Any:
@@ -294,40 +300,40 @@ class SlicedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         self._epoch += not bootstrap.alone()
-        stream = SharedStream(mixed(self._seed, self._epoch))
-        with stream.drawing():
+        stream = SharedRandomStream(derive_seed(self._seed, self._epoch))
+        with stream.activate():
             batches = iter(self._whole)
-        return Slicing(batches, stream, _place())
+        return SlicedIterator(batches, stream, _place())
 
 
-class Slicing(Generic[T]):
+class SlicedIterator(Generic[T]):
     """Cuts this rank's block out of each batch."""
 
-    def __init__(self, batches: Iterator[T], stream: SharedStream, place: Block) -> None:
+    def __init__(self, batches: Iterator[T], stream: SharedRandomStream, place: Block) -> None:
         self._batches = batches
         self._stream = stream
         self._place = place
         self._tracker = BatchTracker(self)
 
-    def __iter__(self) -> Slicing[T]:
+    def __iter__(self) -> SlicedIterator[T]:
         return self
 
     def __next__(self) -> T:
         while True:
             try:
-                with self._stream.drawing():
+                with self._stream.activate():
                     batch = next(self._batches)
             except StopIteration:
-                batches.end(self._tracker)
+                batches.register_end(self._tracker)
                 raise
-            block = replace(self._place, total=rows_of(batch))
+            block = replace(self._place, total=count_rows(batch))
             if _wanted(block):
-                mine = cut(batch, block)
-                deliver(mine, block, self._tracker)
+                mine = slice_rows(batch, block)
+                register(mine, block, self._tracker)
                 return mine
-            batches.skip(block, self._tracker)
+            batches.register_skipped(block, self._tracker)
 
 
 def _wanted(block: Block) -> bool:
     """Whether the loop gets this block: a ghost is for training only."""
-    return torch.is_grad_enabled() or not block.empty
+    return torch.is_grad_enabled() or not block.is_empty

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instep.compat.apex.parallel.distributed import DistributedDataParallel
 from instep.distributed.rendezvous import bootstrap
-from instep.training.amp.casting import cast, casting, uncast
+from instep.training.amp.casting import cast, casting, no_cast
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.mixed import Mixed, prepare
 
@@ -184,7 +184,7 @@ def _session() -> Mixed:
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Let functions compute in the dtype of their inputs for a while (O1)."""
-    with uncast():
+    with no_cast():
         yield
 
 

@@ -114,7 +114,7 @@ class Averaging:
     # ------------------------------------------------------------------------ during backward
 
     def _hook(self, index: int, parameter: Tensor) -> None:
-        gradients.averaged_elsewhere[parameter] = self._token
+        gradients.externally_averaged[parameter] = self._token
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
         parameter.register_hook(_silent_ghost)
@@ -124,7 +124,7 @@ class Averaging:
     def _reached(self, index: int) -> None:
         """A backward has added to this parameter's gradient (autograd calls this)."""
         parameter = self._parameters[index]
-        if gradients.averaged_elsewhere[parameter] is not self._token:
+        if gradients.externally_averaged[parameter] is not self._token:
             return  # a later optimizer has taken it over
         if self._done[index] >= self.passes:
             name = self._names[parameter]
@@ -234,4 +234,4 @@ class Averaging:
 def _silent_ghost(grad: Tensor) -> Tensor | None:
     """A rank without rows contributes zeros, whatever it computed."""
     call = forward_calls.current()
-    return torch.zeros_like(grad) if call is not None and call.ghost else None
+    return torch.zeros_like(grad) if call is not None and call.is_placeholder else None

@@ -24,7 +24,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) ->
             module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 
-def cast_at_the_door(model: nn.Module, inside: torch.dtype | None, outside: torch.dtype) -> None:
+def cast_inputs_and_outputs(
+    model: nn.Module, inside: torch.dtype | None, outside: torch.dtype
+) -> None:
     """Cast what floats among a model's inputs to `inside`, and among its outputs to `outside`."""
     if inside is not None:
         model.register_forward_pre_hook(_Entrance(inside), with_kwargs=True)
@@ -82,7 +84,7 @@ def cast_functions(dtype: torch.dtype, kinds: Iterable[str]) -> None:
     Backward computes in the dtypes that forward chose.
     """
     global _devices
-    leave_functions()
+    stop_casting()
     _devices = tuple(kinds)
     torch.set_autocast_cache_enabled(False)
     for kind in _devices:
@@ -92,7 +94,7 @@ def cast_functions(dtype: torch.dtype, kinds: Iterable[str]) -> None:
     step_in(torch.autograd, "grad", _as_it_is)
 
 
-def leave_functions() -> None:
+def stop_casting() -> None:
     """Let torch's functions be as they were."""
     global _devices
     for kind in _devices:
@@ -111,7 +113,7 @@ def casting() -> torch.dtype | None:
 
 
 @contextmanager
-def uncast() -> Iterator[None]:
+def no_cast() -> Iterator[None]:
     """Let functions compute in the dtype of their inputs for a while."""
     with ExitStack() as stack:
         for kind in _devices:
@@ -120,5 +122,5 @@ def uncast() -> Iterator[None]:
 
 
 def _as_it_is(original: Function, *args: Any, **kwargs: Any) -> Any:
-    with uncast():
+    with no_cast():
         return original(*args, **kwargs)

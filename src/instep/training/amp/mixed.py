@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from instep.training.amp.casting import (
-    cast_at_the_door,
     cast_functions,
+    cast_inputs_and_outputs,
     cast_model,
-    leave_functions,
+    stop_casting,
 )
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.levels import HALVES, Options, chosen
@@ -84,7 +84,7 @@ def prepare(
     if options.patch_torch_functions:
         cast_functions(dtype, _kinds_of_device(models))
     else:
-        leave_functions()
+        stop_casting()
     for optimizer in optimizers:
         Steps(optimizer, options, tell)
     bounds = (min_loss_scale, max_loss_scale)
@@ -206,4 +206,4 @@ def _cast(model: nn.Module, options: Options, outputs: torch.dtype | None) -> No
         if inside in HALVES:
             save_in_float32(model)
     if outputs is not None:
-        cast_at_the_door(model, inside, outputs)
+        cast_inputs_and_outputs(model, inside, outputs)

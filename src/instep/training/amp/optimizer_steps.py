@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.training.amp.casting import uncast
+from instep.training.amp.casting import no_cast
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.levels import HALVES, Options
 from instep.training.amp.loss_scaler import unscale
@@ -130,7 +130,7 @@ class Steps:
         else:
             for master in self.masters:
                 master.follow()
-            with uncast():
+            with no_cast():
                 result = self._originals["step"](*args, **kwargs)
             for master in self.masters:
                 master.lead()

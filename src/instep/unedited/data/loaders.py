@@ -21,7 +21,7 @@ from instep.distributed.communication.thread_channel import Lane
 from instep.distributed.communication.transport import transport
 from instep.process import settings
 from instep.training.blocks import Block
-from instep.training.randomness import draws_nothing
+from instep.training.random_streams import is_deterministic
 from instep.training.shards import ShardedLoader
 from instep.unedited.data.batch_exchange import ExchangedBatch, ExchangeTransport, end, share
 from instep.unedited.data.exchange_policy import ExchangePolicy
@@ -92,7 +92,7 @@ def _by_rows(loader: DataLoader[Any]) -> bool:
         return False
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset | MapDataPipe):
         return False
-    if _in_bulk(loader.dataset) or draws_nothing(loader.dataset):
+    if _in_bulk(loader.dataset) or is_deterministic(loader.dataset):
         return False
     begun: Any = loader._iterator
     if begun is not None:

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from instep.distributed.communication.rank_local import apart
 from instep.training.blocks import Block
-from instep.training.randomness import GeneratorStates, mixed, seed_generators
+from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
@@ -191,13 +191,13 @@ class RowDataset(Dataset[Any]):
         first = 1 if self._draws is None else len(indices)  # one is enough to see that most draw
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
-            before = GeneratorStates.now()
+            before = RNGStates.capture()
             try:
                 samples += map(self._sample, some)
             except Exception:
-                if before.same(GeneratorStates.now()):
+                if before.equals(RNGStates.capture()):
                     raise
-            self._draws = not before.same(GeneratorStates.now())
+            self._draws = not before.equals(RNGStates.capture())
             if self._draws:
                 before.restore()
                 return None
@@ -262,7 +262,7 @@ def _streams_of_samples() -> Iterator[None]:
     if not in_main_thread():
         yield
         return
-    before = GeneratorStates.now()
+    before = RNGStates.capture()
     try:
         yield
     finally:
@@ -272,7 +272,7 @@ def _streams_of_samples() -> Iterator[None]:
 def _begin_stream(*parts: object) -> None:
     """Seed the generators, unless that would disturb another thread of the script's."""
     if in_main_thread():
-        seed_generators(mixed(*parts))
+        seed_all(derive_seed(*parts))
 
 
 class WorkerInit:

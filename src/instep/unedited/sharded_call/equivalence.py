@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
-from instep.training.pytree import Unchanged, flatten, is_column, leaves_of, tensors_in, unflatten
+from instep.training.pytree import Unchanged, find_tensors, flatten, is_column, leaves_of, unflatten
 from instep.unedited.errors import UndividedError
 from instep.unedited.sharded_call import region as regions
 from instep.unedited.sharded_call.checked_transport import attempt
@@ -177,7 +177,7 @@ def _tried(
 
 def _undividable(call: Call, whole: Whole) -> str:
     """What speaks against dividing it before it was tried; nothing if nothing does."""
-    opaque = [out for out in whole.outputs if not isinstance(out, Tensor) and tensors_in(out)]
+    opaque = [out for out in whole.outputs if not isinstance(out, Tensor) and find_tensors(out)]
     if opaque:
         return (
             f"it returns a {type(opaque[0]).__name__}, into which instep does not look (return a "

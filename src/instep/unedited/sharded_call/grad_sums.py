@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from instep.distributed.communication.transport import Transport, applied
 from instep.process import settings
 from instep.training.buckets.layout import plan_buckets
-from instep.training.reducer import sparse_sum
+from instep.training.reducer import all_reduce_sparse
 from instep.unedited.sharded_call.grad_buckets import Cargo, load
 from instep.unedited.sharded_call.mappings import summed
 
@@ -109,7 +109,7 @@ class _Alias(torch.autograd.Function):
         left: list[Tensor | None] = [None] * len(grads)
         for k, (place, grad) in enumerate(zip(ctx.places, grads, strict=True)):
             if grad is not None and grad.is_sparse:
-                left[k] = sparse_sum(grad)
+                left[k] = all_reduce_sparse(grad)
                 _sparse[ctx.parameters[k]] = True
             elif grad is not None:
                 ctx.cargo.add(place, grad)
@@ -123,7 +123,7 @@ def summed_all(grads: Sequence[Tensor | None], way: Transport) -> list[Tensor | 
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for k, grad in enumerate(grads):
         if grad is not None and grad.is_sparse:
-            results[k] = sparse_sum(grad)
+            results[k] = all_reduce_sparse(grad)
         elif grad is not None:
             kinds.setdefault((grad.dtype, grad.device), []).append(k)
     for members in kinds.values():

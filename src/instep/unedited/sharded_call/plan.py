@@ -133,7 +133,7 @@ def join(own: Any, how: Output, region: Region) -> Any:
         return all_rows(own, region.block, how.dim, region.way)
     if how.kind == "same":
         return own
-    return summed(own, region.block.share if how.kind == "mean" else 1, region.way)
+    return summed(own, region.block.fraction if how.kind == "mean" else 1, region.way)
 
 
 def _is_large(own: Tensor, region: Region) -> bool:

@@ -14,7 +14,7 @@ from instep.distributed.communication.rank_local import apart
 from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
 from instep.training.blocks import Block
-from instep.training.forward_calls import Call
+from instep.training.forward_calls import ForwardCall
 from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
 from instep.training.torch_patches import Function
 from instep.unedited.errors import UndividedError
@@ -46,14 +46,14 @@ class Region:
         """Inside, this call is under way: for its forward, and for what backward computes again."""
         global _current, _inside
         draws = WholeDraws(self.block, self.division.batch_dim, self.way) if self.drawing else None
-        forward_calls.enter(Call.of(self.block, statistics="global"))
+        forward_calls.push(ForwardCall.of(self.block, statistics="global"))
         before, _current, _inside = _current, self, True
         try:
             with apart(), draws or nullcontext():
                 yield
         finally:
             _current, _inside = before, before is not None
-            forward_calls.leave()
+            forward_calls.pop()
 
 
 _current: Region | None = None

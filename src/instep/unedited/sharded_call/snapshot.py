@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import leaves_of
-from instep.training.randomness import GeneratorStates, torch_generators
+from instep.training.random_streams import RNGStates, default_generators
 
 _TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
@@ -19,7 +19,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
         self._parts = list(module.modules())
-        self._torch, self._others = TorchGenerators(), GeneratorStates.now()
+        self._torch, self._others = TorchGenerators(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
@@ -68,7 +68,7 @@ class Snapshot:
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
                 return f"its forward changes {what} in place"
-        if not self._others.same_but_torch(after._others):
+        if not self._others.equals_except_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         for part, was, now in zip(self._parts, self._attributes, after._attributes, strict=True):
             # Torch's own hooks for normed weights compute such an attribute anew in each forward.
@@ -91,7 +91,7 @@ class Snapshot:
         """What two forwards have left different, in words; None where it is the same."""
         if not self._torch.same(other._torch):
             return "its random numbers are not those of the whole batch"
-        if not self._others.same_but_torch(other._others):
+        if not self._others.equals_except_torch(other._others):
             return "its forward draws from numpy's or Python's random numbers"
         if self.buffers.keys() != other.buffers.keys():
             return "it has other buffers"
@@ -108,7 +108,7 @@ class TorchGenerators:
     """The states of torch's global generators."""
 
     def __init__(self) -> None:
-        self._states = [generator.get_state() for generator in torch_generators()]
+        self._states = [generator.get_state() for generator in default_generators()]
 
     def same(self, other: TorchGenerators) -> bool:
         """Whether nothing was drawn between the two."""
@@ -117,7 +117,7 @@ class TorchGenerators:
 
     def restore(self) -> None:
         """Draw the same again."""
-        for generator, state in zip(torch_generators(), self._states, strict=False):
+        for generator, state in zip(default_generators(), self._states, strict=False):
             generator.set_state(state)
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from instep.training import replicas, shards
-from instep.training.randomness import Sample
+from instep.training.random_streams import SeededIndex
 from instep.training.torch_patches import Function, step_in
 from instep.verify.recording.records import read_tensors
 
@@ -89,10 +89,10 @@ class Loaders:
 
     def _next_index(self, original: Function, loader: Any) -> Any:
         index = original(loader)
-        if not isinstance(index, list) or not all(isinstance(i, int | Sample) for i in index):
+        if not isinstance(index, list) or not all(isinstance(i, int | SeededIndex) for i in index):
             return index
         if len(self.asked) < _REMEMBERED:
-            self.asked.append(tuple(i.index if isinstance(i, Sample) else i for i in index))
+            self.asked.append(tuple(i.index if isinstance(i, SeededIndex) else i for i in index))
         return index[::-1] if self._reverse else index
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.training.randomness import torch_generators
+from instep.training.random_streams import default_generators
 from instep.verify.recording.records import Print
 
 _WIDTH = 1024
@@ -67,7 +67,7 @@ def generators_digest(of_torch: Sequence[Tensor] = ()) -> str:
         of_torch: what to take for the states of torch's generators; default: their states.
     """
     digest = blake2b(digest_size=12)
-    for state in of_torch or [generator.get_state() for generator in torch_generators()]:
+    for state in of_torch or [generator.get_state() for generator in default_generators()]:
         digest.update(state.numpy().tobytes())
     numpy: Any = np.random.get_state(legacy=False)
     digest.update(numpy["state"]["key"].tobytes())

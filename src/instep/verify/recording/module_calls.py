@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from instep.distributed.communication.transport import transport
 from instep.process.patching import Patch, Patched
 from instep.training import forward_calls
-from instep.training.batches import known_block
+from instep.training.batches import find_block
 from instep.training.blocks import Block
-from instep.training.pytree import tensors_in
-from instep.training.randomness import mixed, seeded_state, torch_generators
+from instep.training.pytree import find_tensors
+from instep.training.random_streams import default_generators, derive_seed, make_rng_state
 from instep.training.torch_patches import Function
 from instep.unedited.sharded_call.modules import work
 from instep.verify.recording.fingerprints import generators_digest, row_hashes
@@ -35,7 +35,7 @@ class Call:
     block: Block | None
     drew: bool
     half: bool
-    replica: forward_calls.Call | None
+    replica: forward_calls.ForwardCall | None
     """What instep knows of it, if it is the call of a replicated model."""
 
     @property
@@ -91,11 +91,11 @@ class Calls:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         self._depth -= 1
         output = rest[-1]
-        graph = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
+        graph = [t.grad_fn for t in find_tensors(output) if t.grad_fn is not None]
         if self._depth or not graph or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
-        inputs, half = tensors_in((args, kwargs)), _in_half_precision(output)
+        inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)
         call = _call(inputs, self._drew(), half, self._own_rows())
         for node in graph:
             _metadata(node)[_MARK] = call
@@ -113,14 +113,14 @@ class Calls:
         A replica in training begins with its generators in a state of their own.
         """
         replica = forward_calls.current()
-        if replica is None or not replica.outer_generators:
+        if replica is None or not replica.saved_rng_states:
             return generators_digest() != self._before
-        seed = mixed(replica.stream, transport().rank)
+        seed = derive_seed(replica.stream, transport().rank)
         moved = any(
-            not torch.equal(seeded_state(each, seed), each.get_state())
-            for each in torch_generators()
+            not torch.equal(make_rng_state(each, seed), each.get_state())
+            for each in default_generators()
         )
-        others_moved = generators_digest(replica.outer_generators) != self._before
+        others_moved = generators_digest(replica.saved_rng_states) != self._before
         return replica.draws > 0 or moved or others_moved
 
 
@@ -128,7 +128,7 @@ def _in_half_precision(output: object) -> bool:
     return any(
         tensor.dtype in (torch.float16, torch.bfloat16)
         or torch.is_autocast_enabled(tensor.device.type)
-        for tensor in tensors_in(output)
+        for tensor in find_tensors(output)
     )
 
 
@@ -144,7 +144,7 @@ def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> Call
 
 
 def _block(inputs: list[Tensor]) -> Block | None:
-    return next((block for block in map(known_block, inputs) if block is not None), None)
+    return next((block for block in map(find_block, inputs) if block is not None), None)
 
 
 def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) -> int:

@@ -28,30 +28,30 @@ from instep.distributed.communication.objects import broadcast_object
 T = TypeVar("T")
 
 
-def agreed_seed() -> int:
+def broadcast_seed() -> int:
     """A seed that rank 0 draws from its torch generator, on all ranks (all draw). Collective."""
     return broadcast_object(int(torch.randint(2**63 - 1, ())))
 
 
-def mixed(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """One 63-bit seed from several values: streams of neighbouring values are unrelated."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def torch_generators() -> list[torch.Generator]:
+def default_generators() -> list[torch.Generator]:
     """Torch's global ones: the CPU's and, where one is in use, that of this rank's GPU."""
     if not torch.cuda.is_initialized():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-def seeded_state(kind: torch.Generator, seed: int) -> Tensor:
+def make_rng_state(kind: torch.Generator, seed: int) -> Tensor:
     """The state of a generator of this kind that begins with `seed`."""
     return torch.Generator(kind.device).manual_seed(seed).get_state()
 
 
-def seed_generators(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seed the global generators on the CPU: torch, numpy, random."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -59,7 +59,7 @@ def seed_generators(seed: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class GeneratorStates:
+class RNGStates:
     """Where the global generators on the CPU are: torch, numpy, random."""
 
     torch: Tensor
@@ -67,7 +67,7 @@ class GeneratorStates:
     python: tuple[Any, ...]
 
     @classmethod
-    def now(cls) -> GeneratorStates:
+    def capture(cls) -> RNGStates:
         """Where they are now."""
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
 
@@ -77,26 +77,26 @@ class GeneratorStates:
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
-    def same(self, other: GeneratorStates) -> bool:
+    def equals(self, other: RNGStates) -> bool:
         """Whether nothing was drawn between the two."""
-        return torch.equal(self.torch, other.torch) and self.same_but_torch(other)
+        return torch.equal(self.torch, other.torch) and self.equals_except_torch(other)
 
-    def same_but_torch(self, other: GeneratorStates) -> bool:
+    def equals_except_torch(self, other: RNGStates) -> bool:
         """Whether nothing was drawn from numpy's and Python's."""
         if self.python != other.python:
             return False
         return pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
 
 
-class SharedStream:
-    """Random numbers that are the same on all ranks: `with stream.drawing(): ...`.
+class SharedRandomStream:
+    """Random numbers that are the same on all ranks: `with stream.activate(): ...`.
 
     Code inside draws from the global generators on the CPU as it always does (torch, and unless
     `only_torch` also numpy and random); outside they are as they were.
     """
 
     def __init__(self, seed: int, *, only_torch: bool = False) -> None:
-        self._states = GeneratorStates(
+        self._states = RNGStates(
             torch.Generator().manual_seed(seed).get_state(),
             dict(np.random.MT19937(seed).state),
             random.Random(seed).getstate(),
@@ -104,7 +104,7 @@ class SharedStream:
         self._only_torch = only_torch
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Draw from this stream."""
         if self._only_torch:
             outside = torch.get_rng_state()
@@ -115,19 +115,19 @@ class SharedStream:
                 self._states = replace(self._states, torch=torch.get_rng_state())
                 torch.set_rng_state(outside)
             return
-        before = GeneratorStates.now()
+        before = RNGStates.capture()
         self._states.restore()
         try:
             yield
         finally:
-            self._states = GeneratorStates.now()
+            self._states = RNGStates.capture()
             before.restore()
 
 
 # ------------------------------------------------------------------------------- the sample's
 
 
-class Sample(NamedTuple):
+class SeededIndex(NamedTuple):
     """What a sampler asks for when what is random in a sample shall not depend on who loads it."""
 
     index: Any
@@ -141,13 +141,13 @@ class SeededDataset(Dataset[T], Generic[T]):
         self.dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, sample: Sample) -> T:
-        seed_generators(mixed(self._seed, sample.epoch, sample.index))
+    def __getitem__(self, sample: SeededIndex) -> T:
+        seed_all(derive_seed(self._seed, sample.epoch, sample.index))
         return self.dataset[sample.index]
 
 
-def draws_nothing(dataset: object) -> bool:
+def is_deterministic(dataset: object) -> bool:
     """Whether samples are known to have nothing random in them: they lie in memory."""
     if type(dataset) is Subset:
-        return draws_nothing(dataset.dataset)
+        return is_deterministic(dataset.dataset)
     return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)

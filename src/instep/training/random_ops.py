@@ -21,7 +21,7 @@ from torch import Tensor
 from instep.distributed.communication.transport import transport
 from instep.training import forward_calls
 from instep.training.blocks import Block
-from instep.training.randomness import mixed
+from instep.training.random_streams import derive_seed
 from instep.training.torch_patches import Function
 
 Shape = tuple[int, ...]
@@ -121,7 +121,7 @@ def _next_draw() -> Draw | None:
     if call is None or call.dropout == "rank":
         return None
     whose = () if call.block is not None else (transport().rank,)
-    draw = _drawn[_token()] = Draw(mixed(call.stream, call.draws, *whose), call.block)
+    draw = _drawn[_token()] = Draw(derive_seed(call.stream, call.draws, *whose), call.block)
     call.draws += 1
     if len(_drawn) > _REMEMBERED:
         _drawn.popitem(last=False)
