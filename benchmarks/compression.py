@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import instep
 from instep import PowerSGD
-from instep.distributed.communication.transport import Pending, Transport, through, transport
+from instep.distributed.communication.transport import Pending, Transport, transport, use_transport
 from machine import machine
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -61,7 +61,7 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
     train_data, test_data = digits.load_data()
     loader = instep.shard(DataLoader(train_data, 64, shuffle=True))
     counting = Counting(transport())
-    with through(counting):
+    with use_transport(counting):
         model = instep.replicate(digits.build_model(), compression=KINDS[kind])
     begin = flat(p.detach() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import instep
 from instep import PowerSGD
-from instep.distributed.communication.transport import through, transport
+from instep.distributed.communication.transport import transport, use_transport
 from instep.errors import DisagreementError
 from pool import ranks, run, talking_over
 
@@ -245,7 +245,7 @@ def test_fewer_bytes_travel():
         (PowerSGD(40), 4 * numbers),
     ]:
         counting = Counting(transport())
-        with through(counting):
+        with use_transport(counting):
             model = instep.replicate(nn.Linear(50, 100), compression=compression)
         before = counting.sent
         model(torch.ones(2, 50)).sum().backward()

@@ -103,8 +103,8 @@ def test_what_instep_itself_says_travels_where_the_group_can():
     both, of_gpus = dist.new_group(backend="gloo"), dist.new_group(backend="cuda:gloo")
     with mock.patch("torch.cuda.current_device", return_value=1):
         ways = [transport(Group((0, 1), group)) for group in (both, of_gpus)]
-    assert [way.home for way in ways] == [torch.device("cpu"), torch.device("cuda", 1)]
-    assert transport().home == torch.device("cpu")
+    assert [way.control_device for way in ways] == [torch.device("cpu"), torch.device("cuda", 1)]
+    assert transport().control_device == torch.device("cpu")
 
 
 @ranks(3)

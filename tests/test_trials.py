@@ -58,7 +58,7 @@ def different(step):
         "broadcast": lambda way, odd: way.broadcast(one, int(odd)),
         "broadcast of another shape": lambda way, odd: way.broadcast(torch.ones(2 + odd), 0),
         "all_gather": lambda way, odd: way.all_gather(torch.ones(2 + odd)),
-        "exchange": lambda way, odd: way.all_gather(one) if odd else way.exchange([one], [2]),
+        "exchange": lambda way, odd: way.all_gather(one) if odd else way.all_to_all([one], [2]),
         "all_gather_object": lambda way, odd: odd or way.all_gather_object(1),
         "broadcast_object": lambda way, odd: way.broadcast_object(1, int(odd)),
     }

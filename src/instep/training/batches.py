@@ -193,7 +193,7 @@ def _shares(block: Block | None) -> tuple[float, ...]:
 def _on_all_ranks(fits: list[bool]) -> list[bool]:
     """Which are true on every rank. Collective."""
     way = transport()
-    counts = torch.tensor(fits, dtype=torch.int64, device=way.home)
+    counts = torch.tensor(fits, dtype=torch.int64, device=way.control_device)
     way.all_reduce(counts, "sum").wait()
     return [count == way.size for count in counts.tolist()]
 

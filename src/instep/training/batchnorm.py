@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.collectives import all_reduce
-from instep.distributed.communication.transport import Pending, applied, through, transport
+from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.transport import Pending, transport, use_transport
 from instep.errors import TrainingError
 from instep.training.forward_calls import current_candidates
 
@@ -59,7 +60,7 @@ def batch_norm(
     """
     is_placeholder = current_candidates().is_placeholder
     output: Tensor
-    output, mean, var, count = applied(
+    output, mean, var, count = apply(
         _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, way or transport()
     )
     _refuse_single_value(count, input, is_placeholder)
@@ -124,7 +125,7 @@ def _differentiable_backward(
     """The same gradients as a graph: the layer once more, written in differentiable steps."""
     candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
     inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
-    with through(ctx.way):
+    with use_transport(ctx.way):
         output = _composite(x, weight, bias, ctx.eps, ctx.is_placeholder)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
     return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
@@ -137,10 +138,10 @@ def _composite(
     dims, shape = _all_but_channels(x)
     count = all_reduce(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
     mean = all_reduce(_heard(x.sum(dims), is_placeholder)) / count
-    mean = applied(_Mute, mean, True) if is_placeholder else mean
+    mean = apply(_Mute, mean, True) if is_placeholder else mean
     centred = x - mean.view(shape)
     var = all_reduce(_heard(centred.square().sum(dims), is_placeholder)) / count
-    var = applied(_Mute, var, True) if is_placeholder else var
+    var = apply(_Mute, var, True) if is_placeholder else var
     output = centred * (var + eps).rsqrt().view(shape)
     if weight is not None:
         output = output * weight.view(shape)
@@ -149,7 +150,7 @@ def _composite(
 
 def _heard(sums: Tensor, is_placeholder: bool) -> Tensor:
     """What the other ranks hear: a placeholder says nothing."""
-    silence: Tensor = applied(_Mute, sums, False) if is_placeholder else sums
+    silence: Tensor = apply(_Mute, sums, False) if is_placeholder else sums
     return silence
 
 
@@ -165,7 +166,7 @@ class _Mute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return applied(_Mute, grads[0], False), None
+        return apply(_Mute, grads[0], False), None
 
 
 def _refuse_single_value(count: Tensor, x: Tensor, is_placeholder: bool) -> None:

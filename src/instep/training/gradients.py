@@ -73,7 +73,7 @@ def weight(count: Tensor | float | None) -> None:
         return
     way = transport()
     mine = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
-    mine = mine.to(way.home, torch.float64).reshape(())
+    mine = mine.to(way.control_device, torch.float64).reshape(())
     total = mine.clone()
     way.all_reduce(total, "sum").wait()
     call.weight = (mine / total).item() if total else 0.0

@@ -70,7 +70,9 @@ class Metric(ABC):
     def all_reduce(self) -> Tensor:
         """The totals summed over all ranks. Collective."""
         way = transport()
-        total = self.totals.to(way.home, copy=True)  # a rank may have no values, and so no device
+        total = self.totals.to(
+            way.control_device, copy=True
+        )  # a rank may have no values, and so no device
         way.all_reduce(total, "sum").wait()
         return total
 

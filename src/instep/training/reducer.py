@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.objects import all_gather_object
-from instep.distributed.communication.transport import Transport, aside
+from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
 from instep.process import settings
 from instep.training.buckets.checksum import LENGTH, check, mark
@@ -115,7 +115,7 @@ class Reducer:
         compression: Compression = None,
     ) -> None:
         self.transport = way
-        self._aside = aside(way)
+        self._aside = overlap_group(way)
         """Where the buckets travel: batch normalisation talks in between, and where in between a
         bucket is full depends on what this rank has used."""
         self._compression = compression

@@ -17,13 +17,9 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.distributed.communication.consistency import agree_on_each
-from instep.distributed.communication.transport import (
-    Transport,
-    broadcast_all,
-    check_reachable,
-    transport,
-)
+from instep.distributed.communication.objects import check_same_on_all_ranks
+from instep.distributed.communication.tensors import check_reachable
+from instep.distributed.communication.transport import Transport, broadcast_coalesced, transport
 from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_compile import uncompiled
 from instep.training import batchnorm, forward_calls, gradients
@@ -146,7 +142,7 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
                 f"{name} has no shape yet; call the model once before instep.replicate."
             )
         check_reachable(tensor)
-    agree_on_each(
+    check_same_on_all_ranks(
         [
             ("the argument compression", replica.compression),
             *((name, f"{tuple(t.shape)} {t.dtype}") for name, t in tensors.items()),
@@ -155,7 +151,7 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
     )
     for module in model.modules():
         _owner_of[module] = replica
-    broadcast_all(list(tensors.values()))
+    broadcast_coalesced(list(tensors.values()))
     for tensor in tensors.values():
         _statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]

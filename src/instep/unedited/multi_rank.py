@@ -23,7 +23,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
-from instep.distributed.watchdog.stack_inspection import at_the_end
+from instep.distributed.watchdog.stack_inspection import wait_at_exit
 from instep.process import settings, storage, unfinished_files
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import in_words
@@ -87,7 +87,7 @@ class MultiRankSession:
         std_streams.use(self._streams)
         children.begin(self._relay, self._folder.rebasing(role), patch_table.see_files)
         opt_out.begin(claimed)
-        rank_local.begin()
+        rank_local.register_rank()
         work_begun.when_begun(self._begin)
         patch_table.install()
         self._streams.enter()
@@ -110,7 +110,7 @@ class MultiRankSession:
         self._in_place = False
         patch_table.undo()
         work_begun.when_begun(None)
-        rank_local.end()
+        rank_local.unregister_rank()
         opt_out.end()
         children.end()
         std_streams.use(None)
@@ -160,9 +160,9 @@ class MultiRankSession:
             self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
         everybody = [f"{_DONE}{rank}" for rank in range(self.world.size)]
-        client.say_at_the_end()
+        client.announce_exit()
         with suppress(RuntimeError):  # rank 0 has gone: it waited for all
-            at_the_end(lambda: self._store.wait(everybody, settings.patience()))
+            wait_at_exit(lambda: self._store.wait(everybody, settings.patience()))
 
     def _heard_once(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
@@ -227,7 +227,7 @@ class _Folder:
         )
         self._layers = None if world.rank == 0 else Generations(self._own, self._shared)
 
-        client.remove_afterwards(self._own, self._shared)
+        client.remove_after_exit(self._own, self._shared)
 
     def role(self) -> Rank0Files | OverlayFiles:
         """This rank's way with files."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from instep.distributed.communication.rank_local import apart, is_apart
+from instep.distributed.communication.rank_local import is_rank_local, rank_local
 from instep.distributed.errors import CollectiveTimeoutError, DisagreementError
 from instep.process import settings
 from instep.unedited.errors import UneditedError
@@ -75,7 +75,7 @@ class Relay:
 
     def is_of_this_process(self) -> bool:
         """Whether this is the rank itself, and not apart: then the others ask for the same."""
-        return os.getpid() == self._process and not is_apart()
+        return os.getpid() == self._process and not is_rank_local()
 
     def reaches_here(self) -> bool:
         """Whether all ranks come to this place: the main thread, not apart, in the rank itself."""
@@ -121,7 +121,7 @@ class Relay:
         if together:
             self._wait_for_the_others(step)
         try:
-            with apart():
+            with rank_local():
                 value = do()
             message = _packed(kind, value)
         except Exception as error:

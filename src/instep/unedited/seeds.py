@@ -10,7 +10,7 @@ from importlib import import_module
 from multiprocessing import current_process
 from typing import Any
 
-from instep.distributed.communication.rank_local import is_within
+from instep.distributed.communication.rank_local import is_thread_rank_local
 from instep.process import settings
 from instep.process.import_hooks import after_import
 from instep.process.patching import Function
@@ -43,7 +43,7 @@ def entropy(original: Function, bits: int) -> int:
 
     Where ranks do different work, it is drawn from a generator that they are known to draw from.
     """
-    if is_within():
+    if is_thread_rank_local():
         return random.getrandbits(bits)
     parts = (_seed, current_process()._identity, next(_drawn))
     digest = shake_128(repr(parts).encode()).digest((bits + 7) // 8)

@@ -16,7 +16,7 @@ from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import allgather_async
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, chosen, word
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.distributed.communication.transport import applied
+from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.execution import scaled
 
 Tensors = Sequence[Tensor]
@@ -84,7 +84,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = replace(ctx.reduction, name=f"{ctx.reduction.name}.backward")
-        return None, *applied(_AllReduce, back, *grads)
+        return None, *apply(_AllReduce, back, *grads)
 
 
 def _meant(
@@ -129,7 +129,7 @@ def allreduce(
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     meant = _meant("allreduce", name, op, average, scales, process_set)
-    (result,) = applied(_AllReduce, meant, small)
+    (result,) = apply(_AllReduce, meant, small)
     return compression.decompress(result, ctx)
 
 
@@ -194,7 +194,7 @@ def grouped_allreduce(
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     meant = _meant("grouped_allreduce", name, op, average, scales, process_set)
-    results = applied(_AllReduce, meant, *(tensor for tensor, _ in small))
+    results = apply(_AllReduce, meant, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 

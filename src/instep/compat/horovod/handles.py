@@ -11,7 +11,7 @@ from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.session import session
 from instep.compat.horovod.sets import ProcessSet, global_process_set
 from instep.distributed.communication.forbid_collectives import line_of_script
-from instep.distributed.communication.transport import check_reachable
+from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Verdict, Wish
 from instep.distributed.negotiation.negotiator import Task
 

@@ -12,7 +12,7 @@ from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.session import rank
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.distributed.communication.transport import applied
+from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.message_table import Verdict
 
 Tensors = Sequence[Tensor]
@@ -35,7 +35,7 @@ def allgather(
         ranks' gradients. Raises as `allreduce`, and WrongArgumentError for a scalar.
     """
     name = named("allgather", name, process_set)
-    (gathered,) = applied(_AllGather, name, process_set, tensor)
+    (gathered,) = apply(_AllGather, name, process_set, tensor)
     result: Tensor = gathered
     return result
 
@@ -52,7 +52,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """`allgather` of several tensors of one dtype."""
     name = named("grouped_allgather", name, process_set)
-    return list(applied(_AllGather, name, process_set, *tensors))
+    return list(apply(_AllGather, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
@@ -135,7 +135,7 @@ def broadcast(
         root, and zeros elsewhere. Raises as `allreduce`, and ValueError for a root outside.
     """
     name = named("broadcast", name, process_set)
-    result: Tensor = applied(_Broadcast, tensor, root_rank, name, process_set)
+    result: Tensor = apply(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
 
@@ -223,7 +223,7 @@ def alltoall(
         WrongArgumentError for splits that are no integers or do not add up.
     """
     name = named("alltoall", name, process_set)
-    collected, received = applied(_AllToAll, tensor, splits, name, process_set)
+    collected, received = apply(_AllToAll, tensor, splits, name, process_set)
     return collected if splits is None else (collected, received)
 
 
@@ -289,5 +289,5 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         name = f"{ctx.name}.backward"
-        back, _ = applied(_AllToAll, grads[0], ctx.received, name, ctx.process_set)
+        back, _ = apply(_AllToAll, grads[0], ctx.received, name, ctx.process_set)
         return back, None, None, None

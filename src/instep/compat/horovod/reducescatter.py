@@ -14,7 +14,7 @@ from instep.compat.horovod.handles import Handle, named, submit
 from instep.compat.horovod.moves import check_has_rows, grouped_allgather
 from instep.compat.horovod.ops import Average, ReduceOp, Sum, chosen, word
 from instep.compat.horovod.sets import ProcessSet, global_process_set
-from instep.distributed.communication.transport import applied
+from instep.distributed.communication.tensors import apply
 
 Tensors = Sequence[Tensor]
 
@@ -99,7 +99,7 @@ def reducescatter(
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     meant = _meant("reducescatter", name, op, scales, process_set)
-    (result,) = applied(_ReduceScatter, meant, small)
+    (result,) = apply(_ReduceScatter, meant, small)
     return compression.decompress(result, ctx)
 
 
@@ -129,7 +129,7 @@ def grouped_reducescatter(
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     meant = _meant("grouped_reducescatter", name, op, scales, process_set)
-    results = applied(_ReduceScatter, meant, *(tensor for tensor, _ in small))
+    results = apply(_ReduceScatter, meant, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 

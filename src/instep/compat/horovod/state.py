@@ -16,7 +16,7 @@ from instep.compat.horovod.moves import broadcast_async_
 from instep.compat.horovod.session import rank
 from instep.compat.horovod.sets import ProcessSet, global_process_set
 from instep.distributed.communication import signed_pickle
-from instep.distributed.communication.transport import own_device
+from instep.distributed.communication.tensors import current_device
 from instep.distributed.negotiation.message_table import Verdict
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def _announced(leaf: object) -> object:
 def _made(leaf: object) -> object:
     if not isinstance(leaf, _Announced):
         return leaf
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=own_device(leaf.device))
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=current_device(leaf.device))
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from instep.compat.jittor import mpi
 from instep.compat.jittor.ops import mpi_all_reduce, mpi_broadcast, mpi_reduce
 from instep.distributed.communication.scopes import single_process_scope
-from instep.distributed.communication.transport import broadcast_all
+from instep.distributed.communication.transport import broadcast_coalesced
 from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 def mpi_param_broadcast(module: nn.Module, root: int = 0) -> None:
     """Overwrite the parameters of `module` (not its buffers) with root's. Collective."""
-    broadcast_all(list(module.parameters()), root)
+    broadcast_coalesced(list(module.parameters()), root)
 
 
 def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from instep.distributed.communication.exchanges import all_gather, own_parts, tied, token
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.reduce_ops import carried, check_op, combined, landed, native
-from instep.distributed.communication.transport import (
-    Pending,
-    Transport,
-    applied,
-    as_bytes,
-    check_reachable,
-    place_of,
-    transport,
+from instep.distributed.communication.reduce_ops import (
+    check_op,
+    from_reduce_dtype,
+    reduce_dtype_op,
+    reduce_parts,
+    to_reduce_dtype,
 )
+from instep.distributed.communication.tensors import apply, as_bytes, check_reachable
+from instep.distributed.communication.transport import Pending, Transport, group_rank, transport
 
 Move = Callable[[Tensor, str], Pending]
 
@@ -52,7 +51,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     """
     way = _way(tensor, op, group)
     if op == "product":
-        return combined(all_gather(tensor, group=group), op)
+        return reduce_parts(all_gather(tensor, group=group), op)
     function = _Extreme if op in ("min", "max") else _AllReduce
     return _applied(function, tensor, op, way)
 
@@ -74,7 +73,7 @@ def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | Non
     Raises ValueError for a root that does not exist, and what `all_reduce` raises
     (OverflowedError at root alone).
     """
-    way, place = _way(tensor, op, group), place_of(root, "root", group)
+    way, place = _way(tensor, op, group), group_rank(root, "root", group)
     if op in ("sum", "mean"):
         return _applied(_Reduce, tensor, op, place, way)
     total = all_reduce(tensor, op, group=group)
@@ -105,7 +104,7 @@ def reduce_scatter(
     differ, and what `all_reduce` raises (OverflowedError on the ranks that see it).
     """
     way = _way(tensor, op, group)
-    return combined(own_parts(tensor, splits, way, group), op)
+    return reduce_parts(own_parts(tensor, splits, way, group), op)
 
 
 def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -123,13 +122,13 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
     NotAMemberError.
     """
     check_reachable(tensor)
-    return _applied(_Broadcast, tensor, place_of(root, "root", group), transport(group))
+    return _applied(_Broadcast, tensor, group_rank(root, "root", group), transport(group))
 
 
 def barrier(*, group: Group | None = None) -> None:
     """Return when every rank (of `group`) has come here. Raises NotAMemberError."""
     way = transport(group)
-    here = torch.zeros((), device=way.home)
+    here = torch.zeros((), device=way.control_device)
     way.all_reduce(here, "sum").wait()
     here.item()  # a GPU's own work is only queued until then
 
@@ -146,8 +145,8 @@ def _moved(tensor: Tensor, op: str, move: Move) -> Tensor:
     Gloo's min and max keep or lose a NaN by the order of arrival.
     """
     dense = tensor.detach().resolve_conj().resolve_neg()
-    flat = carried(dense, op).clone(memory_format=torch.contiguous_format)
-    move(flat, native(op, tensor.dtype)).wait()
+    flat = to_reduce_dtype(dense, op).clone(memory_format=torch.contiguous_format)
+    move(flat, reduce_dtype_op(op, tensor.dtype)).wait()
     if op in ("min", "max") and tensor.is_floating_point():
         nan = dense.isnan().to(torch.uint8, memory_format=torch.contiguous_format)
         move(nan, "max").wait()
@@ -157,12 +156,12 @@ def _moved(tensor: Tensor, op: str, move: Move) -> Tensor:
 
 def _all_reduced(tensor: Tensor, op: str, way: Transport) -> Tensor:
     flat = _moved(tensor, op, way.all_reduce)
-    return landed(flat, tensor.dtype, op, way.size)
+    return from_reduce_dtype(flat, tensor.dtype, op, way.size)
 
 
 def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """What it returns behind its token."""
-    result: Tensor = applied(function, *args)[1]
+    result: Tensor = apply(function, *args)[1]
     return result
 
 
@@ -207,7 +206,7 @@ class _Reduce(torch.autograd.Function):
         ctx.op, ctx.root, ctx.way, ctx.shape = op, root, way, tensor.shape
         flat = _moved(tensor, op, lambda carrier, how: way.reduce(carrier, how, root))
         here = way.rank == root
-        total = landed(flat, tensor.dtype, op, way.size) if here else tensor.new_empty(0)
+        total = from_reduce_dtype(flat, tensor.dtype, op, way.size) if here else tensor.new_empty(0)
         return token(ctx, tensor), total
 
     @staticmethod

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from instep.distributed.communication.errors import UnsuitableTensorError
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.transport import (
-    Transport,
-    applied,
+from instep.distributed.communication.tensors import (
+    apply,
     as_bytes,
     check_reachable,
-    own_device,
-    place_of,
-    transport,
+    current_device,
 )
+from instep.distributed.communication.transport import Transport, group_rank, transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
 
@@ -49,8 +47,8 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     table, wanted = _met(tensor, [_rows(tensor)], way, group)
     shapes = [_with_rows(tensor, rows) for (rows,) in table]
     if all(shape == shapes[0] for shape in shapes):
-        return list(applied(_AllGather, anchor(wanted), way, tensor)[1:])
-    return exchanged(way, [tensor] * way.size, shapes, wanted)
+        return list(apply(_AllGather, anchor(wanted), way, tensor)[1:])
+    return exchange(way, [tensor] * way.size, shapes, wanted)
 
 
 def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list[Tensor]:
@@ -68,11 +66,11 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
     check_reachable(tensor)
-    way, place = transport(group), place_of(root, "root", group)
+    way, place = transport(group), group_rank(root, "root", group)
     table, wanted = _met(tensor, [_rows(tensor)], way, group)
     gives = [tensor if r == place else tensor.new_empty(0) for r in range(way.size)]
     shapes = [_with_rows(tensor, rows) if way.rank == place else (0,) for (rows,) in table]
-    return exchanged(way, gives, shapes, wanted)
+    return exchange(way, gives, shapes, wanted)
 
 
 def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -93,7 +91,7 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
     Raises, on every rank alike, ValueError for a root that does not exist or another number of
     parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
     """
-    way, place = transport(group), place_of(root, "root", group)
+    way, place = transport(group), group_rank(root, "root", group)
     given = list(parts) if way.rank == place and parts is not None else []
     for part in given:
         check_reachable(part)
@@ -105,9 +103,9 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
         seen = ", ".join(f"{dtype} on {device}" for _, dtype, device in specs)
         raise UnsuitableTensorError(f"scatter takes parts of one dtype on one device, not {seen}.")
     shape, dtype, device = specs[way.rank]
-    nothing = torch.empty(0, dtype=dtype, device=own_device(device))
+    nothing = torch.empty(0, dtype=dtype, device=current_device(device))
     shapes: list[Shape] = [shape if r == place else (0,) for r in range(way.size)]
-    return exchanged(way, given or [nothing] * way.size, shapes, wanted)[place]
+    return exchange(way, given or [nothing] * way.size, shapes, wanted)[place]
 
 
 def all_to_all(
@@ -133,7 +131,7 @@ def all_to_all(
     parts = _divided(tensor, splits, way.size)
     table, wanted = _met(tensor, [len(part) for part in parts], way, group)
     shapes = [_with_rows(tensor, rows[way.rank]) for rows in table]
-    return exchanged(way, parts, shapes, wanted)
+    return exchange(way, parts, shapes, wanted)
 
 
 def own_parts(
@@ -143,20 +141,20 @@ def own_parts(
     parts = _divided(tensor, splits, way.size)
     rows = [len(part) for part in parts]
     _, wanted = _met(tensor, rows, way, group, alike=True)
-    return exchanged(way, parts, [tuple(parts[way.rank].shape)] * way.size, wanted)
+    return exchange(way, parts, [tuple(parts[way.rank].shape)] * way.size, wanted)
 
 
 # ------------------------------------------------------------------------------- the exchange
 
 
-def exchanged(
+def exchange(
     way: Transport, gives: Sequence[Tensor], shapes: Sequence[Shape], wanted: bool = False
 ) -> list[Tensor]:
     """Give the r-th tensor to rank r, take one of the r-th shape from it; one dtype in all.
 
     `wanted`: whether a gradient of the result is wanted on any rank, and so must pass by this one.
     """
-    return list(applied(_Exchange, anchor(wanted), way, tuple(shapes), *gives)[1:])
+    return list(apply(_Exchange, anchor(wanted), way, tuple(shapes), *gives)[1:])
 
 
 class _Exchange(torch.autograd.Function):
@@ -169,7 +167,7 @@ class _Exchange(torch.autograd.Function):
         ctx.way, ctx.shapes = way, [tuple(give.shape) for give in gives]
         dtype = gives[0].dtype
         takes = [prod(shape) * dtype.itemsize for shape in shapes]
-        taken = way.exchange([as_bytes(give) for give in gives], takes)
+        taken = way.all_to_all([as_bytes(give) for give in gives], takes)
         parts = (_from_bytes(part, dtype, s) for part, s in zip(taken, shapes, strict=True))
         return token(ctx, gives[0]), *parts
 
@@ -202,7 +200,7 @@ def _exchanged_back(ctx: Any, grads: Sequence[Tensor], shapes: Sequence[Shape]) 
     With create_graph the graph has to pass by every rank or by none: by this exchange (`wanted`),
     and if any rank's gradients have a graph by the first one.
     """
-    return exchanged(ctx.way, tied(ctx, grads), shapes, wanted=torch.is_grad_enabled())
+    return exchange(ctx.way, tied(ctx, grads), shapes, wanted=torch.is_grad_enabled())
 
 
 # ------------------------------------------------------------------- derivatives of derivatives
@@ -230,7 +228,7 @@ def tied(ctx: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
     graphs = torch.tensor([any(grad.requires_grad for grad in grads)], device=grads[0].device)
     if not any(map(bool, ctx.way.all_gather(graphs))):
         return grads
-    return tuple(applied(_Tied, *ctx.saved_tensors, *grads))
+    return tuple(apply(_Tied, *ctx.saved_tensors, *grads))
 
 
 class _Tied(torch.autograd.Function):

@@ -29,13 +29,13 @@ class Group:
     def __contains__(self, rank: object) -> bool:
         return rank in self.ranks
 
-    def place_of(self, rank: int) -> int:
+    def group_rank(self, rank: int) -> int:
         """Which of the members `rank` is. Raises ValueError for a rank that is none of them."""
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in the group of {_named(self.ranks)}.")
         return self.ranks.index(rank)
 
-    def my_place(self) -> int:
+    def own_group_rank(self) -> int:
         """Which of the members this rank is. Raises NotAMemberError where it is none of them."""
         rank = bootstrap.current().rank
         if rank not in self.ranks:

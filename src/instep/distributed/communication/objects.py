@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.transport import place_of, transport
+from instep.distributed.communication.transport import group_rank, transport
+from instep.distributed.errors import DisagreementError
+from instep.distributed.rendezvous.bootstrap import ranks_by
 
 T = TypeVar("T")
 
@@ -15,7 +18,7 @@ def broadcast_object(value: T, root: int = 0, *, group: Group | None = None) -> 
 
     Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    return transport(group).broadcast_object(value, place_of(root, "root", group))
+    return transport(group).broadcast_object(value, group_rank(root, "root", group))
 
 
 def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
@@ -31,6 +34,21 @@ def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> lis
 
     Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    way, place = transport(group), place_of(root, "root", group)
+    way, place = transport(group), group_rank(root, "root", group)
     values = way.all_gather_object(value)
     return values if way.rank == place else None
+
+
+def check_same_on_all_ranks(values: Sequence[tuple[str, object]], advice: str) -> None:
+    """Raise DisagreementError on all ranks unless each named value is the same on all, as text.
+
+    The error shows the first that differs. Collective.
+    """
+    everybody = transport().all_gather_object([(name, str(value)) for name, value in values])
+    longest = max(map(len, everybody))
+    for k in range(longest):
+        entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]
+        if len(set(entries)) > 1:
+            names = dict.fromkeys(name for name, _ in entries if name != "nothing")
+            seen = ranks_by([f"{name} {value}" for name, value in entries])
+            raise DisagreementError(" or ".join(names), seen, advice)

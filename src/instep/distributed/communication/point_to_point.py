@@ -9,15 +9,13 @@ from torch import Tensor
 
 from instep.distributed.communication.exchanges import Shape, anchor, wants_gradient
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.transport import (
-    Transport,
-    applied,
+from instep.distributed.communication.tensors import (
+    apply,
     as_bytes,
     check_reachable,
-    own_device,
-    place_of,
-    transport,
+    current_device,
 )
+from instep.distributed.communication.transport import Transport, group_rank, transport
 from instep.errors import CollectiveError
 
 
@@ -43,7 +41,7 @@ def send(tensor: Tensor, to: int, *, group: Group | None = None) -> Tensor:
     way.send_object(
         (tuple(tensor.shape), tensor.dtype, tensor.device.type, wants_gradient(tensor)), place
     )
-    token: Tensor = applied(_Send, tensor, way, place)
+    token: Tensor = apply(_Send, tensor, way, place)
     return token
 
 
@@ -59,13 +57,13 @@ def recv(source: int, *, group: Group | None = None) -> Tensor:
     """
     way, place = transport(group), _peer(source, group)
     shape, dtype, device, wanted = way.receive_object(place)
-    nothing = torch.empty(0, dtype=dtype, device=own_device(device))
-    received: Tensor = applied(_Receive, anchor(wanted), nothing, shape, way, place)
+    nothing = torch.empty(0, dtype=dtype, device=current_device(device))
+    received: Tensor = apply(_Receive, anchor(wanted), nothing, shape, way, place)
     return received
 
 
 def _peer(rank: int, group: Group | None) -> int:
-    place = place_of(rank, "rank", group)
+    place = group_rank(rank, "rank", group)
     if place == transport(group).rank:
         raise ValueError(f"rank {rank} is this rank itself; send and recv take another one.")
     return place

@@ -20,7 +20,7 @@ _depth = _Depth()
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def rank_local() -> Iterator[None]:
     """In here, this thread of this rank may do something else than the other ranks."""
     _depth.value += 1
     try:
@@ -29,12 +29,12 @@ def apart() -> Iterator[None]:
         _depth.value -= 1
 
 
-def is_apart() -> bool:
+def is_rank_local() -> bool:
     """Whether this thread is in there; always so in a process that a rank forked."""
-    return is_within() or _rank not in (None, os.getpid())
+    return is_thread_rank_local() or _rank not in (None, os.getpid())
 
 
-def is_within() -> bool:
+def is_thread_rank_local() -> bool:
     """Whether this thread is in there, in whichever process."""
     return _depth.value > 0
 
@@ -42,13 +42,13 @@ def is_within() -> bool:
 _rank: int | None = None
 
 
-def begin() -> None:
+def register_rank() -> None:
     """From here on, processes that this one forks are apart."""
     global _rank
     _rank = os.getpid()
 
 
-def end() -> None:
+def unregister_rank() -> None:
     """And from here on they are not."""
     global _rank
     _rank = None

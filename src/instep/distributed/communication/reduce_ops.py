@@ -41,14 +41,14 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise UnsuitableTensorError.no_order(dtype)
 
 
-def native(op: str, dtype: torch.dtype) -> str:
+def reduce_dtype_op(op: str, dtype: torch.dtype) -> str:
     """The reduction of the carriers: logical or is the largest, logical and the smallest bit."""
     if dtype is torch.bool:
         return {"sum": "max", "product": "min"}.get(op, op)
     return "sum" if op == "mean" else op
 
 
-def carried(tensor: Tensor, op: str) -> Tensor:
+def to_reduce_dtype(tensor: Tensor, op: str) -> Tensor:
     """`tensor` in the dtype in which it travels; differentiable. May be `tensor` itself."""
     dtype = tensor.dtype
     if dtype is torch.bool:
@@ -63,7 +63,7 @@ def carried(tensor: Tensor, op: str) -> Tensor:
     return tensor.to(torch.complex64 if dtype.is_complex else torch.float32)
 
 
-def landed(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
+def from_reduce_dtype(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     """The result in the user's dtype, of reduced carriers of `size` ranks; differentiable.
 
     Raises OverflowedError where it does not fit a narrow integer.
@@ -78,11 +78,11 @@ def landed(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
     return reduced.to(dtype)
 
 
-def combined(parts: list[Tensor], op: str) -> Tensor:
+def reduce_parts(parts: list[Tensor], op: str) -> Tensor:
     """The reduction of tensors of one shape that are all here; differentiable."""
     dtype = parts[0].dtype
-    stack = torch.stack([carried(part, op) for part in parts])
-    return landed(_COMBINE[native(op, dtype)](stack), dtype, op, len(parts))
+    stack = torch.stack([to_reduce_dtype(part, op) for part in parts])
+    return from_reduce_dtype(_COMBINE[reduce_dtype_op(op, dtype)](stack), dtype, op, len(parts))
 
 
 def _check_fits(reduced: Tensor, dtype: torch.dtype, op: str) -> None:

@@ -20,7 +20,7 @@ from instep.distributed.communication.forbid_collectives import (
     no_collectives,
     replaced,
 )
-from instep.distributed.communication.transport import Transport, place_of, transport
+from instep.distributed.communication.transport import Transport, group_rank, transport
 from instep.distributed.rendezvous import bootstrap
 from instep.process.procfs import ProcessHandle, process_address
 
@@ -165,7 +165,7 @@ class _SharedTurn:
 
     def __init__(self, rank: int, way: Transport, line: str) -> None:
         global _begun
-        self._runs = way.rank == place_of(rank, "rank", None)
+        self._runs = way.rank == group_rank(rank, "rank", None)
         self._rank, self._way, self._line = rank, way, line
         self._store = bootstrap.store()
         self._key = f"instep/scope/{_begun}"
@@ -223,7 +223,7 @@ class _SharedTurn:
             except Exception as why:  # whatever the value's own code raises, the others wait
                 kind = type(self.here.value).__name__
                 problem = RunOnceError.value(self._rank, self._line, kind, str(why))
-        elif (trace := traceback_of(error)) and arrives(error):
+        elif (trace := format_traceback(error)) and survives_pickling(error):
             return _Outcome(pickle.dumps(error), trace), None
         else:
             problem = RunOnceError.exception(self._rank, self._line, type(error).__name__, trace)
@@ -262,12 +262,12 @@ class _SharedTurn:
                 self._store.delete_key(f"{self._key}/{what}")
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """As Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def arrives(error: BaseException) -> bool:
+def survives_pickling(error: BaseException) -> bool:
     """Whether an exception that travels to another rank is still what it was."""
     try:
         copy = pickle.loads(pickle.dumps(error))

@@ -26,7 +26,7 @@ class _All:
                 work.wait()
 
 
-class Lane:
+class ThreadChannel:
     """A way of its own between all ranks, for one thread at a time: what goes on in other lanes, or
     outside of them, may come in another order on each rank.
     """

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from instep.distributed import shm
 from instep.distributed.communication import signed_pickle
-from instep.distributed.communication.errors import UnsuitableTensorError, WrongDeviceError
 from instep.distributed.communication.groups import Group
+from instep.distributed.communication.tensors import as_bytes, current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
@@ -48,7 +48,7 @@ class Transport(Protocol):
     in_place: bool
     """Whether it is cheapest to reduce tensors where they lie, one by one, with the caller's own
     thread; else to pack them first, and let them travel while the caller goes on."""
-    home: torch.device
+    control_device: torch.device
     """Where what instep itself has to say can travel: the CPU, but for groups of NCCL alone."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
@@ -66,7 +66,7 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have the shape of `tensor`."""
 
-    def exchange(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
         """Give the r-th of these one-dimensional tensors to rank r; take `takes[r]` elements."""
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -93,11 +93,11 @@ class _Done:
         return None
 
 
-class _Alone:
+class LocalTransport:
     """A world of one: nothing to move."""
 
     rank, size, in_place = 0, 1, True
-    home = torch.device("cpu")
+    control_device = torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         return _Done()
@@ -114,7 +114,7 @@ class _Alone:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone()]
 
-    def exchange(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
         return [gives[0].clone()]
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -140,7 +140,7 @@ def _nothing() -> None:
     """Collectives of some of the ranks are not counted: see `watch.interrupts`."""
 
 
-class _Together:
+class ProcessGroupTransport:
     """A process group; None is the default one, the world."""
 
     in_place = False
@@ -148,7 +148,7 @@ class _Together:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.home = _home(group or dist.group.WORLD)
+        self.control_device = _home(group or dist.group.WORLD)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._held = None if group is None else weakref.ref(group)
         self._begin = interrupts.collective if group is None else _nothing
@@ -187,7 +187,7 @@ class _Together:
         dist.all_gather(parts, tensor, self._group)
         return parts
 
-    def exchange(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
         self._begin()
         sent = torch.cat(list(gives))
         received = sent.new_empty(sum(takes))
@@ -237,16 +237,16 @@ class _Together:
     def _as_tensor(self, message: bytes) -> Tensor:
         empty = torch.empty(0, dtype=torch.uint8)
         flat = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else empty
-        return flat.to(self.home)
+        return flat.to(self.control_device)
 
     def _size_of(self, message: Tensor) -> Tensor:
-        return torch.tensor([message.numel()], device=self.home)
+        return torch.tensor([message.numel()], device=self.control_device)
 
     def _from_tensor(self, message: Tensor) -> Any:
         return signed_pickle.loads(message.cpu().numpy().data)
 
 
-class _SharingMemory(_Together):
+class SharedMemoryTransport(ProcessGroupTransport):
     """A group of one host's CPU ranks. Its frequent calls go past torch's dispatcher, which takes
     longer than a small collective."""
 
@@ -286,12 +286,12 @@ def transport(group: Group | None = None) -> Transport:
         return _instead
     if group is not None:
         if not bootstrap.alone():
-            group.my_place()
-        return _Alone() if group.size == 1 else _over(group.handle)
+            group.own_group_rank()
+        return LocalTransport() if group.size == 1 else _over(group.handle)
     if bootstrap.alone():
-        return _Alone()
+        return LocalTransport()
     bootstrap.join()
-    return _over(None) if dist.is_initialized() else _Alone()
+    return _over(None) if dist.is_initialized() else LocalTransport()
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
@@ -304,9 +304,9 @@ def _over(group: dist.ProcessGroup | None) -> Transport:
     way = _ways.get(members)
     if way is None:
         if isinstance(members, shm.InstepProcessGroup):
-            way = _SharingMemory(group, members)
+            way = SharedMemoryTransport(group, members)
         else:
-            way = _Together(group)
+            way = ProcessGroupTransport(group)
         _ways[members] = way
     return way
 
@@ -316,7 +316,7 @@ _asides: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 )
 
 
-def aside(way: Transport) -> Transport:
+def overlap_group(way: Transport) -> Transport:
     """A second way between all ranks, beside `way`: what travels there while the caller goes on
     needs no order with what goes by `way`. Where nothing does, `way` itself. Collective."""
     if way.in_place:
@@ -325,20 +325,20 @@ def aside(way: Transport) -> Transport:
     assert world is not None
     if world not in _asides:
         _asides[world] = dist.new_group(timeout=settings.patience())
-    return _Together(_asides[world])
+    return ProcessGroupTransport(_asides[world])
 
 
 def _home(group: dist.ProcessGroup | None) -> torch.device:
     assert group is not None
     kinds = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in kinds else own_device(kinds[0])
+    return torch.device("cpu") if "cpu" in kinds else current_device(kinds[0])
 
 
 _instead: Transport | None = None
 
 
 @contextmanager
-def through(way: Transport) -> Iterator[None]:
+def use_transport(way: Transport) -> Iterator[None]:
     """Inside, `transport()` is `way`."""
     global _instead
     before, _instead = _instead, way
@@ -348,48 +348,17 @@ def through(way: Transport) -> Iterator[None]:
         _instead = before
 
 
-def check_reachable(tensor: Tensor) -> None:
-    """Raise WrongDeviceError unless this job's ranks can exchange `tensor` where it lies.
-
-    Raises UnsuitableTensorError for what is no dense tensor.
-    """
-    if not isinstance(tensor, Tensor):
-        raise UnsuitableTensorError.not_a_tensor(tensor)
-    if tensor.layout is not torch.strided:
-        raise UnsuitableTensorError.not_dense(tensor.layout)
-    if tensor.is_cpu:  # and CUDA is not begun with for it
-        return
-    reachable = ["cpu"]
-    if torch.cuda.is_available():
-        reachable.append(f"cuda:{torch.cuda.current_device()}")
-    if str(tensor.device) not in reachable:
-        raise WrongDeviceError(tensor.device, reachable)
-
-
-def place_of(rank: int, what: str, group: Group | None) -> int:
+def group_rank(rank: int, what: str, group: Group | None) -> int:
     """Where in the group `rank` of the world is. Raises ValueError where it is not."""
     if group is not None:
-        return group.place_of(rank)
+        return group.group_rank(rank)
     size = transport().size
     if not 0 <= rank < size:
         raise ValueError(f"{what} {rank} does not exist: the ranks are 0 to {size - 1}.")
     return rank
 
 
-def own_device(kind: str) -> torch.device:
-    """This rank's device of a kind: "cpu" or "cuda"."""
-    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements in one dimension, as bytes: what travels unchanged needs no dtype of Gloo's."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() < 2:  # what was expanded counts as contiguous then, but cannot be viewed
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
-
-
-def broadcast_all(tensors: Sequence[Tensor], root: int = 0) -> None:
+def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
     """Overwrite each tensor with root's, one message per dtype and device. In place."""
     way = transport()
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -400,8 +369,3 @@ def broadcast_all(tensors: Sequence[Tensor], root: int = 0) -> None:
         way.broadcast(as_bytes(flat), root).wait()
         for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
-
-
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`; torch leaves it untyped."""
-    return function.apply(*args)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.collectives import all_reduce
-from instep.distributed.communication.exchanges import exchanged
+from instep.distributed.communication.exchanges import exchange
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.reduce_ops import carried, combined
-from instep.distributed.communication.transport import as_bytes, transport
+from instep.distributed.communication.reduce_ops import reduce_parts, to_reduce_dtype
+from instep.distributed.communication.tensors import as_bytes
+from instep.distributed.communication.transport import transport
 from instep.distributed.negotiation.message_table import Verdict
 
 Tensors = Sequence[Tensor]
@@ -90,7 +91,7 @@ def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
 
 def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
     """The reduction over the group of a tensor that may be overwritten."""
-    if op == "sum" and carried(flat, op) is flat:
+    if op == "sum" and to_reduce_dtype(flat, op) is flat:
         transport(group).all_reduce(flat, op).wait()
         return flat
     return all_reduce(flat, op, group=group)
@@ -104,9 +105,9 @@ def _reduce_scatter(
     results = []
     for tensor in tensors:
         gives = scaled(tensor, before).split(shares(len(tensor), group.size))
-        shape = tuple(gives[group.my_place()].shape)
-        parts = exchanged(transport(group), gives, [shape] * group.size)
-        results.append(scaled(combined(parts, op), after, divisor, spare=True))
+        shape = tuple(gives[group.own_group_rank()].shape)
+        parts = exchange(transport(group), gives, [shape] * group.size)
+        results.append(scaled(reduce_parts(parts, op), after, divisor, spare=True))
     return results
 
 
@@ -124,21 +125,21 @@ def _all_gather(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
             flat = torch.cat(way.all_gather(as_bytes(tensor)))
             results.append(flat.view(tensor.dtype).view(-1, *tensor.shape[1:]))
         else:
-            results.append(torch.cat(exchanged(way, [tensor] * way.size, shapes)))
+            results.append(torch.cat(exchange(way, [tensor] * way.size, shapes)))
     return results
 
 
 def _all_to_all(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     (tensor,) = tensors
-    me = group.my_place()
+    me = group.own_group_rank()
     shapes = [(splits[me], *tensor.shape[1:]) for splits in v.rows]
-    taken = exchanged(transport(group), tensor.split(list(v.rows[me])), shapes)
+    taken = exchange(transport(group), tensor.split(list(v.rows[me])), shapes)
     return [torch.cat(taken)]
 
 
 def _broadcast(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     assert v.wish.root is not None
-    root = group.place_of(v.wish.root)
+    root = group.group_rank(v.wish.root)
     results = []
     for tensor in tensors:
         given = tensor.clone(memory_format=torch.contiguous_format)

@@ -96,19 +96,19 @@ def _master(store: dist.Store) -> list[str]:
     return [store.host] if isinstance(store, dist.TCPStore) else []
 
 
-def say_at_the_end() -> None:
+def announce_exit() -> None:
     """This rank has come to the end of its script, and begins to wait for the others."""
     for attendant in _attendants[-1:]:
-        attendant.say_at_the_end()
+        attendant.announce_exit()
 
 
-def remove_afterwards(own: str, shared: str | None) -> None:
+def remove_after_exit(own: str, shared: str | None) -> None:
     """When this rank has ended, however it did, its watcher removes the folder `own`.
 
     Then also `shared`, if no rank's folder is left in it.
     """
     for attendant in _attendants[-1:]:
-        attendant.remove_afterwards(own, shared)
+        attendant.remove_after_exit(own, shared)
 
 
 class Attendant:
@@ -164,11 +164,11 @@ class Attendant:
             if parent_process() is not None:
                 Finalize(None, self._child_ends, exitpriority=FIRST)
 
-    def say_at_the_end(self) -> None:
+    def announce_exit(self) -> None:
         """Who waits for it now waits in vain, which shall be seen soon."""
         self._line.say("exits")
 
-    def remove_afterwards(self, own: str, shared: str | None) -> None:
+    def remove_after_exit(self, own: str, shared: str | None) -> None:
         """Have the watcher do it."""
         self._line.say("remove", own=own, shared=shared)
 

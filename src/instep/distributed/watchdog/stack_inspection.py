@@ -50,7 +50,7 @@ class Waiting:
         return self.work.wait()
 
 
-def at_the_end(wait: Callable[[], object]) -> None:
+def wait_at_exit(wait: Callable[[], object]) -> None:
     """Call `wait`, in which this rank, having come to the end of its script, waits for the others:
     should one of them wait for it, both are seen to wait in vain."""
     wait()
@@ -126,7 +126,7 @@ def _wait(frame: FrameType) -> dict[str, object] | None:
     if frame.f_code is Signals.meet.__code__:
         signals: Signals = frame.f_locals["self"]
         return {"op": frame.f_locals["call"].text, "members": signals.ranks, "turn": signals.turn}
-    if frame.f_code is at_the_end.__code__:
+    if frame.f_code is wait_at_exit.__code__:
         shown: dict[str, object] = {"call": "exit", "line": "the end of the script"}
         return shown | {"op": "exit", "members": _members(None)}
     name = frame.f_code.co_name

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.scopes import arrives, traceback_of
+from instep.distributed.communication.scopes import format_traceback, survives_pickling
 from instep.distributed.communication.transport import Pending
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
@@ -146,8 +146,8 @@ def _batch_in_words(header: ExchangeHeader) -> str:
 def _header_of(part: LoadedRows | Exception, plan: BatchPlan, rank: int) -> ExchangeHeader:
     digest = plan.digest()
     if isinstance(part, Exception):
-        trace = traceback_of(part)
-        error = part if arrives(part) else LoadingError(rank, type(part).__name__, trace)
+        trace = format_traceback(part)
+        error = part if survives_pickling(part) else LoadingError(rank, type(part).__name__, trace)
         return ExchangeHeader(digest, error=pickle.dumps(error), trace=trace)
     return ExchangeHeader(
         digest,

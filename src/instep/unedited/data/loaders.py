@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from instep.distributed.communication.rank_local import is_apart
-from instep.distributed.communication.thread_channel import Lane
+from instep.distributed.communication.rank_local import is_rank_local
+from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import transport
 from instep.process import settings
 from instep.training.blocks import Block
@@ -85,7 +85,7 @@ def _by_rows(loader: DataLoader[Any]) -> bool:
     """
     if (
         str(settings.LOAD) == "whole"
-        or is_apart()
+        or is_rank_local()
         or not in_main_thread()
         or isinstance(loader, ShardedLoader)
     ):
@@ -143,7 +143,7 @@ class WholeBatchIterator:
     @property
     def _way(self) -> ExchangeTransport:
         """A thread of the script's meets the other ranks whenever it comes to it."""
-        return transport() if in_main_thread() else Lane(self._lane)
+        return transport() if in_main_thread() else ThreadChannel(self._lane)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from instep.distributed.communication.rank_local import apart
+from instep.distributed.communication.rank_local import rank_local
 from instep.training.blocks import Block
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 from instep.unedited.data.exchange_policy import ExchangePolicy
@@ -161,7 +161,7 @@ class RowDataset(Dataset[Any]):
         """Whether samples draw from the global generators, as far as this process knows."""
 
     def __getitems__(self, request: RowRequest) -> Any:
-        with apart():
+        with rank_local():
             if not request.whole:
                 return self._part(request)
             samples = self._samples(request)

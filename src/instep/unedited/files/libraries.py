@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from instep.distributed.communication.rank_local import apart
+from instep.distributed.communication.rank_local import rank_local
 from instep.process.patching import subclass
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.os_functions import (
@@ -230,5 +230,5 @@ def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
 def silent_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For wandb.init: on ranks other than 0, a run that is nowhere."""
     silent = {"mode": "disabled"} if isinstance(role(), OverlayFiles) else {}
-    with apart():  # rank 0 starts processes there that the others do not
+    with rank_local():  # rank 0 starts processes there that the others do not
         return original(*args, **kwargs | silent)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import aside, transport
+from instep.distributed.communication.transport import overlap_group, transport
 from instep.training.torch_patches import Function
 from instep.unedited.sharded_call.grad_sums import collecting
 from instep.unedited.sharded_call.region import regions_below
@@ -33,5 +33,5 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     calls = [region.cargoes for region in regions_below(roots)]
     way = transport()
-    with collecting(roots, calls, aside(way) if calls else way):
+    with collecting(roots, calls, overlap_group(way) if calls else way):
         original(tensors, *rest)

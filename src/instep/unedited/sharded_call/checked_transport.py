@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Pending, Transport, through
+from instep.distributed.communication.transport import Pending, Transport, use_transport
 from instep.unedited.errors import UndividedError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def attempt(action: Callable[[Transport], T], way: Transport) -> tuple[T | None,
     cautious = _Cautious(way)
     result, why = None, "another rank fails or takes another branch"
     try:
-        with through(cautious):
+        with use_transport(cautious):
             result = action(cautious)
         why = ""
     except PartedError:
@@ -48,7 +48,7 @@ class _Cautious:
 
     def __init__(self, way: Transport) -> None:
         self.rank, self.size, self.in_place = way.rank, way.size, way.in_place
-        self.home = way.home
+        self.control_device = way.control_device
         self._way = way
         self._over = False
 
@@ -66,7 +66,7 @@ class _Cautious:
     def _agree(self, *step: object) -> None:
         if self._over:
             return
-        code = torch.tensor([crc32(repr(step).encode())], device=self.home)
+        code = torch.tensor([crc32(repr(step).encode())], device=self.control_device)
         if any(int(theirs) != int(code) for theirs in self._way.all_gather(code)):
             self._over = True
             raise PartedError
@@ -91,9 +91,9 @@ class _Cautious:
         self._agree("all_gather", tuple(tensor.shape), tensor.dtype)
         return self._way.all_gather(tensor)
 
-    def exchange(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
         self._agree("exchange")
-        return self._way.exchange(gives, takes)
+        return self._way.all_to_all(gives, takes)
 
     def send(self, tensor: Tensor, to: int) -> None:
         self._way.send(tensor, to)

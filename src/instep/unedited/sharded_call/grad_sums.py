@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.distributed.communication.transport import Transport, applied
+from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.transport import Transport
 from instep.process import settings
 from instep.training.buckets.layout import plan_buckets
 from instep.training.reducer import all_reduce_sparse
@@ -52,7 +53,7 @@ def aliases(parameters: Sequence[Tensor], way: Transport) -> tuple[list[Tensor],
     for cargo, members in groups.items():
         own = [parameters[k] for k in members]
         places = [0 if cargo is None else _place_of[p][1] for p in own]
-        made = applied(_Alias, cargo, places, way, *own)
+        made = apply(_Alias, cargo, places, way, *own)
         made[0].grad_fn._set_sequence_nr(_AT_ONCE)
         for k, alias in zip(members, made, strict=True):
             alias._is_param = True

@@ -17,37 +17,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Transport, applied, as_bytes
+from instep.distributed.communication.tensors import apply, as_bytes
+from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 
 
 def own_rows(whole: Tensor, block: Block, dim: int, way: Transport) -> Tensor:
     """This rank's rows of a tensor that every rank has; along other dimensions than 0 a copy."""
-    return applied(_OwnRows, whole, block, dim, way) if _tracked(whole) else _cut(whole, block, dim)
+    return apply(_OwnRows, whole, block, dim, way) if _tracked(whole) else _cut(whole, block, dim)
 
 
 def all_rows(own: Tensor, block: Block, dim: int, way: Transport) -> Tensor:
     """The rows of all ranks, of which each may have several per sample. Collective."""
     return (
-        applied(_AllRows, own, block, dim, way) if _tracked(own) else gathered(own, block, dim, way)
+        apply(_AllRows, own, block, dim, way) if _tracked(own) else gathered(own, block, dim, way)
     )
 
 
 def summed(own: Tensor, weight: float, way: Transport) -> Tensor:
     """The sum over ranks of each one's tensor times its weight. Collective."""
-    total: Tensor = applied(_Summed, own, weight, way)
+    total: Tensor = apply(_Summed, own, weight, way)
     return total
 
 
 def share(whole: Tensor, weight: float, way: Transport) -> Tensor:
     """What every rank has, times this rank's weight: a sum over ranks, seen from behind."""
-    part: Tensor = applied(_Share, whole, weight, way)
+    part: Tensor = apply(_Share, whole, weight, way)
     return part
 
 
 def passed(own: Tensor) -> Tensor:
     """This rank's rows, from one divided call into the next."""
-    same: Tensor = applied(_Passed, own)
+    same: Tensor = apply(_Passed, own)
     return same
 
 

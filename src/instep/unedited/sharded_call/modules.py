@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.rank_local import is_apart
+from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, transport
 from instep.training.pytree import is_column, is_value
 from instep.training.torch_patches import Function
@@ -123,7 +123,7 @@ def call(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> An
         or next(module.parameters(), None) is None
         or (_above and not module._modules)
         or threading.current_thread() is not threading.main_thread()
-        or is_apart()  # a sample that only this rank loads, or a loader's worker
+        or is_rank_local()  # a sample that only this rank loads, or a loader's worker
     ):
         return original(module, *args, **kwargs)
     this = Call.of(original, module, args, kwargs)

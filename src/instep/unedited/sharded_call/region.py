@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.rank_local import apart
+from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
 from instep.training.blocks import Block
@@ -49,7 +49,7 @@ class Region:
         forward_calls.push(ForwardCall.of(self.block, statistics="global"))
         before, _current, _inside = _current, self, True
         try:
-            with apart(), draws or nullcontext():
+            with rank_local(), draws or nullcontext():
                 yield
         finally:
             _current, _inside = before, before is not None

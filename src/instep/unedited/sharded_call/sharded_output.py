@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from instep.distributed.communication.transport import Transport, applied
+from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.unedited.sharded_call.mappings import gathered, own_rows
 
@@ -36,7 +37,7 @@ class Rows(Tensor):
     @staticmethod
     def of(own: Tensor, block: Block, way: Transport) -> Rows:
         """The rows of all ranks, to be gathered when they are looked at."""
-        rows: Rows = applied(_Rows, own, block, way)
+        rows: Rows = apply(_Rows, own, block, way)
         rows.own = own
         return rows
 
@@ -44,7 +45,7 @@ class Rows(Tensor):
         """All rows. Collective, the first time."""
         if self.whole is None:
             with torch.set_grad_enabled(self.requires_grad):
-                self.whole = applied(_Look, self)
+                self.whole = apply(_Look, self)
         return self.whole
 
     def stays_with(self, other: Rows) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import (
     Pending,
     Transport,
-    aside,
-    broadcast_all,
-    check_reachable,
+    broadcast_coalesced,
+    overlap_group,
     transport,
 )
 from instep.errors import InstepWarning, TrainingError
@@ -84,7 +84,7 @@ class DistributedDataParallel(nn.Module):
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_buffers: list[Tensor] = []
         self._way = transport()
-        self._aside = aside(self._way)
+        self._aside = overlap_group(self._way)
         """Where the buckets travel: SyncBatchNorm talks in between, and where in between a bucket
         is full depends on what this rank has used."""
         self._before = 1.0 / gradient_predivide_factor
@@ -94,7 +94,7 @@ class DistributedDataParallel(nn.Module):
         self._launched = 0
         for parameter in module.parameters():
             check_reachable(parameter)
-        broadcast_all(list(module.parameters()))
+        broadcast_coalesced(list(module.parameters()))
         self._trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self._cargoes = _load(self._trained, message_size, triggers, allreduce_always_fp32)
         self._cargo_of = {slot.index: c for c in self._cargoes for slot in c.plan.slots}
@@ -261,7 +261,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            broadcast_all(list(self.module.parameters()))
+            broadcast_coalesced(list(self.module.parameters()))
         else:
             self.grads = list(_tensors(module_or_grads_list))
 
