@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.batches import BatchCandidates, find_candidates
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
@@ -96,46 +97,37 @@ def current_candidates() -> BatchCandidates:
     return find_candidates(()) if call is None else call.batch
 
 
-# ------------------------------------------------------------------------ marks on the graph
+# ------------------------------------------------------------------------- tags on the graph
 
-_MARK = "instep.call"
+_TAG = "instep.call"
 
 
 def tag_outputs(outputs: object, call: ForwardCall) -> None:
-    """Remember on the autograd graph itself that these outputs come from `call`."""
-    for tensor in find_tensors(outputs):
-        if tensor.grad_fn is not None:
-            _metadata(tensor.grad_fn)[_MARK] = call
+    """Write on the autograd graph that these outputs come from `call`."""
+    tag(find_tensors(outputs), _TAG, call)
 
 
 def find_calls(
     roots: Iterable[Tensor], parameters: WeakTensorKeyDictionary
 ) -> tuple[list[ForwardCall], bool]:
-    """Which calls these tensors were computed from, and whether through any of `parameters`.
+    """The calls from which these tensors were computed, and whether any of `parameters` was used.
 
-    Walks the graph from the roots down to marked outputs: in a training step a handful of nodes.
+    Goes down the graph as far as tagged outputs: in a training step a handful of nodes.
     """
     found: dict[ForwardCall, None] = {}
-    touched = False
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        notes = _metadata(node)
-        if _MARK in notes:
-            found[notes[_MARK]] = None
-            touched = True
-            continue
+    used = False
+
+    def visit(node: Any) -> Iterable[Any]:
+        nonlocal used
+        call = node.metadata.get(_TAG)
+        if call is not None:
+            found[call] = None
+            used = True
+            return ()
         variable = getattr(node, "variable", None)
         if variable is not None and variable in parameters:
-            touched = True
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return list(found), touched
+            used = True
+        return next_nodes(node)
 
-
-def _metadata(node: Any) -> dict[str, Any]:
-    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
-    return notes
+    walk(roots, visit)
+    return list(found), used

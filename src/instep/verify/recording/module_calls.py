@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.transport import transport
 from instep.process.patching import Patch, Patched
 from instep.training import forward_calls
+from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.batches import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
@@ -91,14 +92,13 @@ class Calls:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         self._depth -= 1
         output = rest[-1]
-        graph = [t.grad_fn for t in find_tensors(output) if t.grad_fn is not None]
-        if self._depth or not graph or next(module.parameters(), None) is None:
+        outputs = [t for t in find_tensors(output) if t.grad_fn is not None]
+        if self._depth or not outputs or next(module.parameters(), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
         inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)
         call = _call(inputs, self._drew(), half, self._own_rows())
-        for node in graph:
-            _metadata(node)[_MARK] = call
+        tag(outputs, _MARK, call)
 
     def _own_rows(self) -> int | None:
         """How many rows this rank computed in the call that ends now; None if it is not divided."""
@@ -158,21 +158,14 @@ def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) 
 
 def calls_below(roots: Iterable[Tensor]) -> set[Call]:
     """The calls whose outputs these tensors were computed from; looks no deeper than they."""
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, found = set(stack), set()
-    while stack:
-        node = stack.pop()
-        call = _metadata(node).get(_MARK)
-        if call is not None:
-            found.add(call)
-            continue
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
+    found = set()
+
+    def visit(node: Any) -> Iterable[Any]:
+        call = node.metadata.get(_MARK)
+        if call is None:
+            return next_nodes(node)
+        found.add(call)
+        return ()
+
+    walk(roots, visit)
     return found
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    notes: dict[str, Any] = node.metadata  # torch's stub calls this property a method
-    return notes

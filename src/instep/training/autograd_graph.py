@@ -1,0 +1,35 @@
+"""The autograd graph: one walk over its nodes, and tags on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def tag(tensors: Iterable[Tensor], name: str, value: object) -> None:
+    """Write `value` on the nodes that have computed these tensors."""
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn  # torch's stub calls its property `metadata` a method
+            node.metadata[name] = value
+
+
+def walk(roots: Iterable[Tensor], visit: Callable[[Any], Iterable[Any]]) -> None:
+    """Visit the nodes from which these tensors were computed, each once, the last ones first.
+
+    `visit(node)` returns the nodes with which to go on: `next_nodes(node)`, or others, or none.
+    """
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        for node in visit(stack.pop()):
+            if node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node)
+
+
+def next_nodes(node: Any) -> list[Any]:
+    """The nodes to which a node hands its gradients in backward."""
+    return [child for child, _ in node.next_functions]
