@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 import instep.compat.horovod as hvd
 from instep.distributed.communication.transport import transport
-from instep.process.patching import Patched
+from instep.process.patching import PatchHandle
 from instep.training.reducer import Backward as Collected
 from instep.training.reducer import Reducer, collecting
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
@@ -76,7 +76,7 @@ def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
 
 def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
     """What `instep run` does to a script that knows nothing of it: the batch is whole."""
-    Patched(
+    PatchHandle(
         patch for patch in SHARDED_CALL_PATCHES if patch.owner not in (nn.Module, torch.autograd)
     )
     call = nn.Module.__call__

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 import instep
 from instep.distributed.communication.transport import transport
 from instep.errors import MixedSumsError
-from instep.process.patching import Patched
+from instep.process.patching import PatchHandle
 from instep.training.blocks import Block
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules, sharded_output
@@ -59,13 +59,13 @@ LARGE = {
 def unedited(log: Log, training: Training, is_divided: bool) -> None:
     """Play `training` as `instep run` would: divided where there are other ranks."""
     ranks = torch.distributed.is_initialized()
-    patched = Patched(SHARDED_CALL_PATCHES if ranks else ())
+    patched = PatchHandle(SHARDED_CALL_PATCHES if ranks else ())
     modules.forget()
     sharded_output.LARGE = LARGE.get(training.__name__, 2**20)
     try:
         training(log)
     finally:
-        patched.undo()
+        patched.remove()
     if ranks:
         work = modules.work
         assert (work.whole == 0) == is_divided, work
@@ -1064,13 +1064,13 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
 def dividing() -> Iterator[io.StringIO]:
     """Inside, module calls are divided; gives what is said about it."""
     log = io.StringIO()
-    patched = Patched(SHARDED_CALL_PATCHES)
+    patched = PatchHandle(SHARDED_CALL_PATCHES)
     modules.forget()
     try:
         with contextlib.redirect_stderr(log):
             yield log
     finally:
-        patched.undo()
+        patched.remove()
 
 
 @ranks(3)

@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 import instep
 from instep.errors import DisagreementError, LoadingError
-from instep.process.patching import Patched
+from instep.process.patching import PatchHandle
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.loaders import iterate
@@ -559,11 +559,11 @@ def test_a_thread_of_the_scripts_may_fetch_batches_ahead():
 @ranks(2)
 def test_the_table_puts_it_into_torchs_own_loader():
     data = Counting(24, lambda index: torch.full((1 << 18,), float(index)))
-    put_in = Patched([LOADER_PATCH])
+    put_in = PatchHandle([LOADER_PATCH])
     try:
         loaded = [batch[:, 0].tolist() for batch in DataLoader(Subset(data, range(4, 24)), 10)]
     finally:
-        put_in.undo()
+        put_in.remove()
     assert loaded == [list(range(4, 14)), list(range(14, 24))]
     assert len(data.loaded) == 12, "its own half, and a sample of each batch as a proof"
 
@@ -586,11 +586,11 @@ def test_a_model_inside_a_data_set_runs_on_the_rank_that_loads_the_sample():
         fresh()
         data = Embedded(7)
         expected = list(DataLoader(data, 4))
-        put_in = Patched([*SHARDED_CALL_PATCHES, LOADER_PATCH])
+        put_in = PatchHandle([*SHARDED_CALL_PATCHES, LOADER_PATCH])
         try:
             assert same(list(DataLoader(data, 4, **more)), expected)
         finally:
-            put_in.undo()
+            put_in.remove()
 
 
 NOISY_SCRIPT = """

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from instep.errors import UneditedError
-from instep.process.patching import Patched
+from instep.process.patching import PatchHandle
 from instep.unedited.files import os_functions, overlay, rank0_files
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
@@ -33,13 +33,13 @@ NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 @contextmanager
 def seen_through(role: Rank0Files | OverlayFiles | None) -> Iterator[None]:
     """Run as this rank."""
-    patched = Patched(FILE_PATCHES)
+    patched = PatchHandle(FILE_PATCHES)
     os_functions.play(role)
     try:
         yield
     finally:
         os_functions.play(None)
-        patched.undo()
+        patched.remove()
 
 
 def write(path: str, mode: str, text: str) -> int:

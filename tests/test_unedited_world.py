@@ -19,7 +19,7 @@ import detour
 from instep.distributed.identity.world import World
 from instep.errors import DeviceError
 from instep.launch.worker import script_reader
-from instep.process.patching import Patch, Patched
+from instep.process.patching import Patch, PatchHandle
 from instep.unedited import devices, launcher_env, patch_table
 
 RUN = (sys.executable, "-m", "instep", "run", "-n")
@@ -466,7 +466,7 @@ def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
     model, x = torch.nn.Linear(3, 2).cuda(), torch.randn(5, 3).cuda()
     many = [*range(torch.cuda.device_count() + 3)]
     expected = model(x)
-    patched = Patched(patch_table.DEVICE_PATCHES)
+    patched = PatchHandle(patch_table.DEVICE_PATCHES)
     try:
         parallel = torch.nn.DataParallel(model, many, output_device=many[-1])
         assert parallel.device_ids == [0]
@@ -477,7 +477,7 @@ def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
         )
         assert torch.equal(torch.nn.parallel.gather(outputs, many[-1]), expected)
     finally:
-        patched.undo()
+        patched.remove()
 
 
 @pytest.mark.parametrize(
@@ -554,23 +554,23 @@ def test_patches_are_undone_exactly() -> None:
         Patch(Owner, "static", lambda original, word: original(word) + "?", "a test"),
         Patch(Owner, "absent", print, "a test"),
     ]
-    patched = Patched(twice)
+    patched = PatchHandle(twice)
     assert (Owner().inherited(), Owner.static("a"), Owner().static("b")) == ("base!", "aa?", "bb?")
-    patched.undo()
-    patched.undo()
+    patched.remove()
+    patched.remove()
     assert dict(vars(Owner)) == before
 
 
 def test_a_patch_waits_for_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_later.py").write_text("def answer(): return 1")
     monkeypatch.syspath_prepend(tmp_path)
-    patched = Patched([Patch("imported_later", "answer", lambda original: original() + 1, "")])
+    patched = PatchHandle([Patch("imported_later", "answer", lambda original: original() + 1, "")])
     import imported_later
 
     assert imported_later.answer() == 2
     assert imported_later.__spec__.loader is imported_later.__loader__
     assert type(imported_later.__loader__).__name__ == "SourceFileLoader"
-    patched.undo()
+    patched.remove()
     assert imported_later.answer() == 1
     assert not any("Finder" in repr(f) and "instep" in repr(f) for f in sys.meta_path)
 

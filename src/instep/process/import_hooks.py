@@ -12,49 +12,49 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-React = Callable[[ModuleType], None]
-Meanwhile = Callable[[], AbstractContextManager[object]]
+Callback = Callable[[ModuleType], None]
+Context = Callable[[], AbstractContextManager[object]]
 
 
-def after_import(name: str, react: React) -> Callable[[], None]:
-    """Call `react(module)` once: now, if the module is there, or when its code has run.
+def after_import(name: str, callback: Callback) -> Callable[[], None]:
+    """Call `callback(module)` once: now, if the module is imported, or when its code has run.
 
-    Returns what to call if it is not to be waited for any more.
+    Returns a function that cancels the call.
     """
 
     def once(module: ModuleType) -> None:
-        awaited.forget()
-        react(module)
+        hook.remove()
+        callback(module)
 
-    awaited = Awaited({name}, once)
+    hook = ImportHook({name}, once)
     if name in sys.modules:
-        react(sys.modules[name])
+        callback(sys.modules[name])
     else:
-        awaited.expect()
-    return awaited.forget
+        hook.install()
+    return hook.remove
 
 
-def while_importing(name: str, meanwhile: Meanwhile) -> None:
-    """Be in `meanwhile()` while the code of this module runs; never, if it has run already."""
+def during_import(name: str, context: Context) -> None:
+    """Enter `context()` while the code of this module runs; never, if it has run already."""
     if name not in sys.modules:
-        awaited = Awaited({name}, lambda _: awaited.forget(), meanwhile)
-        awaited.expect()
+        hook = ImportHook({name}, lambda _: hook.remove(), context)
+        hook.install()
 
 
-class Awaited:
-    """A finder that lets the others find, and says when one of some modules has been imported."""
+class ImportHook:
+    """A finder that lets the others find, and calls back when one of some modules was imported."""
 
     def __init__(
-        self, names: Collection[str], arrived: React, meanwhile: Meanwhile = nullcontext
+        self, names: Collection[str], callback: Callback, context: Context = nullcontext
     ) -> None:
-        self._names, self._arrived, self._meanwhile = names, arrived, meanwhile
+        self._names, self._callback, self._context = names, callback, context
 
-    def expect(self) -> None:
-        """From now on."""
+    def install(self) -> None:
+        """Put it before the other finders."""
         sys.meta_path.insert(0, self)
 
-    def forget(self) -> None:
-        """Not any more."""
+    def remove(self) -> None:
+        """Take it out; does nothing the second time."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -64,26 +64,26 @@ class Awaited:
         """As importlib.abc.MetaPathFinder has it."""
         if name not in self._names:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # before it may be others such
-        for finder in behind:
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # import hooks may stand before it
+        for finder in others:
             if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                telling = _Telling(spec.loader, self._arrived, self._meanwhile)
-                spec.loader = telling  # type: ignore[assignment]
+                loader = _HookedLoader(spec.loader, self._callback, self._context)
+                spec.loader = loader  # type: ignore[assignment]
                 return spec
         return None
 
 
-class _Telling:
-    """The module's own loader, for as long as it takes to import it."""
+class _HookedLoader:
+    """Stands for the module's own loader while it is imported."""
 
-    def __init__(self, loader: Any, arrived: React, meanwhile: Meanwhile) -> None:
-        self._loader, self._arrived, self._meanwhile = loader, arrived, meanwhile
+    def __init__(self, loader: Any, callback: Callback, context: Context) -> None:
+        self._loader, self._callback, self._context = loader, callback, context
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the loader's: whoever only looks for a module may ask it."""
+        """Everything else is the loader's: importlib.util.find_spec hands it to others."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -96,6 +96,6 @@ class _Telling:
         spec = module.__spec__
         assert spec is not None
         spec.loader = module.__loader__ = self._loader
-        with self._meanwhile():
+        with self._context():
             self._loader.exec_module(module)
-        self._arrived(module)
+        self._callback(module)

@@ -1,4 +1,9 @@
-"""How a patch is put in and taken out again: at once, or when its module is imported."""
+"""Functions of instep that answer for functions of others: installed at once, or when the module
+is imported, and removed again.
+
+Modules, hooks, pickles and copies of the user's stay as they are: only functions are replaced that
+Python looks up by name at each call.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, Literal
 
-from instep.process.import_hooks import Awaited, after_import
+from instep.process.import_hooks import ImportHook, after_import
 
 Function = Callable[..., Any]
 _ABSENT = object()
@@ -26,107 +31,134 @@ class Patch:
     name: str
     """By which name."""
     replacement: Function
-    """Called as `replacement(original, *args, **kwargs)`."""
-    reason: str
-    """Why an unedited script needs it."""
-    makes_class: bool = False
-    """Whether it is a class that is replaced: by what `replacement(original)` returns, once."""
-    in_graphs: bool = False
-    """Whether torch.compile takes this function of torch's into its graphs as it is, by its name;
-    it must not take what answers for it."""
+    """Called as `replacement(original, *args, **kwargs)`. It passes on to `original`, which may
+    be another patch's, what does not concern it."""
+    reason: str = ""
+    """Why a script needs it."""
+    factory: bool = False
+    """Whether `replacement(original)` is called once, and returns what is looked up instead: for
+    classes."""
+    compile: Literal["trace", "break", "skip"] = "trace"
+    """What torch.compile does at a call. "trace": it goes on into the replacement. "break": it
+    ends the graph; needed for functions of torch that it takes into graphs by their names. "skip":
+    it does so, and nothing is compiled of what is called from there."""
 
 
 _SUPPORTS: tuple[set[Any], ...] = (
     *(os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks),
 )
 """Sets in which Python looks up what a function of `os` can do, by the function itself."""
+_installed: set[tuple[object, str, Function]] = set()
+"""Owner, name and replacement of every patch."""
 
 
-@dataclass(frozen=True)
-class _Undo:
-    owner: Any
-    name: str
-    before: object
-    """What the owner itself held by this name; _ABSENT: it inherited it."""
-    patched: object
-
-    def __call__(self) -> None:
-        for supports in _SUPPORTS:
-            supports.discard(self.patched)
-        if self.before is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
-class Patched:
-    """Some patches, put in until `undo`."""
+class PatchHandle:
+    """Some patches, installed until `remove`; a context manager. A patch that is installed already
+    stays the one of the handle that installed it."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
-        self._undone: list[_Undo] = []
-        self._awaited: dict[str, list[Patch]] = {}
-        self._kept_out: list[Function] = []
+        self._keys: list[tuple[object, str, Function]] = []
+        self._originals: list[_Original] = []
+        self._pending: dict[str, list[Patch]] = {}
+        self._cancel: list[Callable[[], None]] = []
+        at_once: list[Patch] = []
         for patch in patches:
-            module = _module_of(patch.owner)
+            key = (patch.owner, patch.name, patch.replacement)
+            if key in _installed:
+                continue
+            _installed.add(key)
+            self._keys.append(key)
+            module = patch.owner.partition(":")[0] if isinstance(patch.owner, str) else None
             if module is None or module in sys.modules:
-                self._put_in(patch)
+                at_once.append(patch)
             else:
-                self._awaited.setdefault(module, []).append(patch)
-        self._wait_no_more = after_import("torch._dynamo", lambda _: self._keep_out())
-        self._arrivals = Awaited(frozenset(self._awaited), self._imported)
-        self._arrivals.expect()
+                self._pending.setdefault(module, []).append(patch)
+        self._install(at_once)
+        if self._pending:
+            hook = ImportHook(frozenset(self._pending), self._imported)
+            hook.install()
+            self._cancel.append(hook.remove)
 
-    def undo(self) -> None:
-        """Everything is as it was. Does nothing the second time."""
-        self._arrivals.forget()
-        self._wait_no_more()
-        self._awaited.clear()
-        while self._undone:
-            self._undone.pop()()
+    def __enter__(self) -> PatchHandle:
+        return self
 
-    def _keep_out(self) -> None:
-        """Of the graphs that torch.compile makes."""
-        from instep.process.torch_compile import (
-            unlike_torch,  # heavy; torch.compile is there by now
-        )
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
-        while self._kept_out:
-            unlike_torch(self._kept_out.pop())
+    def remove(self) -> None:
+        """Restore everything that was there before. Does nothing the second time."""
+        while self._cancel:
+            self._cancel.pop()()
+        self._pending.clear()
+        while self._originals:
+            self._originals.pop().restore()
+        _installed.difference_update(self._keys)
+        self._keys.clear()
 
     def _imported(self, module: ModuleType) -> None:
-        for patch in self._awaited.pop(module.__name__, ()):
-            self._put_in(patch)
+        self._install(self._pending.pop(module.__name__, ()))
 
-    def _put_in(self, patch: Patch) -> None:
-        owner: Any = _resolved(patch.owner)
+    def _install(self, patches: Iterable[Patch]) -> None:
+        replaced = [(patch, self._replace(patch)) for patch in patches]
+        opaque = [patched for patch, patched in replaced if patched and patch.compile != "trace"]
+        if opaque:
+            self._cancel.append(after_import("torch._dynamo", lambda _: _disallow(opaque)))
+
+    def _replace(self, patch: Patch) -> Function | None:
+        """Returns the function that answers now; None where there is none to be replaced."""
+        owner: Any = _resolve(patch.owner)
         before = vars(owner).get(patch.name, _ABSENT)
         original = getattr(owner, patch.name, None)
         if original is None:  # another version of the library has no such thing
-            return
-        answering = patch.replacement if patch.makes_class else _answering(patch.replacement)
-        patched = answering(original)
-        if isinstance(before, staticmethod | classmethod):
-            patched = staticmethod(patched)
-        setattr(owner, patch.name, patched)
-        if patch.in_graphs:
-            self._kept_out.append(patched)
-            if "torch._dynamo" in sys.modules:
-                self._keep_out()
+            return None
+        patched: Function = patch.replacement(original) if patch.factory else _wrap(original, patch)
+        bound = isinstance(before, staticmethod | classmethod)
+        setattr(owner, patch.name, staticmethod(patched) if bound else patched)
         for supports in _SUPPORTS:
             if isinstance(original, Hashable) and original in supports:
                 supports.add(patched)
-        self._undone.append(_Undo(owner, patch.name, before, patched))
-
-
-def _answering(replacement: Function) -> Function:
-    def answering(original: Function) -> Function:
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
-
+        self._originals.append(_Original(owner, patch.name, before, patched))
         return patched
 
-    return answering
+
+@dataclass(frozen=True)
+class _Original:
+    owner: Any
+    name: str
+    value: object
+    """What the owner itself held by this name; _ABSENT: it inherited it."""
+    patched: object
+
+    def restore(self) -> None:
+        for supports in _SUPPORTS:
+            supports.discard(self.patched)
+        if self.value is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.value)
+
+
+def _wrap(original: Function, patch: Patch) -> Function:
+    replacement = patch.replacement
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    if patch.compile == "skip":
+        from instep.process.torch_compile import skip_frame
+
+        assert isinstance(patched, FunctionType)
+        patched.__code__ = patched.__code__.replace()  # it is skipped by its code object
+        skip_frame(patched)
+    return patched
+
+
+def _disallow(functions: Iterable[Function]) -> None:
+    from instep.process.torch_compile import disallow_in_graph
+
+    for function in functions:
+        disallow_in_graph(function)
 
 
 def subclass(original: type, init: Function) -> type:
@@ -135,7 +167,7 @@ def subclass(original: type, init: Function) -> type:
     Of this class are all objects of the original, whoever made them.
     """
 
-    class _Kind(type(original)):  # type: ignore[misc]
+    class _Meta(type(original)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
             if cls is made:
                 return isinstance(instance, original)
@@ -149,16 +181,12 @@ def subclass(original: type, init: Function) -> type:
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         init(functools.partial(original.__init__, self), *args, **kwargs)  # type: ignore[misc]
 
-    made = _Kind(original.__name__, (original,), {"__init__": begin, "__doc__": original.__doc__})
+    made = _Meta(original.__name__, (original,), {"__init__": begin, "__doc__": original.__doc__})
     made.__module__, made.__qualname__ = original.__module__, original.__qualname__
     return made
 
 
-def _module_of(owner: object) -> str | None:
-    return owner.partition(":")[0] if isinstance(owner, str) else None
-
-
-def _resolved(owner: object) -> object:
+def _resolve(owner: object) -> object:
     if not isinstance(owner, str):
         return owner
     module, _, path = owner.partition(":")

@@ -18,12 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import transport
 from instep.errors import TrainingError
+from instep.process.patching import Function, Patch
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls
 from instep.training.reducer import Backward, collecting, reducer_of, under_way
-from instep.training.torch_patches import Function
 
 _communicating = True
 
@@ -114,6 +114,10 @@ def backward(
         )
     whose = _one_call(forwards)
     _run(original, roots, _weighted(roots, grad_tensors, whose), rest, whose)
+
+
+PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
+"""For all backward passes of this process."""
 
 
 def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:

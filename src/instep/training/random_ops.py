@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import transport
+from instep.process.patching import Function
 from instep.training import forward_calls
 from instep.training.blocks import Block
 from instep.training.random_streams import derive_seed
-from instep.training.torch_patches import Function
 
 Shape = tuple[int, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
@@ -21,7 +22,8 @@ from instep.distributed.communication.objects import check_same_on_all_ranks
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import Transport, broadcast_coalesced, transport
 from instep.errors import InstepWarning, TrainingError
-from instep.process.torch_compile import uncompiled
+from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_compile import disable_compile
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import find_candidates
 from instep.training.buckets.compression import Compression, check_compression
@@ -35,7 +37,6 @@ from instep.training.random_streams import (
     make_rng_state,
 )
 from instep.training.reducer import Reducer
-from instep.training.torch_patches import Function, step_in
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -119,7 +120,7 @@ def replicate(
         replica.named = _warn_of_layers(model)
     model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
-    _step_in()
+    _patch_torch()
     return model
 
 
@@ -199,7 +200,7 @@ def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
 # carries them and is not a replica.
 
 
-@uncompiled
+@disable_compile
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     replica = _replica_of.get(module)
     if replica is None:
@@ -218,7 +219,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     forward_calls.push(call)
 
 
-@uncompiled
+@disable_compile
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
     call = forward_calls.current()
@@ -241,15 +242,20 @@ def _grow(module: nn.Module, name: str, added: object) -> None:
         owner.grown = True
 
 
-def _step_in() -> None:
-    """Answer for the functions of torch that replicas need; once."""
-    step_in(torch.autograd, "backward", gradients.backward)
-    if step_in(nn.functional, "batch_norm", _batch_norm):
-        register_module_parameter_registration_hook(_grow)
-        register_module_module_registration_hook(_grow)
-    step_in(torch_batchnorm.SyncBatchNorm, "forward", _sync_batch_norm)
-    for name, seam in DROPOUT_SEAMS.items():
-        step_in(nn.functional, name, seam)
+@functools.cache
+def _patch_torch() -> None:
+    """Answer for the functions of torch that replicas need; once, for good."""
+    register_module_parameter_registration_hook(_grow)
+    register_module_module_registration_hook(_grow)
+    functions = {"batch_norm": _batch_norm, **DROPOUT_SEAMS}
+    sync_batch_norm = torch_batchnorm.SyncBatchNorm
+    PatchHandle(
+        [
+            gradients.PATCH,
+            Patch(sync_batch_norm, "forward", _sync_batch_norm, compile="skip"),
+            *(Patch(nn.functional, *row, compile="skip") for row in functions.items()),
+        ]
+    )
 
 
 def _batch_norm(

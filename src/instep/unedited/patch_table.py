@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from instep.distributed.watchdog import interrupts
-from instep.process.patching import Patch, Patched
+from instep.process.patching import Patch, PatchHandle
 from instep.unedited import devices, opt_out, std_streams
 from instep.unedited.files import libraries, listings, os_functions
 from instep.unedited.files.layers import Layer
@@ -49,7 +49,7 @@ FILE_PATCHES = (
     Patch("lzma", "_builtin_open", os_functions.open_, _ONCE),
     Patch("numpy.lib._datasource:_FileOpeners", "__getitem__", os_functions.numpy_opener, _BY_NAME),
     Patch("_io", "open", os_functions.open_, _ONCE),
-    Patch(io, "FileIO", libraries.file_io, _ONCE, makes_class=True),
+    Patch(io, "FileIO", libraries.file_io, _ONCE, factory=True),
     Patch(os, "open", os_functions.os_open, _ONCE),
     Patch("posix", "open", libraries.posix_open, _ONCE),
     Patch(os, "truncate", os_functions.truncate, _ONCE),
@@ -104,11 +104,11 @@ FILE_PATCHES = (
         for owner in ("sqlite3", "sqlite3.dbapi2")
     ),
     *(
-        Patch(owner, "Connection", libraries.connection, _BY_NAME, makes_class=True)
+        Patch(owner, "Connection", libraries.connection, _BY_NAME, factory=True)
         for owner in ("sqlite3", "sqlite3.dbapi2")
     ),
     *(
-        Patch("lmdb", name, libraries.lmdb, _BY_NAME, makes_class=True)
+        Patch("lmdb", name, libraries.lmdb, _BY_NAME, factory=True)
         for name in ("Environment", "open")
     ),
     Patch("torch", "from_file", libraries.from_file, _BY_NAME),
@@ -199,7 +199,7 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
         "batch_norm",
         batch_statistics.batch_norm,
         "in a divided call the statistics are those of the whole batch",
-        in_graphs=True,
+        compile="break",
     ),
     Patch(
         nn.SyncBatchNorm,
@@ -219,7 +219,7 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
             name,
             losses.loss,
             "in a divided call a loss is the whole batch's",
-            in_graphs=True,
+            compile="break",
         )
         for name in losses.NAMES
     ),
@@ -252,22 +252,22 @@ PATCHES: tuple[Patch, ...] = (
     *(LOADER_PATCH, *SEED_PATCHES),
 )
 
-_put_in: list[Patched] = []
+_put_in: list[PatchHandle] = []
 
 
 def install() -> None:
     """Put the whole table in; does nothing where it is in already."""
     if not _put_in:
-        _put_in.append(Patched(PATCHES))
+        _put_in.append(PatchHandle(PATCHES))
 
 
 def undo() -> None:
     """Take everything out again, exactly; does nothing where nothing is in."""
     while _put_in:
-        _put_in.pop().undo()
+        _put_in.pop().remove()
 
 
 def see_files(own: Layer, before: Layer | None = None) -> None:
     """In a process that a rank spawned: see the files through these layers, as the rank does."""
     os_functions.play(OverlayFiles(own, before))
-    _put_in.append(Patched(FILE_PATCHES))
+    _put_in.append(PatchHandle(FILE_PATCHES))

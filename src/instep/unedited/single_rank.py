@@ -8,7 +8,7 @@ import random
 from importlib import import_module
 from typing import Any
 
-from instep.process.patching import Function, Patch, Patched
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.unedited import launcher_env, seeds
 
 
@@ -39,9 +39,9 @@ class SingleRankSession:
         self.seed = seeds.draw()
         seeds.sow(self.seed)
         launcher_env.hide()
-        self._patched = Patched([LOADER_PATCH, *SEED_PATCHES])
+        self._patched = PatchHandle([LOADER_PATCH, *SEED_PATCHES])
 
     def end(self) -> None:
         """Everything is as it was."""
         launcher_env.show()
-        self._patched.undo()
+        self._patched.remove()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from instep.compat.apex.parallel.distributed import DistributedDataParallel
 from instep.distributed.rendezvous import bootstrap
+from instep.process.patching import Patch, PatchHandle
 from instep.training.amp.casting import cast, casting, no_cast
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.mixed import Mixed, prepare
@@ -101,7 +102,7 @@ def initialize(
     )
     say(f"amp: {_mixed.options}")
     if _mixed.options.patch_torch_functions:
-        _wrap_registered()
+        PatchHandle(_registered)
     return given
 
 
@@ -221,19 +222,13 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, promote_function)
 
 
-_registered: list[tuple[Any, str, Callable[[Any], Any]]] = []
+_registered: list[Patch] = []
 
 
 def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         raise ValueError(f"{getattr(module, '__name__', module)} has no function {name!r}.")
-    _registered.append((module, name, wrap))
-
-
-def _wrap_registered() -> None:
-    while _registered:
-        module, name, wrap = _registered.pop()
-        setattr(module, name, wrap(getattr(module, name)))
+    _registered.append(Patch(module, name, wrap, factory=True))
 
 
 def _with_casts(function: F, cast_all: Callable[[Any, torch.dtype], Any]) -> F:

@@ -19,10 +19,10 @@ from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
 from instep.compat.horovod.sets import ProcessSet
 from instep.process import settings
+from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients
 from instep.training.buckets.layout import Bucket, plan_buckets
 from instep.training.reducer import reducer_of
-from instep.training.torch_patches import step_in
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Averaging:
         self._token = object()
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
-        step_in(torch.autograd, "backward", gradients.backward)
+        PatchHandle([gradients.PATCH])
 
     @property
     def under_way(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import NoReturn
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from instep.distributed.communication.errors import InsideScopeError
 from instep.distributed.watchdog.stack_inspection import line, of_script
+from instep.process.patching import Patch, PatchHandle
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier"),
@@ -26,22 +26,21 @@ _COLLECTIVES = (
 instep's do past them."""
 
 
-@contextmanager
-def no_collectives(rank: int, scope: str) -> Iterator[None]:
-    """Let what torch calls on a process group raise InsideScopeError."""
-    with ExitStack() as stack:
-        for kind, name in product(_kinds(dist.ProcessGroup), _COLLECTIVES):
-            if name in vars(kind):
-                stack.enter_context(replaced(kind, name, _refusal(name, rank, scope)))
-        yield
+def no_collectives(rank: int, scope: str) -> PatchHandle:
+    """Until its end, let what torch calls on a process group raise InsideScopeError."""
+    return PatchHandle(
+        Patch(owner, name, _refusal(name, rank, scope))
+        for owner, name in product(_subclasses(dist.ProcessGroup), _COLLECTIVES)
+        if name in vars(owner)
+    )
 
 
-def _kinds(kind: type[object]) -> Iterator[type[object]]:
+def _subclasses(owner: type[object]) -> Iterator[type[object]]:
     """A class and all that inherit from it: a backend may bring a process group of its own."""
-    yield kind
-    heirs: list[type[object]] = kind.__subclasses__()
+    yield owner
+    heirs: list[type[object]] = owner.__subclasses__()
     for heir in heirs:
-        yield from _kinds(heir)
+        yield from _subclasses(heir)
 
 
 def _refusal(name: str, rank: int, scope: str) -> Callable[..., NoReturn]:
@@ -49,17 +48,6 @@ def _refusal(name: str, rank: int, scope: str) -> Callable[..., NoReturn]:
         raise InsideScopeError(name, line_of_script(), rank, scope)
 
     return refuse
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Let `owner.name` be `value` for a while."""
-    before = vars(owner)[name]  # not getattr: it would bind what torch keeps unbound
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def line_of_script() -> str:

@@ -18,10 +18,10 @@ from instep.distributed.communication.errors import RunOnceError
 from instep.distributed.communication.forbid_collectives import (
     line_of_script,
     no_collectives,
-    replaced,
 )
 from instep.distributed.communication.transport import Transport, group_rank, transport
 from instep.distributed.rendezvous import bootstrap
+from instep.process.patching import Patch, PatchHandle
 from instep.process.procfs import ProcessHandle, process_address
 
 P = ParamSpec("P")
@@ -180,7 +180,9 @@ class _SharedTurn:
             if self._runs:
                 source = f"the single_process_scope at {self._line}"
                 stack.enter_context(bootstrap.world_of_one(source))
-                stack.enter_context(replaced(dist, "is_initialized", lambda: False))
+                stack.enter_context(
+                    PatchHandle([Patch(dist, "is_initialized", lambda original: False)])
+                )
             yield
 
     def hand_over(self, error: BaseException | None) -> None:

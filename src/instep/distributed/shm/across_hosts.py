@@ -25,8 +25,8 @@ from instep.distributed.shm.memory.flat import is_plain
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.signature import call
-from instep.distributed.shm.uncompiled import uncompiled
 from instep.distributed.shm.work_queue import IssueOrder, Job
+from instep.process.torch_compile import skip_methods
 
 _SMALL_BYTES = 16 << 10
 """Up to here a tensor is no slice: each rank of a host reduces all of it with the other hosts."""
@@ -46,7 +46,7 @@ class _Segment:
     """The reduction of one slice between the hosts."""
 
 
-@uncompiled
+@skip_methods
 class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
     """What `init_process_group("instep")` gives where the ranks of each host share memory."""
 

@@ -33,8 +33,8 @@ from instep.distributed.shm.memory.flat import are_alike, is_plain
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
-from instep.distributed.shm.uncompiled import uncompiled
 from instep.distributed.shm.work_queue import IssueOrder, Job, Step
+from instep.process.torch_compile import skip_methods
 
 
 class _Options(Protocol):
@@ -44,7 +44,7 @@ class _Options(Protocol):
     asyncOp: bool  # noqa: N815 - torch's name
 
 
-@uncompiled
+@skip_methods
 class InstepProcessGroup(ProcessGroupOverGloo):
     """What `init_process_group("instep")` gives where the ranks share memory.
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import GroupName
 
 from instep.distributed.shm.shared_buckets import Resident
-from instep.distributed.shm.uncompiled import uncompiled
+from instep.process.torch_compile import skip_methods
 
 NAME = "instep"
 
@@ -33,7 +33,7 @@ def _by_gloo(method: str) -> Callable[..., Work]:
     return call_gloo
 
 
-@uncompiled
+@skip_methods
 class ProcessGroupOverGloo(ProcessGroup):
     """What `init_process_group("instep")` gives where the ranks cannot share memory."""
 

@@ -26,10 +26,10 @@ from instep.distributed.errors import (
     SharedMemoryError,
 )
 from instep.distributed.shm.memory.flat import flat, write_back
-from instep.distributed.shm.uncompiled import uncompiled
+from instep.process.torch_compile import skip_methods
 
 
-@uncompiled
+@skip_methods
 class Done(Work):
     """A collective that has succeeded."""
 
@@ -60,7 +60,7 @@ class Done(Work):
         return future
 
 
-@uncompiled
+@skip_methods
 class Pending(Work):
     """A collective on its way; it becomes a success or an error on the group's thread."""
 

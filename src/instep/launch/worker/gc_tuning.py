@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from instep.process.import_hooks import while_importing
+from instep.process.import_hooks import during_import
 
 
 def spare_torch() -> None:
@@ -20,7 +20,7 @@ def spare_torch() -> None:
     Not where a file is open for writing by then: if it is in a cycle, only a collection as the
     interpreter ends writes the rest of it.
     """
-    while_importing("torch", _settling)
+    during_import("torch", _settling)
 
 
 @contextmanager

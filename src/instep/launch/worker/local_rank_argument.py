@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 from instep.distributed.identity.world import World
-from instep.process.import_hooks import after_import
+from instep.process.patching import Patch, PatchHandle
 
 SPELLINGS = ("--local-rank", "--local_rank")
 _GIVEN = re.compile("--local[-_]rank(=.*)?")
@@ -22,14 +21,9 @@ _GIVEN = re.compile("--local[-_]rank(=.*)?")
 
 def offer(world: World) -> None:
     """To whoever parses this rank's command line with argparse from now on."""
-    if world == World():
-        return
-
-    def wrap(argparse: ModuleType) -> None:
-        parser = argparse.ArgumentParser
-        parser.parse_known_args = _offering(parser.parse_known_args, world.local_rank)
-
-    after_import("argparse", wrap)
+    if world != World():
+        parse = partial(_parse_known_args, world.local_rank)
+        PatchHandle([Patch("argparse:ArgumentParser", "parse_known_args", parse)])
 
 
 def without(words: Sequence[str]) -> Sequence[str]:
@@ -37,16 +31,19 @@ def without(words: Sequence[str]) -> Sequence[str]:
     return words[1:] if words and re.fullmatch("--local[-_]rank=[0-9]+", words[0]) else words
 
 
-def _offering(parse_known_args: Callable[..., Any], local_rank: int) -> Callable[..., Any]:
-    from instep.unedited import session  # the supervisor of ranks does without
+def _parse_known_args(
+    local_rank: int,
+    original: Callable[..., Any],
+    parser: Any,
+    args: Sequence[str] | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    words = sys.argv[1:] if args is None else list(args)
+    declared = [name for name in SPELLINGS if name in parser._option_string_actions]
+    if declared and words == sys.argv[1:] and not any(map(_GIVEN.fullmatch, words)):
+        from instep.unedited import session  # the supervisor of ranks does without
 
-    @wraps(parse_known_args)
-    def parse(self: Any, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:
-        words = sys.argv[1:] if args is None else list(args)
-        declared = [name for name in SPELLINGS if name in self._option_string_actions]
-        if declared and words == sys.argv[1:] and not any(map(_GIVEN.fullmatch, words)):
-            session.stand_down(f"it takes {declared[0]}")
-            words = [f"{declared[0]}={local_rank}", *words]
-        return parse_known_args(self, words, *rest, **named)
-
-    return parse
+        session.stand_down(f"it takes {declared[0]}")
+        words = [f"{declared[0]}={local_rank}", *words]
+    return original(parser, words, *rest, **kwargs)

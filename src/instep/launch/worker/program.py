@@ -29,7 +29,7 @@ def run(command: Sequence[str], *, plain: bool = False) -> None:
     if not _is_ours(command):
         job_fingerprint.announce(command)
     gc_tuning.spare_torch()
-    torch_init.expect()
+    torch_init.install_patches()
     local_rank_argument.offer(launchers.detect())
     if not plain:
         begin(command)

@@ -9,51 +9,45 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from functools import wraps
-from types import ModuleType
 from typing import Any
 
 from instep.distributed.errors import BackendError, PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import listening
-from instep.process.import_hooks import after_import
+from instep.process.patching import Patch, PatchHandle
 
 
-def expect() -> None:
-    """Step in as soon as the script has imported torch.distributed."""
-    after_import("torch.distributed.rendezvous", _stores)
-    after_import("torch.distributed.distributed_c10d", _backends)
+def install_patches() -> None:
+    """Answer for torch's functions as soon as the script has imported torch.distributed, which
+    takes their names from these modules a little later."""
+    PatchHandle(
+        [
+            Patch("torch.distributed.rendezvous", "TCPStore", _open_store),
+            Patch("torch.distributed.distributed_c10d", "init_process_group", _init_process_group),
+        ]
+    )
 
 
-def _stores(rendezvous: ModuleType) -> None:
-    vars(rendezvous)["TCPStore"] = _on_one_address(rendezvous.TCPStore)
-
-
-def _on_one_address(store: Callable[..., Any]) -> Callable[..., Any]:
+def _open_store(store: Callable[..., Any], **options: Any) -> Any:
     """TCPStore as torch's rendezvous calls it: by keywords."""
+    from instep.distributed.rendezvous import stores  # needs torch, which the script has imported
 
-    def open_store(**told: Any) -> Any:
-        from instep.distributed.rendezvous import (
-            stores,  # needs torch, which the script has imported
-        )
-
-        if (met_before := stores.again(told["host_name"], told["port"])) is not None:
-            return met_before
-        if not told["is_master"]:
-            return store(**told)
+    if (met_before := stores.again(options["host_name"], options["port"])) is not None:
+        return met_before
+    if not options["is_master"]:
+        return store(**options)
+    try:
+        listener = _listener(options["host_name"], options["port"])
+    except RendezvousError:  # the address of a gateway, say: only torch's way can be right
+        return store(**options)
+    except PortInUseError as error:  # by an earlier store of this process, perhaps
         try:
-            listener = _listener(told["host_name"], told["port"])
-        except RendezvousError:  # the address of a gateway, say: only torch's way can be right
-            return store(**told)
-        except PortInUseError as error:  # by an earlier store of this process, perhaps
-            try:
-                return store(**told)
-            except RuntimeError:
-                raise error from None
-        host, port = listener.getsockname()[:2]
-        return store(**told | {"host_name": host, "port": port}, master_listen_fd=listener.detach())
-
-    return open_store
+            return store(**options)
+        except RuntimeError:
+            raise error from None
+    host, port = listener.getsockname()[:2]
+    address = {"host_name": host, "port": port, "master_listen_fd": listener.detach()}
+    return store(**options | address)
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -64,19 +58,14 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _backends(c10d: ModuleType) -> None:
-    """torch.distributed takes its names from this module, a little later."""
-    begin = c10d.init_process_group
-
-    @wraps(begin)
-    def init_process_group(backend: str | None = None, *rest: Any, **named: Any) -> None:
-        _refuse(backend)
-        begin(backend, *rest, **named)
-
-    vars(c10d)["init_process_group"] = init_process_group
+def _init_process_group(
+    original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any
+) -> None:
+    _check_backend(backend)
+    original(backend, *args, **kwargs)
 
 
-def _refuse(backend: str | None) -> None:
+def _check_backend(backend: str | None) -> None:
     import torch.distributed
 
     asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}

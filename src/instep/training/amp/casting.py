@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from instep.training.torch_patches import Function, step_in
+from instep.process.patching import Function, Patch, PatchHandle
 
 # ---------------------------------------------------------------------------------- a model
 
@@ -90,8 +90,8 @@ def cast_functions(dtype: torch.dtype, kinds: Iterable[str]) -> None:
     for kind in _devices:
         torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_enabled(kind, True)
-    step_in(torch.autograd, "backward", _as_it_is)
-    step_in(torch.autograd, "grad", _as_it_is)
+    names = ("backward", "grad")
+    PatchHandle(Patch(torch.autograd, name, _as_it_is, compile="skip") for name in names)
 
 
 def stop_casting() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import overlap_group, transport
-from instep.training.torch_patches import Function
+from instep.process.patching import Function
 from instep.unedited.sharded_call.grad_sums import collecting
 from instep.unedited.sharded_call.region import regions_below
 from instep.unedited.sharded_call.work_begun import begun

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.process.torch_compile import uncompiled
+from instep.process.patching import Function
+from instep.process.torch_compile import disable_compile
 from instep.training import batchnorm
-from instep.training.torch_patches import Function
 from instep.unedited.sharded_call import region
 
 
@@ -32,7 +32,7 @@ def batch_norm(
     return output
 
 
-@uncompiled
+@disable_compile
 def _of_whole_batch(*args: Any, **kwargs: Any) -> Tensor:
     return batchnorm.batch_norm(*args, **kwargs)
 

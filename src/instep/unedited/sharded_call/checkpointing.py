@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from instep.training.torch_patches import Function
+from instep.process.patching import Function
 from instep.unedited.sharded_call import region
 from instep.unedited.sharded_call.region import Region
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from instep.distributed.communication.collectives import all_reduce
-from instep.process.torch_compile import uncompiled
-from instep.training.torch_patches import Function
+from instep.process.patching import Function
+from instep.process.torch_compile import disable_compile
 from instep.unedited.sharded_call import region
 from instep.unedited.sharded_call.mappings import own_rows, summed
 from instep.unedited.sharded_call.sharded_output import Rows
@@ -39,7 +39,7 @@ def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-@uncompiled
+@disable_compile
 def _inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In a divided call: every argument is this rank's rows."""
     asked = _Asked(original, args, kwargs)

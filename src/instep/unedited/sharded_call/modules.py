@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, transport
+from instep.process.patching import Function
 from instep.training.pytree import is_column, is_value
-from instep.training.torch_patches import Function
 from instep.unedited.sharded_call.compiled import compiling
 from instep.unedited.sharded_call.division import has_text, rows_first
 from instep.unedited.sharded_call.equivalence import prove, recheck

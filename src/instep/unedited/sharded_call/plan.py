@@ -9,8 +9,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
+from instep.process.patching import Function
 from instep.training.pytree import Structure, flatten_arguments, unflatten
-from instep.training.torch_patches import Function
 from instep.unedited.errors import UndividedError
 from instep.unedited.sharded_call import region as regions
 from instep.unedited.sharded_call import sharded_output

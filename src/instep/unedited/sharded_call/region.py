@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import Transport
+from instep.process.patching import Function
 from instep.training import forward_calls
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
-from instep.training.torch_patches import Function
 from instep.unedited.errors import UndividedError
 from instep.unedited.sharded_call.division import Division
 from instep.unedited.sharded_call.grad_buckets import Cargo

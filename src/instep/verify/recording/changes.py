@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import replicas, shards
 from instep.training.random_streams import SeededIndex
-from instep.training.torch_patches import Function, step_in
 from instep.verify.recording.records import read_tensors
 
 _REMEMBERED = 256
@@ -85,7 +85,7 @@ class Loaders:
 
     def watch(self) -> None:
         """From now on, in this process."""
-        step_in(_BaseDataLoaderIter, "_next_index", self._next_index)
+        PatchHandle([Patch(_BaseDataLoaderIter, "_next_index", self._next_index)])
 
     def _next_index(self, original: Function, loader: Any) -> Any:
         index = original(loader)
@@ -98,5 +98,9 @@ class Loaders:
 
 def leave_out_instep() -> None:
     """Let the two lines of instep do nothing, as if they were not in the script."""
-    step_in(replicas, "replicate", lambda original, model, **options: model)
-    step_in(shards, "shard", lambda original, what: what)
+    PatchHandle(
+        [
+            Patch(replicas, "replicate", lambda original, model, **options: model),
+            Patch(shards, "shard", lambda original, what: what),
+        ]
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instep.distributed.rendezvous import bootstrap
 from instep.launch.worker import program, script
-from instep.process.patching import Patched
+from instep.process.patching import PatchHandle
 from instep.unedited import seeds
 from instep.unedited.single_rank import SEED_PATCHES
 from instep.verify.recording.recorder import Recorder
@@ -25,7 +25,7 @@ def main(folder: str, *command: str) -> None:
     plan = Plan.read(where)
     if plan.without_instep:
         seeds.sow(seeds.draw())
-        Patched(SEED_PATCHES)
+        PatchHandle(SEED_PATCHES)
     else:
         program.begin(command)
     recorder = Recorder(plan, where, bootstrap.current().rank)

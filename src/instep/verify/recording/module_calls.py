@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import transport
-from instep.process.patching import Patch, Patched
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.batches import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 from instep.training.random_streams import default_generators, derive_seed, make_rng_state
-from instep.training.torch_patches import Function
 from instep.unedited.sharded_call.modules import work
 from instep.verify.recording.fingerprints import generators_digest, row_hashes
 from instep.verify.recording.names import Names
@@ -69,7 +68,7 @@ class Calls:
 
     def watch_from_outside(self) -> None:
         """From now on, in this process. Sees what the script sees: a divided call is whole."""
-        Patched([Patch(nn.Module, "__call__", self._outside, "the outermost of all that answer")])
+        PatchHandle([Patch(nn.Module, "__call__", self._outside)])
 
     def _outside(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():

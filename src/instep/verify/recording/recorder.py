@@ -1,6 +1,6 @@
 """The recorder: sits in a rank while the user's script trains, and changes what its plan says.
 
-It looks through official hooks of torch (module calls, optimizer steps) and a seam at the root of
+It looks through official hooks of torch (module calls, optimizer steps) and a patch at the root of
 backward. It communicates with nobody: ranks are compared afterwards.
 """
 
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from instep.training.torch_patches import Function, step_in
+from instep.process.patching import Function, Patch, PatchHandle
 from instep.unedited import session
 from instep.unedited.sharded_call.modules import work
 from instep.verify.recording import changes
@@ -57,7 +57,7 @@ class Recorder:
         self._loaders.watch()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        step_in(torch.autograd, "backward", self._backward)
+        PatchHandle([Patch(torch.autograd, "backward", self._backward, compile="skip")])
 
     def finish(self) -> None:
         """The script has ended: write what is left."""
