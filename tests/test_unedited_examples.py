@@ -11,8 +11,8 @@ import pytest
 
 from forked import Forked
 from instep.launch.worker.script_reader import speaks_for_itself
-from instep.verify.proof import verify
 from instep.verify.verdict import Report, Verdict
+from instep.verify.verification import verify_script
 
 pytestmark = pytest.mark.slow
 
@@ -26,17 +26,17 @@ FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1"]}
 
 
 def proven(name: str, sizes: list[int], steps: int | None, arguments: list[str]) -> Report:
-    report = verify([str(FOLDER / f"{name}.py"), *arguments], sizes, steps, start=Forked())
-    assert report.verdict is not Verdict.DIFFERENT, (report.parting, report.cause)
+    report = verify_script([str(FOLDER / f"{name}.py"), *arguments], sizes, steps, start=Forked())
+    assert report.verdict is not Verdict.DIFFERENT, (report.divergence, report.cause)
     assert (report.unlike_python is not None) == (name in RANDOM)
-    assert [judgement.run.n for judgement in report.judgements] == sizes
+    assert [result.run.n for result in report.results] == sizes
     return report
 
 
 def most_of_one_rank(report: Report) -> float:
     """The largest part of all samples that went through one rank's modules."""
     (whole,) = report.oracle.samples_per_rank
-    return max(max(judgement.run.samples_per_rank) for judgement in report.judgements) / whole
+    return max(max(result.run.samples_per_rank) for result in report.results) / whole
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -17,28 +17,41 @@ from torch import nn
 import verify_records as made
 from forked import Forked
 from instep.errors import ScriptFailedError, ScriptLateError, StepsError
-from instep.verify.causes import likely_cause
-from instep.verify.compare import difference, distance, gradient_gaps, loss_differences
-from instep.verify.divergence import FLOAT32, FLOAT64, Parting, first_parting
-from instep.verify.proof import prove, settle, verify
-from instep.verify.recording.fingerprints import fingerprint, row_hashes
-from instep.verify.recording.module_calls import Calls, calls_below
-from instep.verify.recording.names import Names
-from instep.verify.recording.records import End, Plan, Print, Step, global_loss, read_run
-from instep.verify.report import as_json, table
+from instep.verify.causes import find_cause
+from instep.verify.compare import compare_gradients, compare_losses, compare_runs, distance
+from instep.verify.divergence import FLOAT32, FLOAT64, Divergence, find_divergence
+from instep.verify.recording.fingerprints import fingerprint, hash_rows
+from instep.verify.recording.module_calls import ModuleCallRecorder, find_module_calls
+from instep.verify.recording.records import (
+    Fingerprint,
+    RankSummary,
+    RunPlan,
+    StepRecord,
+    global_loss,
+    read_run,
+)
+from instep.verify.recording.tensor_names import TensorNames
+from instep.verify.report import format_json, format_table
 from instep.verify.runs import (
     PERTURBED,
     REVERSED,
-    Alone,
-    InstepRun,
-    Rehearsal,
-    Together,
-    run_alone,
-    run_rounded,
-    run_together,
-    steps_to_pin,
+    InstepRunStarter,
+    MultiRankRuns,
+    ScriptRunner,
+    SingleRankRuns,
+    choose_pinned_steps,
+    run_multi_rank,
+    run_single_rank,
+    run_with_rounding,
 )
-from instep.verify.verdict import Verdict, judge, tolerance_for, unsteady, usable_noise
+from instep.verify.verdict import (
+    Verdict,
+    choose_tolerance,
+    find_nondeterminism,
+    is_usable_noise,
+    make_report,
+)
+from instep.verify.verification import judge_with_rounding, run_and_report, verify_script
 
 pytestmark = pytest.mark.slow
 
@@ -55,15 +68,15 @@ nightly = pytest.mark.nightly
 def cause(n, change=made.nothing, spoil=None, **runs):
     """The cause that is told; a case without a parting would be no case."""
     e = made.evidence(n, change, spoil, **runs)
-    assert first_parting(e) is not None
-    return likely_cause(e)
+    assert find_divergence(e) is not None
+    return find_cause(e)
 
 
 def test_an_honest_run_has_no_parting_and_no_cause():
     for n in (1, 2, 3, 5):
         e = made.evidence(n)
-        assert first_parting(e) is None
-        assert likely_cause(e) is None
+        assert find_divergence(e) is None
+        assert find_cause(e) is None
 
 
 def test_unsplit_batches_are_told_though_gradients_agree():
@@ -77,7 +90,7 @@ def of_whole_batches(rank, k, step):
     return {
         "whole": True,
         "samples": oracle.samples,
-        "rows": oracle.rows,
+        "row_hashes": oracle.row_hashes,
         "losses": oracle.losses,
         "computed": step.samples,
     }
@@ -85,17 +98,17 @@ def of_whole_batches(rank, k, step):
 
 def test_whole_batches_on_every_rank_of_an_unedited_script_are_no_parting():
     e = made.evidence(3, of_whole_batches)
-    assert first_parting(e) is None
+    assert find_divergence(e) is None
     assert e.free.samples_per_rank == made.run(3).samples_per_rank
 
 
 def test_a_rank_of_an_unedited_script_with_another_batch_is_a_parting():
     def other_on_one(rank, k, step):
-        changed = {"samples": 5, "rows": step.rows} if (rank, k) == (1, 1) else {}
+        changed = {"samples": 5, "row_hashes": step.row_hashes} if (rank, k) == (1, 1) else {}
         return of_whole_batches(rank, k, step) | changed
 
-    parting = first_parting(made.evidence(2, other_on_one))
-    assert (parting.step, parting.what) == (2, "samples")
+    divergence = find_divergence(made.evidence(2, other_on_one))
+    assert (divergence.step, divergence.what) == (2, "samples")
 
 
 def test_one_unsplit_batch_is_enough():
@@ -105,7 +118,7 @@ def test_one_unsplit_batch_is_enough():
 
 def test_a_padded_tail_is_told():
     def pad(rank, k, step):
-        return {"samples": 4, "rows": (*step.rows, 200)[:4]} if k == 2 else {}
+        return {"samples": 4, "row_hashes": (*step.row_hashes, 200)[:4]} if k == 2 else {}
 
     told = cause(2, pad)
     assert told.startswith("a padded tail: the 7 samples of step 3 cannot be divided evenly by 2")
@@ -113,61 +126,63 @@ def test_a_padded_tail_is_told():
 
 def test_a_tail_padded_with_samples_of_another_batch_is_told():
     def pad(rank, k, step):
-        return {"samples": 4, "rows": (*step.rows, 0)[:4]} if k == 2 else {}
+        return {"samples": 4, "row_hashes": (*step.row_hashes, 0)[:4]} if k == 2 else {}
 
     assert cause(2, pad).startswith("a padded tail: the 7 samples of step 3")
 
 
 def test_samples_from_nowhere_are_told():
     def add(rank, k, step):
-        return {"samples": 4, "rows": (*step.rows, -1)[:4]} if k == 2 else {}
+        return {"samples": 4, "row_hashes": (*step.row_hashes, -1)[:4]} if k == 2 else {}
 
     assert cause(2, add) == "samples were added: 8 instead of 7 in step 3"
 
 
 def test_dropped_samples_are_told():
-    told = cause(2, lambda r, k, s: {"samples": 3, "rows": s.rows[:3]} if k == 2 else {})
+    told = cause(
+        2, lambda r, k, s: {"samples": 3, "row_hashes": s.row_hashes[:3]} if k == 2 else {}
+    )
     assert told == "samples were dropped: 6 of the 7 in step 3 were computed"
 
 
 def other(step, rows):
     """A step with other samples has another loss."""
-    return {"rows": tuple(rows), "losses": ((step.losses[0][0] + 0.3, step.losses[0][1]),)}
+    return {"row_hashes": tuple(rows), "losses": ((step.losses[0][0] + 0.3, step.losses[0][1]),)}
 
 
 def test_another_order_is_told():
     def swapped(rank, k, step):
-        return other(step, made.honest(rank, 2, 1 - k).rows) if k < 2 else {}
+        return other(step, made.honest(rank, 2, 1 - k).row_hashes) if k < 2 else {}
 
     assert cause(2, swapped).startswith("another order: from step 1 on")
 
 
 def test_an_order_of_one_rank_is_told_as_randomness_by_rank():
-    told = cause(2, lambda r, k, s: other(s, (row + 1000 * r for row in s.rows)))
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * r for row in s.row_hashes)))
     assert told.startswith("randomness by rank: in step 1 the order of samples is one process's on")
     assert told.endswith("ranks 0, but another on 1")
 
 
 def test_samples_of_no_order_are_told_as_randomness_by_rank():
-    told = cause(2, lambda r, k, s: other(s, (row + 1000 * (r + 1) for row in s.rows)))
+    told = cause(2, lambda r, k, s: other(s, (row + 1000 * (r + 1) for row in s.row_hashes)))
     assert told.startswith("randomness by rank: the samples of step 1 come from no order")
 
 
 def test_samples_that_one_process_does_not_repeat_are_not_held_against_ranks():
-    noise = made.run(1, lambda r, k, s: other(s, (row + 7 for row in s.rows)))
-    e = made.evidence(2, lambda r, k, s: other(s, (row + 9 for row in s.rows)), noise=noise)
-    assert first_parting(e) is None
+    noise = made.run(1, lambda r, k, s: other(s, (row + 7 for row in s.row_hashes)))
+    e = made.evidence(2, lambda r, k, s: other(s, (row + 9 for row in s.row_hashes)), noise=noise)
+    assert find_divergence(e) is None
 
 
 def test_inputs_that_differ_by_rounding_are_no_other_samples():
     """One model's output is another one's input."""
-    e = made.evidence(2, lambda r, k, s: {"rows": tuple(row + 9 for row in s.rows)})
-    assert first_parting(e) is None
+    e = made.evidence(2, lambda r, k, s: {"row_hashes": tuple(row + 9 for row in s.row_hashes)})
+    assert find_divergence(e) is None
 
 
 def test_other_initial_parameters_are_told_by_name():
     def start(rank, k, step):
-        other = {**step.parameters, "bias": Print(3.0, 2.5)}
+        other = {**step.parameters, "bias": Fingerprint(3.0, 2.5)}
         return {"parameters": other} if rank == 1 and k == 0 else {}
 
     assert cause(2, start).startswith("randomness by rank: bias on rank 1 does not start as")
@@ -175,29 +190,29 @@ def test_other_initial_parameters_are_told_by_name():
 
 def test_ranks_that_agree_but_start_elsewhere_are_told():
     def start(rank, k, step):
-        return {"parameters": {**step.parameters, "bias": Print(3.0, 2.5)}} if k == 0 else {}
+        return {"parameters": {**step.parameters, "bias": Fingerprint(3.0, 2.5)}} if k == 0 else {}
 
     assert cause(2, start).startswith("randomness by rank: bias on rank 0 does not start as")
 
 
 def test_a_scaled_learning_rate_is_told():
-    told = cause(2, lambda r, k, s: {"rates": (2 * s.rates[0],)})
+    told = cause(2, lambda r, k, s: {"lrs": (2 * s.lrs[0],)})
     assert told == "the learning rate is scaled: 2 times that of one process"
 
 
 def test_a_schedule_that_is_stepped_too_often_is_told():
-    told = cause(3, lambda r, k, s: {"rates": (0.1 * 0.9 ** (2 * k),)})
+    told = cause(3, lambda r, k, s: {"lrs": (0.1 * 0.9 ** (2 * k),)})
     assert told.startswith("the schedule is stepped too often: the learning rates of step 2")
     assert "2 times as late" in told
 
 
 def test_an_adaptive_schedule_that_one_process_does_not_repeat_is_no_parting():
-    noise = made.run(1, lambda r, k, s: {"rates": (0.01,)})
-    assert first_parting(made.evidence(2, lambda r, k, s: {"rates": (0.02,)}, noise=noise)) is None
+    noise = made.run(1, lambda r, k, s: {"lrs": (0.01,)})
+    assert find_divergence(made.evidence(2, lambda r, k, s: {"lrs": (0.02,)}, noise=noise)) is None
 
 
 def test_decisions_that_differ_by_rank_are_told():
-    told = cause(2, lambda r, k, s: {"rates": (0.1 * 0.5**r,)} if k else {})
+    told = cause(2, lambda r, k, s: {"lrs": (0.1 * 0.5**r,)} if k else {})
     assert told.startswith(
         "decisions that differ by rank: the learning rate of step 2 is 0.1, 0.05"
     )
@@ -213,14 +228,16 @@ def test_another_number_of_steps_is_told():
 
 
 def test_randomness_of_the_model_is_told():
-    oracle = made.run(1, lambda r, k, s: {"drew": True})
+    oracle = made.run(1, lambda r, k, s: {"uses_random": True})
     told = cause(2, spoil=lambda k, g: g + 0.3, oracle=oracle)
     assert told.startswith("randomness by rank: the model draws random numbers (dropout, noise)")
 
 
 def test_unsynchronised_batch_norm_is_told():
     def local(rank, k, step):
-        return {"buffers": {**step.buffers, "1.running_mean": Print(1.0, 0.1 * k + 0.2 * rank)}}
+        return {
+            "buffers": {**step.buffers, "1.running_mean": Fingerprint(1.0, 0.1 * k + 0.2 * rank)}
+        }
 
     told = cause(2, local, lambda k, g: g + 0.3)
     assert told.startswith("BatchNorm is not synchronised: in step 1 1.running_mean on rank 1")
@@ -228,7 +245,7 @@ def test_unsynchronised_batch_norm_is_told():
 
 def test_gradients_that_are_not_averaged_are_told():
     def own(rank, k, step):
-        return {"gradients": {**step.gradients, "weight": Print(4.0 + rank, 1.0)}}
+        return {"gradients": {**step.gradients, "weight": Fingerprint(4.0 + rank, 1.0)}}
 
     told = cause(2, own, lambda k, g: g + 0.3)
     assert told.startswith("gradients are not averaged over the ranks: in step 1 that of weight")
@@ -236,7 +253,7 @@ def test_gradients_that_are_not_averaged_are_told():
 
 def test_a_change_on_one_rank_between_steps_is_told():
     def touched(rank, k, step):
-        other = {**step.parameters, "bias": Print(3.0, 9.0)}
+        other = {**step.parameters, "bias": Fingerprint(3.0, 9.0)}
         return {"parameters": other} if rank == 1 and k == 1 else {}
 
     told = cause(2, touched)
@@ -269,10 +286,10 @@ def test_what_no_rule_explains_has_no_cause():
 
 
 def test_the_first_parting_names_step_and_tensor():
-    parting = first_parting(made.evidence(2, spoil=lambda k, g: g + 0.1 if k == 1 else g))
-    assert isinstance(parting, Parting)
-    assert (parting.n, parting.step, parting.what) == (2, 2, "gradient")
-    assert parting.tensor in ("weight", "bias")
+    divergence = find_divergence(made.evidence(2, spoil=lambda k, g: g + 0.1 if k == 1 else g))
+    assert isinstance(divergence, Divergence)
+    assert (divergence.n, divergence.step, divergence.what) == (2, 2, "gradient")
+    assert divergence.tensor in ("weight", "bias")
 
 
 # ------------------------------------------------------------------------------ comparing
@@ -281,21 +298,21 @@ def test_the_first_parting_names_step_and_tensor():
 def test_a_gap_is_relative_to_the_whole_gradient_and_finds_a_factor():
     ours = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([0.0, 4.0])}
     reference = made.run(1, gradients={0: ours})
-    (gap,) = gradient_gaps(
+    (diff,) = compare_gradients(
         reference, made.run(2, gradients={0: {n: 2 * t for n, t in ours.items()}})
     )
-    assert gap.difference == pytest.approx(1.0)
-    assert gap.scale == pytest.approx(2.0)
-    assert gap.rest == pytest.approx(0.0, abs=1e-12)
-    assert gap.tensor == "b"
+    assert diff.difference == pytest.approx(1.0)
+    assert diff.scale == pytest.approx(2.0)
+    assert diff.rest == pytest.approx(0.0, abs=1e-12)
+    assert diff.tensor == "b"
 
 
 def test_a_missing_gradient_counts_as_zeros():
     ours = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
     reference = made.run(1, gradients={0: ours})
-    (gap,) = gradient_gaps(reference, made.run(2, gradients={0: {"a": ours["a"]}}))
-    assert gap.difference == pytest.approx(0.8)
-    assert gap.tensor == "b"
+    (diff,) = compare_gradients(reference, made.run(2, gradients={0: {"a": ours["a"]}}))
+    assert diff.difference == pytest.approx(0.8)
+    assert diff.tensor == "b"
 
 
 def test_a_small_tensor_cannot_hide_behind_a_large_one():
@@ -303,12 +320,13 @@ def test_a_small_tensor_cannot_hide_behind_a_large_one():
     theirs = {"large": ours["large"], "small": ours["small"] * 1.5}
     noise = {"large": ours["large"] * (1 + 1e-7), "small": ours["small"] * (1 + 1e-6)}
     reference, spoilt = made.run(1, gradients={0: ours}), made.run(2, gradients={0: theirs})
-    (gap,) = gradient_gaps(reference, spoilt, [made.run(1, gradients={0: noise})])
-    assert gap.difference < FLOAT32.gradient
-    assert gap.hidden == "small"
+    (diff,) = compare_gradients(reference, spoilt, [made.run(1, gradients={0: noise})])
+    assert diff.difference < FLOAT32.gradient
+    assert diff.hidden == "small"
     rounding = {"large": ours["large"], "small": ours["small"] * 1.5}
     assert (
-        gradient_gaps(reference, spoilt, [made.run(1, gradients={0: rounding})])[0].hidden is None
+        compare_gradients(reference, spoilt, [made.run(1, gradients={0: rounding})])[0].hidden
+        is None
     )
 
 
@@ -317,31 +335,31 @@ def test_not_a_number_is_equal_to_itself_only():
     assert distance({"x": nan}, {"x": nan.clone()}) == 0.0
     assert distance({"x": one}, {"x": nan}) == math.inf
     e = made.evidence(2, spoil=lambda k, g: g * math.nan)
-    assert first_parting(e) is not None
+    assert find_divergence(e) is not None
     losses = made.run(1, lambda r, k, s: {"losses": ((math.nan, None),)})
-    assert max(loss_differences(losses, losses)) == 0.0
-    assert max(loss_differences(made.run(1), losses)) == math.inf
-    assert max(loss_differences(losses, made.run(1))) == math.inf
+    assert max(compare_losses(losses, losses)) == 0.0
+    assert max(compare_losses(made.run(1), losses)) == math.inf
+    assert max(compare_losses(losses, made.run(1))) == math.inf
 
 
 def test_buffers_of_whole_numbers_must_be_equal():
     other = made.run(
         2, buffers={"1.running_mean": torch.ones(4), "1.num_batches_tracked": torch.tensor(4)}
     )
-    assert difference(made.run(1), made.run(2), []).buffers == 0.0
-    assert difference(made.run(1), other, []).buffers == math.inf
+    assert compare_runs(made.run(1), made.run(2), []).buffers == 0.0
+    assert compare_runs(made.run(1), other, []).buffers == math.inf
 
 
 def test_the_loss_of_the_global_batch_weighs_ranks_by_their_samples():
-    ranks = [Step(losses=((1.0, 0.25),)), Step(losses=((2.0, 0.75),))]
+    ranks = [StepRecord(losses=((1.0, 0.25),)), StepRecord(losses=((2.0, 0.75),))]
     assert global_loss(ranks) == pytest.approx(1.75)
-    ghost = [Step(losses=((1.0, 1.0),)), Step(losses=((math.nan, 0.0),))]
+    ghost = [StepRecord(losses=((1.0, 1.0),)), StepRecord(losses=((math.nan, 0.0),))]
     assert global_loss(ghost) == 1.0
-    unknown = [Step(losses=((1.0, None),)), Step(losses=((2.0, None),))]
+    unknown = [StepRecord(losses=((1.0, None),)), StepRecord(losses=((2.0, None),))]
     assert global_loss(unknown) == 1.5
-    accumulated = [Step(losses=((1.0, 0.5), (2.0, 0.5)))] * 2
+    accumulated = [StepRecord(losses=((1.0, 0.5), (2.0, 0.5)))] * 2
     assert global_loss(accumulated) == 3.0
-    assert global_loss([Step(), Step()]) is None
+    assert global_loss([StepRecord(), StepRecord()]) is None
 
 
 def test_fingerprints_measure_distances():
@@ -361,18 +379,18 @@ def test_fingerprints_measure_distances():
 def test_row_hashes_belong_to_rows(dtype):
     rows = torch.arange(35).view(5, 7).fmod(6).to(dtype)
     rows[0, 0] = 1
-    hashes = row_hashes(rows)
-    assert row_hashes(rows.flip(0)) == hashes[::-1]
-    assert row_hashes(rows[2:4]) == hashes[2:4]
+    hashes = hash_rows(rows)
+    assert hash_rows(rows.flip(0)) == hashes[::-1]
+    assert hash_rows(rows[2:4]) == hashes[2:4]
     assert len({tuple(row.tolist()) for row in rows}) == len(set(hashes))
-    assert row_hashes(torch.rand(3, 10_000)) != row_hashes(torch.rand(3, 10_000))
+    assert hash_rows(torch.rand(3, 10_000)) != hash_rows(torch.rand(3, 10_000))
 
 
 def test_names_come_from_the_modules_that_are_called():
-    names = Names()
+    names = TensorNames()
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    names.learn(first)
-    names.learn(second)
+    names.register(first)
+    names.register(second)
     optimizer = torch.optim.SGD(
         [*first.parameters(), *second.parameters(), nn.Parameter(torch.ones(1))]
     )
@@ -387,7 +405,7 @@ def test_names_come_from_the_modules_that_are_called():
 
 def alone(oracle=None, **fields):
     oracle = oracle or made.run(1)
-    return replace(Alone(oracle, oracle, None, oracle, PERTURBED, ""), **fields)
+    return replace(SingleRankRuns(oracle, oracle, None, oracle, PERTURBED, ""), **fields)
 
 
 def shifted(n, size):
@@ -397,9 +415,9 @@ def shifted(n, size):
 
 
 def test_equal_runs_are_the_same():
-    report = judge(alone(), [Together(made.run(n), made.run(n)) for n in (2, 3)])
+    report = make_report(alone(), [MultiRankRuns(made.run(n), made.run(n)) for n in (2, 3)])
     assert report.verdict is Verdict.SAME
-    assert report.cause is report.parting is None
+    assert report.cause is report.divergence is None
 
 
 @pytest.mark.parametrize(
@@ -408,37 +426,38 @@ def test_equal_runs_are_the_same():
 )
 def test_other_parameters_are_measured_by_the_scripts_own_noise(noise, verdict):
     runs = alone(noise=shifted(1, noise))
-    report = judge(runs, [Together(made.run(2), shifted(2, 0.05))])
+    report = make_report(runs, [MultiRankRuns(made.run(2), shifted(2, 0.05))])
     assert str(report.verdict) == verdict
 
 
 def test_a_drift_is_found_where_it_begins():
     def drift(rank, k, step):
-        moved = {**step.parameters, "bias": Print(3.0, 2.0 + k + 0.5)}
+        moved = {**step.parameters, "bias": Fingerprint(3.0, 2.0 + k + 0.5)}
         return {"parameters": moved} if k > 1 else {}
 
-    report = judge(
-        alone(), [Together(made.run(2), replace(shifted(2, 0.1), ranks=made.run(2, drift).ranks))]
+    report = make_report(
+        alone(),
+        [MultiRankRuns(made.run(2), replace(shifted(2, 0.1), ranks=made.run(2, drift).ranks))],
     )
-    assert (report.parting.step, report.parting.what, report.parting.tensor) == (
+    assert (report.divergence.step, report.divergence.what, report.divergence.tensor) == (
         3,
         "parameters",
         "bias",
     )
-    report = judge(alone(), [Together(made.run(2), shifted(2, 0.1))])
-    assert (report.parting.step, report.parting.what) == (3, "parameters")
+    report = make_report(alone(), [MultiRankRuns(made.run(2), shifted(2, 0.1))])
+    assert (report.divergence.step, report.divergence.what) == (3, "parameters")
     buffers = {"1.running_mean": torch.ones(4) * 2, "1.num_batches_tracked": torch.tensor(3)}
-    report = judge(alone(), [Together(made.run(2), made.run(2, buffers=buffers))])
-    assert (report.parting.what, report.parting.tensor) == ("buffers", "1.running_mean")
+    report = make_report(alone(), [MultiRankRuns(made.run(2), made.run(2, buffers=buffers))])
+    assert (report.divergence.what, report.divergence.tensor) == ("buffers", "1.running_mean")
 
 
 def test_noise_does_not_excuse_a_wrong_gradient_or_unsplit_batches():
     runs = alone(noise=shifted(1, 0.5))
     gradients = {0: {name: g * 1.0001 for name, g in made.gradient(0).items()}}
-    wrong = Together(made.run(2, gradients=gradients), made.run(2))
-    assert judge(runs, [wrong]).verdict is Verdict.DIFFERENT
+    wrong = MultiRankRuns(made.run(2, gradients=gradients), made.run(2))
+    assert make_report(runs, [wrong]).verdict is Verdict.DIFFERENT
     unsplit = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
-    assert judge(runs, [Together(unsplit, unsplit)]).verdict is Verdict.DIFFERENT
+    assert make_report(runs, [MultiRankRuns(unsplit, unsplit)]).verdict is Verdict.DIFFERENT
 
 
 @pytest.mark.parametrize(("rounding", "verdict"), [(1e-6, "DIFFERENT"), (5e-4, "WITHIN ITS OWN")])
@@ -449,33 +468,37 @@ def test_a_gradient_is_measured_by_what_rounding_alone_does_to_it(rounding, verd
         return made.run(n, gradients=gradients)
 
     runs = alone(again=off(1, 0.0, 0), rounded=(off(1, 1e-7, 0), off(1, rounding, 2)))
-    report = judge(runs, [Together(off(2, 1e-3, 1), made.run(2))])
+    report = make_report(runs, [MultiRankRuns(off(2, 1e-3, 1), made.run(2))])
     assert verdict in str(report.verdict)
 
 
 def test_the_worst_of_several_verdicts_counts():
-    bad = Together(made.run(3), shifted(3, 0.1))
-    report = judge(alone(), [Together(made.run(2), made.run(2)), bad])
+    bad = MultiRankRuns(made.run(3), shifted(3, 0.1))
+    report = make_report(alone(), [MultiRankRuns(made.run(2), made.run(2)), bad])
     assert report.verdict is Verdict.DIFFERENT
-    assert [str(j.verdict) for j in report.judgements] == ["SAME", "DIFFERENT"]
+    assert [str(j.verdict) for j in report.results] == ["SAME", "DIFFERENT"]
 
 
 def test_one_process_that_does_not_repeat_itself_is_not_compared():
-    again = made.run(1, lambda r, k, s: {"gradients": {"weight": Print(1.0, 1.0)}} if k else {})
-    report = judge(alone(again=again), [Together(made.run(2), made.run(2))])
+    again = made.run(
+        1, lambda r, k, s: {"gradients": {"weight": Fingerprint(1.0, 1.0)}} if k else {}
+    )
+    report = make_report(alone(again=again), [MultiRankRuns(made.run(2), made.run(2))])
     assert report.verdict is Verdict.DIFFERENT
-    assert report.judgements == ()
+    assert report.results == ()
     assert report.cause.startswith("non-deterministic kernels")
     other_state = made.run(
-        1, lambda r, k, s: {"random": "x", "gradients": {"weight": Print(1.0, 1.0)}}
+        1, lambda r, k, s: {"generator_hash": "x", "gradients": {"weight": Fingerprint(1.0, 1.0)}}
     )
-    assert unsteady(alone(again=other_state)).startswith("not deterministic (seed the script)")
+    assert find_nondeterminism(alone(again=other_state)).startswith(
+        "not deterministic (seed the script)"
+    )
 
 
 def test_tolerance_follows_the_dtype():
-    assert tolerance_for(made.run(1)) == FLOAT32
+    assert choose_tolerance(made.run(1)) == FLOAT32
     wide = {"weight": torch.ones(2, dtype=torch.float64)}
-    assert tolerance_for(made.run(1, parameters=wide)) == FLOAT64
+    assert choose_tolerance(made.run(1, parameters=wide)) == FLOAT64
 
 
 def test_reversed_batches_serve_as_noise_only_if_they_change_the_rounding():
@@ -484,21 +507,21 @@ def test_reversed_batches_serve_as_noise_only_if_they_change_the_rounding():
     def backwards(factor):
         return made.run(1, gradients={0: {n: g * factor for n, g in made.gradient(0).items()}})
 
-    assert usable_noise(oracle, backwards(1 + 1e-6))
-    assert not usable_noise(oracle, backwards(1.0))
-    assert not usable_noise(oracle, backwards(1.1))
+    assert is_usable_noise(oracle, backwards(1 + 1e-6))
+    assert not is_usable_noise(oracle, backwards(1.0))
+    assert not is_usable_noise(oracle, backwards(1.1))
 
 
 def test_the_first_ragged_batch_is_pinned_too():
-    assert steps_to_pin(made.run(1)) == (0, 1, 2)
-    steps = tuple(Step(samples=8 if k != 9 else 3) for k in range(12))
+    assert choose_pinned_steps(made.run(1)) == (0, 1, 2)
+    steps = tuple(StepRecord(samples=8 if k != 9 else 3) for k in range(12))
     long = replace(made.run(1), ranks=(replace(made.run(1).ranks[0], steps=steps),))
-    assert steps_to_pin(long) == (0, 1, 2, 3, 4, 9)
+    assert choose_pinned_steps(long) == (0, 1, 2, 3, 4, 9)
 
 
 def test_the_reports_hold_what_they_promise():
-    report = judge(alone(), [Together(made.run(2), shifted(2, 0.1))])
-    value = json.loads(as_json(report))
+    report = make_report(alone(), [MultiRankRuns(made.run(2), shifted(2, 0.1))])
+    value = json.loads(format_json(report))
     promised = {"verdict", "runs", "gradient_difference", "loss_difference", "cause", "noise"}
     assert promised | {"max_relative_difference", "first_divergence"} <= value.keys()
     assert value["verdict"] == "DIFFERENT"
@@ -506,19 +529,21 @@ def test_the_reports_hold_what_they_promise():
     assert [run["n"] for run in value["runs"]] == [1, 2]
     assert value["runs"][1]["samples_per_rank"] == [11, 12]
     assert {"seconds", "steps", "final_loss"} <= value["runs"][1].keys()
-    assert "DIFFERENT" in table(report)
-    assert "11 12" in table(report)
+    assert "DIFFERENT" in format_table(report)
+    assert "11 12" in format_table(report)
 
 
 def test_that_nothing_was_divided_is_said():
     whole = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
     undivided = "at n = 2 every rank computed every sample"
-    report = replace(judge(alone(), [Together(made.run(2), made.run(2))]), oracle=made.run(1))
-    assert undivided not in table(report)
-    judgement = replace(report.judgements[0], run=whole)
-    assert undivided in table(replace(report, judgements=(judgement,)))
-    different = replace(judgement, verdict=Verdict.DIFFERENT)
-    assert undivided not in table(replace(report, judgements=(different,)))
+    report = replace(
+        make_report(alone(), [MultiRankRuns(made.run(2), made.run(2))]), oracle=made.run(1)
+    )
+    assert undivided not in format_table(report)
+    result = replace(report.results[0], run=whole)
+    assert undivided in format_table(replace(report, results=(result,)))
+    different = replace(result, verdict=Verdict.DIFFERENT)
+    assert undivided not in format_table(replace(report, results=(different,)))
 
 
 @pytest.mark.parametrize(("divided", "said"), [(0, True), (3, False), (None, False)])
@@ -527,10 +552,10 @@ def test_that_nothing_was_divided_is_said_where_no_samples_were_seen(divided, sa
         run = made.run(n, lambda r, k, s: {"samples": 0})
         return replace(run, ranks=tuple(replace(rank, end=end) for rank in run.ranks))
 
-    unedited = unseen(2, End(divided=divided))
-    report = judge(alone(unseen(1, End())), [Together(unedited, unedited)])
+    unedited = unseen(2, RankSummary(divided=divided))
+    report = make_report(alone(unseen(1, RankSummary())), [MultiRankRuns(unedited, unedited)])
     assert report.verdict is Verdict.SAME
-    assert ("at n = 2 every rank computed every sample" in table(report)) is said
+    assert ("at n = 2 every rank computed every sample" in format_table(report)) is said
 
 
 class Answer:
@@ -544,12 +569,12 @@ def test_a_loss_inside_of_an_object_is_traced_to_its_call(kind):
         def forward(self, batch):
             return kind(super().forward(torch.dropout(batch.inner.loss, 0.5, True)).mean())
 
-    calls = Calls(Names(), lambda parameters: None)
+    calls = ModuleCallRecorder(TensorNames(), lambda parameters: None)
     batch = SimpleNamespace(inner=Answer(torch.ones(5, 2)))
     output = calls._outside(nn.Module.__call__, Model(2, 1), batch)
     loss = getattr(output, "inner", output).loss
-    (call,) = calls_below([loss * 2])
-    assert (call.samples, call.drew) == (5, True)
+    (call,) = find_module_calls([loss * 2])
+    assert (call.samples, call.uses_random) == (5, True)
 
 
 # -------------------------------------------------------- real trainings, on forked ranks
@@ -563,16 +588,16 @@ def solo(tmp_path_factory):
     def runs_of(*arguments):
         if arguments not in known:
             folder = tmp_path_factory.mktemp("alone")
-            rehearsal = Rehearsal([TRAIN, *arguments], folder, Forked(), lambda name: None)
-            known[arguments] = run_alone(rehearsal, None, usable_noise)
+            runner = ScriptRunner([TRAIN, *arguments], folder, Forked(), lambda name: None)
+            known[arguments] = run_single_rank(runner, None, is_usable_noise)
         return known[arguments]
 
     return runs_of
 
 
 def judged(n, arguments, alone, folder):
-    rehearsal = Rehearsal([TRAIN, *arguments], folder, Forked(), lambda name: None)
-    return settle(rehearsal, alone, [run_together(rehearsal, n, None, alone)])
+    runner = ScriptRunner([TRAIN, *arguments], folder, Forked(), lambda name: None)
+    return judge_with_rounding(runner, alone, [run_multi_rank(runner, n, None, alone)])
 
 
 def test_an_honest_training_is_the_same(solo, tmp_path):
@@ -581,7 +606,7 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
     report = judged(3, (), runs, tmp_path)
     assert report.verdict is Verdict.SAME
     assert "the samples come in another order" in report.unlike_python
-    assert sum(report.judgements[0].run.samples_per_rank) == 88
+    assert sum(report.results[0].run.samples_per_rank) == 88
 
 
 @pytest.mark.parametrize("kind", ["dropout", "augmentation", "stated_sum", "stated_class_weights"])
@@ -610,19 +635,19 @@ for step in range(3):
 def test_units_that_flip_by_rounding_are_found_in_one_process(solo, tmp_path):
     script = tmp_path / "zero.py"
     script.write_text(AT_ZERO)
-    rehearsal = Rehearsal([str(script)], tmp_path, Forked(), lambda name: None)
-    runs = run_rounded(rehearsal, run_alone(rehearsal, None, usable_noise))
+    runner = ScriptRunner([str(script)], tmp_path, Forked(), lambda name: None)
+    runs = run_with_rounding(runner, run_single_rank(runner, None, is_usable_noise))
     for rounded in runs.rounded:
-        gaps = gradient_gaps(runs.again, rounded)
-        assert [gap.step for gap in gaps] == [0, 1, 2]
-        assert all(gap.difference > 0.1 for gap in gaps)
+        diffs = compare_gradients(runs.again, rounded)
+        assert [diff.step for diff in diffs] == [0, 1, 2]
+        assert all(diff.difference > 0.1 for diff in diffs)
     (tmp_path / "honest").mkdir()
-    rehearsal = Rehearsal([TRAIN], tmp_path / "honest", Forked(), lambda name: None)
-    honest = run_rounded(rehearsal, solo())
+    runner = ScriptRunner([TRAIN], tmp_path / "honest", Forked(), lambda name: None)
+    honest = run_with_rounding(runner, solo())
     assert all(
-        gap.difference < FLOAT32.gradient
+        diff.difference < FLOAT32.gradient
         for rounded in honest.rounded
-        for gap in gradient_gaps(honest.again, rounded)
+        for diff in compare_gradients(honest.again, rounded)
     )
 
 
@@ -652,7 +677,7 @@ SABOTAGED_SCRIPTS = [
 def test_sabotage_is_different_with_the_right_cause(sabotage, n, told, solo, tmp_path):
     report = judged(n, (sabotage,), solo(), tmp_path)
     assert report.verdict is Verdict.DIFFERENT
-    assert report.parting is not None
+    assert report.divergence is not None
     assert report.cause.startswith(told)
 
 
@@ -688,7 +713,7 @@ def test_what_ranks_cannot_do_alike_is_different(sabotage, told, solo, tmp_path)
 
 
 def test_an_unseeded_script_is_told_so_and_not_compared(solo):
-    report = judge(solo("unseeded"), [])
+    report = make_report(solo("unseeded"), [])
     assert report.verdict is Verdict.DIFFERENT
     assert report.cause.startswith("not deterministic: two runs of one process differ from step 1")
 
@@ -700,36 +725,38 @@ def test_adam_with_a_bias_before_batch_norm_is_not_different(solo, tmp_path):
     """That bias has no gradient but rounding, of which Adam makes steps."""
     report = judged(3, CHAOTIC, solo(*CHAOTIC), tmp_path)
     assert report.verdict is Verdict.NOISE
-    assert report.worst.gradient < FLOAT32.gradient
-    assert report.worst.moved > FLOAT32.run
+    assert report.largest_difference.gradient < FLOAT32.gradient
+    assert report.largest_difference.moved > FLOAT32.run
 
 
 def test_lbfgs_is_the_same_in_float64():
-    report = verify([str(SCRIPTS / "lbfgs.py")], [3], start=Forked())
+    report = verify_script([str(SCRIPTS / "lbfgs.py")], [3], start=Forked())
     assert report.verdict is not Verdict.DIFFERENT
-    assert report.worst.gradient < FLOAT64.gradient
-    assert report.judgements[0].run.samples_per_rank == [10, 10, 11]
+    assert report.largest_difference.gradient < FLOAT64.gradient
+    assert report.results[0].run.samples_per_rank == [10, 10, 11]
 
 
 def test_the_digits_example_is_the_same_at_2_3_and_5():
-    report = verify([DIGITS, "--epochs", "1", "--batch-size", "128"], [1, 2, 3, 5], start=Forked())
-    assert [str(j.verdict) for j in report.judgements] == ["SAME"] * 3
-    assert [sum(j.run.samples_per_rank) for j in report.judgements] == [1437] * 3
+    report = verify_script(
+        [DIGITS, "--epochs", "1", "--batch-size", "128"], [1, 2, 3, 5], start=Forked()
+    )
+    assert [str(j.verdict) for j in report.results] == ["SAME"] * 3
+    assert [sum(j.run.samples_per_rank) for j in report.results] == [1437] * 3
 
 
 @pytest.mark.parametrize("kind", ["two_models", "accumulate", "clip", "autocast"])
 def test_other_loops_are_the_same(kind):
-    report = verify([str(SCRIPTS / "loops.py"), kind], [3], start=Forked())
+    report = verify_script([str(SCRIPTS / "loops.py"), kind], [3], start=Forked())
     assert report.verdict is not Verdict.DIFFERENT
-    assert sum(report.judgements[0].run.samples_per_rank) == sum(report.oracle.samples_per_rank)
+    assert sum(report.results[0].run.samples_per_rank) == sum(report.oracle.samples_per_rank)
 
 
 def test_an_endless_script_stops_at_the_steps_asked_for(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
-    report = verify([str(script)], [2], steps=3, start=Forked())
+    report = verify_script([str(script)], [2], steps=3, start=Forked())
     assert report.verdict is Verdict.SAME
-    assert [run.steps for run in (report.oracle, report.judgements[0].run)] == [3, 3]
+    assert [run.steps for run in (report.oracle, report.results[0].run)] == [3, 3]
 
 
 ENDLESS = """
@@ -746,10 +773,10 @@ while True:
 
 
 def test_the_exit_code_is_0_for_the_same_and_1_for_different(tmp_path, capsys):
-    assert prove([TRAIN], [2], 2, None, None, Forked()) == 0
+    assert run_and_report([TRAIN], [2], 2, None, None, Forked()) == 0
     assert capsys.readouterr().out.endswith("\nSAME\n")
     picture, report = tmp_path / "curves.png", tmp_path / "report.json"
-    assert prove([TRAIN, "not_sharded"], [2], 2, str(report), str(picture), Forked()) == 1
+    assert run_and_report([TRAIN, "not_sharded"], [2], 2, str(report), str(picture), Forked()) == 1
     assert "likely cause: a batch that was not split" in capsys.readouterr().out
     assert json.loads(report.read_text())["first_divergence"]["step"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -784,9 +811,9 @@ def test_the_command_verifies_a_script_with_explicit_calls(tmp_path):
 def test_a_failing_rank_is_reported_with_n_and_its_traceback(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no good')\n")
-    Plan().write(tmp_path)
+    RunPlan().write(tmp_path)
     with pytest.raises(ScriptFailedError) as caught:
-        InstepRun()(2, tmp_path, [str(script)], None)
+        InstepRunStarter()(2, tmp_path, [str(script)], None)
     told = str(caught.value)
     assert told.startswith("the script fails at n = 2, after 0, 0 steps on its ranks:\n")
     assert 'fails.py", line 3, in <module>\n' in told
@@ -808,20 +835,20 @@ def test_a_script_that_asks_a_question_is_told_that_nobody_answers(tmp_path):
 def test_a_script_that_does_not_end_is_ended(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text("import signal\nsignal.pause()\n")
-    Plan().write(tmp_path)
+    RunPlan().write(tmp_path)
     with pytest.raises(ScriptLateError, match="has not ended at n = 2 after 1 seconds"):
-        InstepRun()(2, tmp_path, [str(script)], 1.0)
+        InstepRunStarter()(2, tmp_path, [str(script)], 1.0)
 
 
 def test_a_script_without_training_is_refused(tmp_path):
     script = tmp_path / "idle.py"
     script.write_text("print('nothing to learn')\n")
     with pytest.raises(StepsError, match=r"makes no step of a torch\.optim optimizer at n = 1"):
-        verify([str(script)], [2], start=Forked())
+        verify_script([str(script)], [2], start=Forked())
 
 
 def test_a_killed_rank_leaves_what_it_had(tmp_path):
-    Plan().write(tmp_path)
+    RunPlan().write(tmp_path)
     script = tmp_path / "dies.py"
     script.write_text(
         ENDLESS.replace("while True:", "import os\nfor k in range(9):\n    k < 2 or os._exit(3)")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from instep.verify.compare import prints_apart, ratio, rows_at, samples_at
-from instep.verify.divergence import Evidence, between_ranks, other_rows, rates_at
-from instep.verify.recording.records import Print, Run, Step
+from instep.verify.compare import collect_rows, count_samples, fingerprint_distance, ratio
+from instep.verify.divergence import Evidence, compare_ranks, has_other_samples, lrs_at
+from instep.verify.recording.records import Fingerprint, RunRecord, StepRecord
 
 Rule = Callable[[Evidence], str | None]
 
@@ -19,7 +19,7 @@ _CLEARLY = 0.05
 """Relative; factors nearer to 1 are not called factors."""
 
 
-def likely_cause(e: Evidence) -> str | None:
+def find_cause(e: Evidence) -> str | None:
     """One sentence, or None when no rule fits."""
     return next((cause for rule in RULES if (cause := rule(e)) is not None), None)
 
@@ -27,25 +27,25 @@ def likely_cause(e: Evidence) -> str | None:
 # ----------------------------------------------------------------- steps, samples, schedule
 
 
-def decisions_by_rank(e: Evidence) -> str | None:
+def _rank_dependent_decisions(e: Evidence) -> str | None:
     """Ranks make other numbers of steps, or step with other learning rates."""
     counts = [len(rank.steps) for rank in e.free.ranks]
     if len(set(counts)) > 1:
-        return f"decisions that differ by rank: the ranks made {_listed(counts)} steps"
+        return f"decisions that differ by rank: the ranks made {_format_list(counts)} steps"
     for k in range(e.steps):
-        if len(rates_at(e.free, k)) > 1:
-            rates = [one.rates[0] for one in e.free.at(k) if one.rates]
+        if len(lrs_at(e.free, k)) > 1:
+            lrs = [one.lrs[0] for one in e.free.at(k) if one.lrs]
             return (
                 f"decisions that differ by rank: the learning rate of step {k + 1} is "
-                f"{_listed(rates)} on the ranks; a decision was made from one rank's numbers"
+                f"{_format_list(lrs)} on the ranks; a decision was made from one rank's numbers"
             )
     return None
 
 
-def not_split(e: Evidence) -> str | None:
+def _batch_not_split(e: Evidence) -> str | None:
     """Every rank computes the whole batch."""
     for k in range(e.steps):
-        whole = samples_at(e.oracle, k)
+        whole = count_samples(e.oracle, k)
         ranks = e.free.at(k)
         if any(one.whole for one in ranks):
             continue
@@ -57,22 +57,26 @@ def not_split(e: Evidence) -> str | None:
     return None
 
 
-def other_number_of_steps(e: Evidence) -> str | None:
+def _other_step_count(e: Evidence) -> str | None:
     """All ranks make more or fewer steps than one process."""
     if e.free.steps == e.oracle.steps:
         return None
     batches = ""
-    if (theirs := samples_at(e.free, 0)) != (ours := samples_at(e.oracle, 0)):
+    if (theirs := count_samples(e.free, 0)) != (ours := count_samples(e.oracle, 0)):
         batches = f", with {theirs} samples in the first one instead of {ours}"
     return f"another number of steps: {e.free.steps} instead of {e.oracle.steps}{batches}"
 
 
-def padded(e: Evidence) -> str | None:
+def _padded_batch(e: Evidence) -> str | None:
     """Where a batch cannot be divided evenly, a sample counts twice, or one is missing."""
-    known = _all_rows(e.oracle)
+    known = _count_all_rows(e.oracle)
     for k in range(e.steps):
-        ours, theirs = samples_at(e.oracle, k), samples_at(e.free, k)
-        if 0 < theirs - ours < e.n and ours % e.n and _all_rows(e.free).keys() <= known.keys():
+        ours, theirs = count_samples(e.oracle, k), count_samples(e.free, k)
+        if (
+            0 < theirs - ours < e.n
+            and ours % e.n
+            and _count_all_rows(e.free).keys() <= known.keys()
+        ):
             return (
                 f"a padded tail: the {ours} samples of step {k + 1} cannot be divided evenly by "
                 f"{e.n}, and the ranks computed {theirs}: a sample counts twice"
@@ -84,31 +88,31 @@ def padded(e: Evidence) -> str | None:
     return None
 
 
-def other_samples(e: Evidence) -> str | None:
+def _other_samples(e: Evidence) -> str | None:
     """As many samples, but not the same ones."""
-    k = next((k for k in range(e.steps) if other_rows(e, k)), None)
+    k = next((k for k in range(e.steps) if has_other_samples(e, k)), None)
     if k is None:
         return None
-    if _asked_for_the_same(e):
+    if _requested_same_samples(e):
         return (
             "randomness by rank: the ranks asked for the same samples as one process, but what "
             f"they got for step {k + 1} was drawn at random (augmentation)"
         )
-    expected = rows_at(e.oracle, k)
-    theirs = [Counter(one.rows) for one in e.free.at(k)]
+    expected = collect_rows(e.oracle, k)
+    theirs = [Counter(one.row_hashes) for one in e.free.at(k)]
     right = [rank for rank, rows in enumerate(theirs) if rows and rows <= expected]
     if right:
         wrong = sorted(set(range(e.n)) - set(right))
         return (
             f"randomness by rank: in step {k + 1} the order of samples is one process's on ranks "
-            f"{_listed(right)}, but another on {_listed(wrong)}"
+            f"{_format_list(right)}, but another on {_format_list(wrong)}"
         )
-    if _all_rows(e.free) == _all_rows(e.oracle):
+    if _count_all_rows(e.free) == _count_all_rows(e.oracle):
         return f"another order: from step {k + 1} on, the same samples come in other batches"
     return f"randomness by rank: the samples of step {k + 1} come from no order of one process"
 
 
-def _asked_for_the_same(e: Evidence) -> bool:
+def _requested_same_samples(e: Evidence) -> bool:
     ends = [rank.end for rank in (*e.oracle.ranks, *e.free.ranks)]
     asked = [end.indices for end in ends if end is not None and end.indices]
     if len(asked) != len(ends):
@@ -116,15 +120,15 @@ def _asked_for_the_same(e: Evidence) -> bool:
     return all(set().union(*theirs) == set(ours) for ours, *theirs in zip(*asked, strict=False))
 
 
-def _all_rows(run: Run) -> Counter[int]:
-    return Counter(row for rank in run.ranks for step in rank.steps for row in step.rows)
+def _count_all_rows(run: RunRecord) -> Counter[int]:
+    return Counter(row for rank in run.ranks for step in rank.steps for row in step.row_hashes)
 
 
-def other_start(e: Evidence) -> str | None:
+def _other_initial_parameters(e: Evidence) -> str | None:
     """Training does not begin at the same parameters."""
     ours, theirs = e.oracle.at(0)[0], e.free.at(0)
     for rank, one in enumerate(theirs):
-        apart, tensor = prints_apart(ours.parameters, one.parameters)
+        apart, tensor = fingerprint_distance(ours.parameters, one.parameters)
         if apart > e.tolerance.gradient:
             return (
                 f"randomness by rank: {tensor} on rank {rank} does not start as it does in one "
@@ -133,11 +137,11 @@ def other_start(e: Evidence) -> str | None:
     return None
 
 
-def other_schedule(e: Evidence) -> str | None:
+def _other_learning_rates(e: Evidence) -> str | None:
     """The learning rate is scaled, or its schedule is stepped too often."""
-    ours, theirs = _rates(e.oracle), _rates(e.free)
-    different = [k for k in range(e.steps) if rates_at(e.oracle, k) != rates_at(e.free, k)]
-    different = [k for k in different if e.repeats(k, rates_at)]
+    ours, theirs = _first_lrs(e.oracle), _first_lrs(e.free)
+    different = [k for k in range(e.steps) if lrs_at(e.oracle, k) != lrs_at(e.free, k)]
+    different = [k for k in different if e.is_repeatable(k, lrs_at)]
     if not different:
         return None
     k = different[0]
@@ -145,7 +149,7 @@ def other_schedule(e: Evidence) -> str | None:
     if factors and max(factors) - min(factors) < 1e-6 and k == 0:
         return f"the learning rate is scaled: {factors[0]:.6g} times that of one process"
     for times in (2, 3, *({e.n} - {2, 3})):
-        if _runs_ahead(ours, theirs, times):
+        if _is_sped_up(ours, theirs, times):
             return (
                 f"the schedule is stepped too often: the learning rates of step {k + 1} and on "
                 f"are those that one process has {times} times as late"
@@ -153,7 +157,7 @@ def other_schedule(e: Evidence) -> str | None:
     return f"another schedule: the learning rate of step {k + 1} is {theirs[k]} not {ours[k]}"
 
 
-def _runs_ahead(ours: list[float], theirs: list[float], times: int) -> bool:
+def _is_sped_up(ours: list[float], theirs: list[float], times: int) -> bool:
     """Whether the distinct rates of `theirs` are every `times`-th of `ours`."""
     levels, ahead = _levels(ours), _levels(theirs)
     expected = levels[::times]
@@ -163,21 +167,21 @@ def _runs_ahead(ours: list[float], theirs: list[float], times: int) -> bool:
     )
 
 
-def _levels(rates: list[float]) -> list[float]:
-    return [rate for k, rate in enumerate(rates) if k == 0 or rate != rates[k - 1]]
+def _levels(lrs: list[float]) -> list[float]:
+    return [rate for k, rate in enumerate(lrs) if k == 0 or rate != lrs[k - 1]]
 
 
-def _rates(run: Run) -> list[float]:
-    return [run.at(k)[0].rates[0] if run.at(k)[0].rates else 0.0 for k in range(run.steps)]
+def _first_lrs(run: RunRecord) -> list[float]:
+    return [run.at(k)[0].lrs[0] if run.at(k)[0].lrs else 0.0 for k in range(run.steps)]
 
 
 # ------------------------------------------------------- the gradient at the same parameters
 
 
-def changed_by_rank(e: Evidence) -> str | None:
+def _parameters_differ_by_rank(e: Evidence) -> str | None:
     """Pinned to the same parameters, the ranks do not hold the same ones at the next step."""
     for k in range(e.pinned.steps):
-        apart, tensor = between_ranks(e.pinned, k)
+        apart, tensor = compare_ranks(e.pinned, k)
         if apart > e.tolerance.gradient and k in e.pinned.gradients:
             return (
                 f"the ranks hold different parameters: before step {k + 1} something changes "
@@ -186,86 +190,86 @@ def changed_by_rank(e: Evidence) -> str | None:
     return None
 
 
-def model_randomness(e: Evidence) -> str | None:
+def _random_model(e: Evidence) -> str | None:
     """Dropout and noise: drawn by each rank for its own rows."""
-    for gap in e.bad:
-        if any(one.drew for one in e.oracle.at(gap.step)):
+    for diff in e.wrong_gradients:
+        if any(one.uses_random for one in e.oracle.at(diff.step)):
             return (
                 f"randomness by rank: the model draws random numbers (dropout, noise) in step "
-                f"{gap.step + 1}, and each rank draws its own"
+                f"{diff.step + 1}, and each rank draws its own"
             )
     return None
 
 
-def batch_norm(e: Evidence) -> str | None:
+def _local_batch_statistics(e: Evidence) -> str | None:
     """Running statistics that are not those of the global batch."""
-    for gap in e.bad:
-        expected = _statistics(e.oracle.at(gap.step)[0])
-        for rank, step in enumerate(e.pinned.at(gap.step)):
-            apart, tensor = prints_apart(expected, _statistics(step))
+    for diff in e.wrong_gradients:
+        expected = _statistics(e.oracle.at(diff.step)[0])
+        for rank, step in enumerate(e.pinned.at(diff.step)):
+            apart, tensor = fingerprint_distance(expected, _statistics(step))
             if apart > 10 * e.tolerance.gradient:
                 return (
-                    f"BatchNorm is not synchronised: in step {gap.step + 1} {tensor} on rank "
+                    f"BatchNorm is not synchronised: in step {diff.step + 1} {tensor} on rank "
                     f"{rank} does not hold the statistics of the global batch"
                 )
     return None
 
 
-def _statistics(step: Step) -> dict[str, Print]:
+def _statistics(step: StepRecord) -> dict[str, Fingerprint]:
     ends = ("running_mean", "running_var")
     return {name: value for name, value in step.buffers.items() if name.endswith(ends)}
 
 
-def not_averaged(e: Evidence) -> str | None:
+def _gradients_not_averaged(e: Evidence) -> str | None:
     """The ranks do not even agree among each other."""
-    for gap in e.bad:
-        first, *others = e.pinned.at(gap.step)
+    for diff in e.wrong_gradients:
+        first, *others = e.pinned.at(diff.step)
         for rank, other in enumerate(others, 1):
-            apart, tensor = prints_apart(first.gradients, other.gradients)
+            apart, tensor = fingerprint_distance(first.gradients, other.gradients)
             if apart > e.tolerance.gradient:
                 return (
-                    f"gradients are not averaged over the ranks: in step {gap.step + 1} that of "
+                    f"gradients are not averaged over the ranks: in step {diff.step + 1} that of "
                     f"{tensor} differs between ranks 0 and {rank} (instep.replicate the model)"
                 )
     return None
 
 
-def scaled(e: Evidence) -> str | None:
+def _scaled_gradient(e: Evidence) -> str | None:
     """The right direction, the wrong length."""
-    for gap in e.bad:
-        if abs(gap.scale - 1) < _CLEARLY or gap.rest > _CLEARLY:
+    for diff in e.wrong_gradients:
+        if abs(diff.scale - 1) < _CLEARLY or diff.rest > _CLEARLY:
             continue
         for factor, name, why in (
             (e.n, f"{e.n} times", "gradients that are means were added up"),
             (1 / e.n, f"1/{e.n} of", "the loss is a sum over samples and was averaged"),
         ):
-            if abs(gap.scale / factor - 1) < _CLEARLY:
+            if abs(diff.scale / factor - 1) < _CLEARLY:
                 return (
-                    f"a sum taken for a mean: the gradient of step {gap.step + 1} is {name} one "
+                    f"a sum taken for a mean: the gradient of step {diff.step + 1} is {name} one "
                     f"process's; {why}"
                 )
-        return f"the gradient is scaled: {gap.scale:.4g} times that of one process"
+        return f"the gradient is scaled: {diff.scale:.4g} times that of one process"
     return None
 
 
-def mean_of_means(e: Evidence) -> str | None:
+def _mean_of_means(e: Evidence) -> str | None:
     """Only batches that cannot be divided evenly differ, and their losses do not."""
-    ragged = {gap.step for gap in e.gaps if samples_at(e.oracle, gap.step) % e.n}
-    bad = {gap.step for gap in e.bad}
-    if not bad or not bad <= ragged or _losses_differ(e):
+    ragged = {diff.step for diff in e.diffs if count_samples(e.oracle, diff.step) % e.n}
+    wrong_gradients = {diff.step for diff in e.wrong_gradients}
+    if not wrong_gradients or not wrong_gradients <= ragged or _first_other_loss(e):
         return None
-    k = min(bad)
+    k = min(wrong_gradients)
     counts = [one.samples for one in e.pinned.at(k)]
     return (
-        f"a mean of means: in step {k + 1} the ranks hold {_listed(counts)} samples, but their "
-        "gradients count alike"
+        f"a mean of means: in step {k + 1} the ranks hold {_format_list(counts)} samples, but "
+        "their gradients count alike"
     )
 
 
-def weighted(e: Evidence) -> str | None:
+def _weighted_loss(e: Evidence) -> str | None:
     """The losses of the ranks do not add up to the loss, at the same parameters and samples."""
-    k = _losses_differ(e)
-    if not e.bad or not k:
+    k = _first_other_loss(e)
+    if not e.wrong_gradients or not k:
         return None
     return (
         f"a sum or a weighted mean taken for a mean: in step {k} the ranks' losses, weighted by "
@@ -274,34 +278,34 @@ def weighted(e: Evidence) -> str | None:
     )
 
 
-def _losses_differ(e: Evidence) -> int | None:
+def _first_other_loss(e: Evidence) -> int | None:
     """The first bad step, counted from 1, whose loss is not the oracle's."""
-    for gap in e.bad:
-        ours, theirs = e.oracle.losses[gap.step], e.pinned.losses[gap.step]
+    for diff in e.wrong_gradients:
+        ours, theirs = e.oracle.losses[diff.step], e.pinned.losses[diff.step]
         if ours is None or theirs is None:
             continue
         if abs(ours - theirs) > 10 * e.tolerance.gradient * abs(ours):
-            return gap.step + 1
+            return diff.step + 1
     return None
 
 
 RULES: tuple[Rule, ...] = (
-    decisions_by_rank,
-    not_split,
-    other_number_of_steps,
-    padded,
-    other_samples,
-    other_start,
-    other_schedule,
-    changed_by_rank,
-    model_randomness,
-    batch_norm,
-    not_averaged,
-    scaled,
-    mean_of_means,
-    weighted,
+    _rank_dependent_decisions,
+    _batch_not_split,
+    _other_step_count,
+    _padded_batch,
+    _other_samples,
+    _other_initial_parameters,
+    _other_learning_rates,
+    _parameters_differ_by_rank,
+    _random_model,
+    _local_batch_statistics,
+    _gradients_not_averaged,
+    _scaled_gradient,
+    _mean_of_means,
+    _weighted_loss,
 )
 
 
-def _listed(values: list[int] | list[float]) -> str:
+def _format_list(values: list[int] | list[float]) -> str:
     return ", ".join(f"{value:g}" for value in values)

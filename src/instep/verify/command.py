@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "-n",
         required=True,
-        type=_sizes,
+        type=_difference_cells,
         metavar="N,N",
         help="the numbers of ranks; 1 is always run too, as what the others are compared with",
     )
@@ -61,13 +61,13 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandLineError.no_matplotlib()
     # Not on top: it brings torch, and `instep run` starts without.
-    from instep.verify.proof import prove
+    from instep.verify.verification import run_and_report
 
     with leaving_in_order():
-        return prove(job.command, asked.n, asked.steps, asked.json, asked.plot)
+        return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot)
 
 
-def _sizes(value: str) -> list[int]:
+def _difference_cells(value: str) -> list[int]:
     try:
         sizes = [int(part) for part in value.split(",")]
     except ValueError:

@@ -12,7 +12,7 @@ from operator import add, or_
 import torch
 from torch import Tensor
 
-from instep.verify.recording.records import Prints, Run, Tensors
+from instep.verify.recording.records import Fingerprints, RunRecord, Tensors
 
 _SMALL_LOSS = 1e-2
 """A loss below this fraction of the largest one is measured against that fraction."""
@@ -21,7 +21,7 @@ _OF_ITS_NOISE = 100.0
 
 
 @dataclass(frozen=True)
-class Gap:
+class GradientDifference:
     """How far the gradient of one step is from the oracle's, at the same parameters."""
 
     step: int
@@ -38,7 +38,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """How far a run is from the oracle. Relative numbers; 0 is equal."""
 
     gradient: float
@@ -53,12 +53,14 @@ class Difference:
     """At the end: norm of the difference over the norm of all floating-point buffers."""
 
 
-def difference(oracle: Run, run: Run, gaps: Iterable[Gap]) -> Difference:
+def compare_runs(
+    oracle: RunRecord, run: RunRecord, diffs: Iterable[GradientDifference]
+) -> RunDifference:
     """Of a whole run."""
     apart = distance(oracle.parameters, run.parameters)
-    return Difference(
-        gradient=max((gap.difference for gap in gaps), default=0.0),
-        loss=max(loss_differences(oracle, run), default=0.0),
+    return RunDifference(
+        gradient=max((diff.difference for diff in diffs), default=0.0),
+        loss=max(compare_losses(oracle, run), default=0.0),
         parameters=ratio(apart, norm(oracle.parameters)),
         moved=ratio(apart, distance(oracle.parameters, oracle.initial)),
         buffers=ratio(distance(oracle.buffers, run.buffers), norm(oracle.buffers)),
@@ -68,7 +70,9 @@ def difference(oracle: Run, run: Run, gaps: Iterable[Gap]) -> Difference:
 # ----------------------------------------------------------------------------- gradients
 
 
-def gradient_gaps(reference: Run, run: Run, rounded: Sequence[Run] = ()) -> list[Gap]:
+def compare_gradients(
+    reference: RunRecord, run: RunRecord, rounded: Sequence[RunRecord] = ()
+) -> list[GradientDifference]:
     """Of every step of which both runs have whole gradients.
 
     Args:
@@ -78,20 +82,22 @@ def gradient_gaps(reference: Run, run: Run, rounded: Sequence[Run] = ()) -> list
     for other in rounded:
         for k in _common_steps(reference, other):
             for name in other.gradients[k]:
-                apart = _apart(reference.gradients[k], other.gradients[k], name)
+                apart = _tensor_distance(reference.gradients[k], other.gradients[k], name)
                 rounding[name] = max(apart, rounding.get(name, 0.0))
     return [
-        _gap(k, reference.gradients[k], run.gradients[k], rounding)
+        _compare_step(k, reference.gradients[k], run.gradients[k], rounding)
         for k in _common_steps(reference, run)
     ]
 
 
-def _common_steps(a: Run, b: Run) -> list[int]:
+def _common_steps(a: RunRecord, b: RunRecord) -> list[int]:
     return sorted(a.gradients.keys() & b.gradients.keys())
 
 
-def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float]) -> Gap:
-    apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
+def _compare_step(
+    step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float]
+) -> GradientDifference:
+    apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
     own = {name: norm({name: tensor}) for name, tensor in ours.items()}
     total, whole = norm(ours), math.hypot(*apart.values())
     product = sum(
@@ -100,17 +106,17 @@ def _gap(step: int, ours: Tensors, theirs: Tensors, rounding: dict[str, float]) 
     )
     scale = ratio(product, total**2)
     scaled = {name: tensor.double() * scale for name, tensor in ours.items()}
-    return Gap(
+    return GradientDifference(
         step,
         ratio(whole, total),
         max(apart, key=lambda name: apart[name], default=""),
         scale,
         ratio(distance(scaled, theirs), norm(theirs)),
-        next((name for name in apart if _far_off(name, apart, own, rounding)), None),
+        next((name for name in apart if _is_far_off(name, apart, own, rounding)), None),
     )
 
 
-def _far_off(
+def _is_far_off(
     name: str, apart: dict[str, float], own: dict[str, float], rounding: dict[str, float]
 ) -> bool:
     """Of one tensor beside its own norm; what its own rounding explains is no sign."""
@@ -119,7 +125,7 @@ def _far_off(
     return apart[name] > max(_OF_ONE_TENSOR * own.get(name, 0.0), _OF_ITS_NOISE * rounding[name])
 
 
-def _apart(ours: Tensors, theirs: Tensors, name: str) -> float:
+def _tensor_distance(ours: Tensors, theirs: Tensors, name: str) -> float:
     """The distance of one tensor; one that is missing counts as zeros."""
     return distance(_only(name, ours), _only(name, theirs))
 
@@ -131,7 +137,7 @@ def _only(name: str, tensors: Tensors) -> Tensors:
 # --------------------------------------------------------------------------------- curves
 
 
-def loss_differences(oracle: Run, run: Run) -> list[float]:
+def compare_losses(oracle: RunRecord, run: RunRecord) -> list[float]:
     """Step by step, as far as both runs go; steps without a loss count as equal."""
     known = [abs(loss) for loss in oracle.losses if loss is not None and math.isfinite(loss)]
     floor = _SMALL_LOSS * max(known, default=0.0)
@@ -142,32 +148,32 @@ def loss_differences(oracle: Run, run: Run) -> list[float]:
 
 
 def _relative(a: float, b: float, floor: float) -> float:
-    apart = _number_apart(a, b)
+    apart = _absolute_difference(a, b)
     return apart if math.isinf(apart) else ratio(apart, max(abs(a), floor))
 
 
-def _number_apart(a: float, b: float) -> float:
+def _absolute_difference(a: float, b: float) -> float:
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     apart = abs(a - b)
     return math.inf if math.isnan(apart) else apart
 
 
-def parameter_differences(oracle: Run, run: Run) -> list[tuple[float, str]]:
+def compare_parameters(oracle: RunRecord, run: RunRecord) -> list[tuple[float, str]]:
     """Before each step: the distance, by fingerprints, and the tensor farthest off."""
     pairs = zip(oracle.ranks[0].steps, run.ranks[0].steps, strict=False)
-    return [_prints_distance(a.parameters, b.parameters) for a, b in pairs]
+    return [_total_distance(a.parameters, b.parameters) for a, b in pairs]
 
 
-def prints_apart(ours: Prints, theirs: Prints) -> tuple[float, str]:
+def fingerprint_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
     """The distance over the norm that fingerprints suggest, and the tensor farthest off."""
-    apart, worst = _prints_distance(ours, theirs)
+    apart, worst = _total_distance(ours, theirs)
     return ratio(apart, math.hypot(*(one.norm for one in ours.values()))), worst
 
 
-def _prints_distance(ours: Prints, theirs: Prints) -> tuple[float, str]:
+def _total_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
     apart = {
-        name: max(_number_apart(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
+        name: max(_absolute_difference(a, b) for a, b in zip(ours[name], theirs[name], strict=True))
         for name in ours.keys() & theirs.keys()
     }
     return math.hypot(*apart.values()), max(apart, key=lambda name: apart[name], default="")
@@ -194,18 +200,18 @@ def distance(ours: Tensors, theirs: Tensors) -> float:
             assert only is not None
             total = math.hypot(total, norm({name: only}))
         else:
-            total = math.hypot(total, _between(a, b))
+            total = math.hypot(total, _distance_between(a, b))
     return math.inf if math.isnan(total) else total
 
 
-def farthest(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
+def find_worst_tensor(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
     """The tensor that differs most, and by how much of its norm."""
-    apart = {name: _apart(ours, theirs, name) for name in {**ours, **theirs}}
+    apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
     name = max(apart, key=lambda name: apart[name], default="")
     return name, ratio(apart.get(name, 0.0), norm(_only(name, ours)))
 
 
-def _between(a: Tensor, b: Tensor) -> float:
+def _distance_between(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.inf
     if not a.is_floating_point():
@@ -224,13 +230,13 @@ def ratio(part: float, whole: float) -> float:
 # -------------------------------------------------------------------------------- samples
 
 
-def rows_at(run: Run, step: int) -> Counter[int]:
+def collect_rows(run: RunRecord, step: int) -> Counter[int]:
     """The samples of a step, on all ranks together."""
-    ranks = [Counter(one.rows) for one in run.at(step)]
+    ranks = [Counter(one.row_hashes) for one in run.at(step)]
     return reduce(or_ if _all_whole(run, step) else add, ranks)
 
 
-def samples_at(run: Run, step: int) -> int:
+def count_samples(run: RunRecord, step: int) -> int:
     """How many samples a step had, on all ranks together.
 
     Where ranks saw whole batches of different sizes, it is no size of a batch.
@@ -239,5 +245,5 @@ def samples_at(run: Run, step: int) -> int:
     return sum(set(counts) if _all_whole(run, step) else counts)
 
 
-def _all_whole(run: Run, step: int) -> bool:
+def _all_whole(run: RunRecord, step: int) -> bool:
     return all(one.whole for one in run.at(step))

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from instep.verify.compare import (
-    Gap,
+    GradientDifference,
+    collect_rows,
+    compare_losses,
+    compare_parameters,
+    count_samples,
     distance,
-    farthest,
-    loss_differences,
-    parameter_differences,
-    prints_apart,
+    find_worst_tensor,
+    fingerprint_distance,
     ratio,
-    rows_at,
-    samples_at,
 )
-from instep.verify.recording.records import Run
+from instep.verify.recording.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ HALF = Tolerance(gradient=1e-2, run=1e-1)
 class Evidence:
     """What there is to judge one number of ranks by."""
 
-    oracle: Run
-    noise: Run
+    oracle: RunRecord
+    noise: RunRecord
     """One process against itself."""
-    pinned: Run
-    free: Run
-    gaps: list[Gap]
+    pinned: RunRecord
+    free: RunRecord
+    diffs: list[GradientDifference]
     """The gradients of the pinned steps against the oracle's."""
     tolerance: Tolerance
 
@@ -63,15 +63,15 @@ class Evidence:
         return min(self.oracle.steps, self.free.steps)
 
     @property
-    def bad(self) -> list[Gap]:
+    def wrong_gradients(self) -> list[GradientDifference]:
         """The pinned steps whose gradient is not the oracle's."""
-        return [gap for gap in self.gaps if self.off(gap)]
+        return [diff for diff in self.diffs if self.is_wrong(diff)]
 
-    def off(self, gap: Gap) -> bool:
+    def is_wrong(self, diff: GradientDifference) -> bool:
         """Whether this is more than rounding."""
-        return not gap.difference <= self.tolerance.gradient or gap.hidden is not None
+        return not diff.difference <= self.tolerance.gradient or diff.hidden is not None
 
-    def repeats(self, step: int, value: Callable[[Run, int], object]) -> bool:
+    def is_repeatable(self, step: int, value: Callable[[RunRecord, int], object]) -> bool:
         """Whether one process has the same value at this step again, with other rounding."""
         if step >= min(self.oracle.steps, self.noise.steps):
             return False
@@ -79,7 +79,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first place where a run is another one."""
 
     n: int
@@ -92,93 +92,97 @@ class Parting:
     """Relative, where it has a size; else infinite."""
 
 
-def first_parting(e: Evidence) -> Parting | None:
+def find_divergence(e: Evidence) -> Divergence | None:
     """The earliest of what cannot be rounding; None when there is nothing."""
-    order = (_start, _samples, _rates, _gradient, _between_ranks, _steps)
-    found = [parting for check in order for parting in _first(check(e))]
-    return min(found, key=lambda parting: parting.step, default=None)
+    order = (_start, _samples, _first_lrs, _gradient, _between_ranks, _steps)
+    found = [divergence for check in order for divergence in _first(check(e))]
+    return min(found, key=lambda divergence: divergence.step, default=None)
 
 
-def first_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Parting:
+def find_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence:
     """Where the free run leaves the oracle by more than these limits: the end at the latest."""
     moved = distance(e.oracle.parameters, e.oracle.initial)
-    parameters = parameter_differences(e.oracle, e.free)
-    for k, loss in enumerate(loss_differences(e.oracle, e.free)):
+    parameters = compare_parameters(e.oracle, e.free)
+    for k, loss in enumerate(compare_losses(e.oracle, e.free)):
         apart, tensor = parameters[k]
         if ratio(apart, moved) > moved_limit:
-            return Parting(e.n, k + 1, "parameters", tensor, ratio(apart, moved))
+            return Divergence(e.n, k + 1, "parameters", tensor, ratio(apart, moved))
         if loss > loss_limit:
-            return Parting(e.n, k + 1, "loss", None, loss)
+            return Divergence(e.n, k + 1, "loss", None, loss)
     for what, ours, theirs in (
         ("parameters", e.oracle.parameters, e.free.parameters),
         ("buffers", e.oracle.buffers, e.free.buffers),
     ):
-        tensor, apart = farthest(ours, theirs)
+        tensor, apart = find_worst_tensor(ours, theirs)
         if apart > 0:
-            return Parting(e.n, e.steps, what, tensor, apart)
+            return Divergence(e.n, e.steps, what, tensor, apart)
     raise AssertionError("nothing has drifted")
 
 
-def _first(found: Iterator[Parting]) -> list[Parting]:
-    return [parting for parting in [next(found, None)] if parting is not None]
+def _first(found: Iterator[Divergence]) -> list[Divergence]:
+    return [divergence for divergence in [next(found, None)] if divergence is not None]
 
 
-def _start(e: Evidence) -> Iterator[Parting]:
-    apart, tensor = prints_apart(e.oracle.at(0)[0].parameters, e.free.at(0)[0].parameters)
+def _start(e: Evidence) -> Iterator[Divergence]:
+    apart, tensor = fingerprint_distance(e.oracle.at(0)[0].parameters, e.free.at(0)[0].parameters)
     if apart > e.tolerance.gradient:
-        yield Parting(e.n, 1, "parameters", tensor, apart)
+        yield Divergence(e.n, 1, "parameters", tensor, apart)
 
 
-def _samples(e: Evidence) -> Iterator[Parting]:
+def _samples(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.steps):
-        if samples_at(e.free, k) != samples_at(e.oracle, k) or other_rows(e, k):
-            yield Parting(e.n, k + 1, "samples", None, math.inf)
+        if count_samples(e.free, k) != count_samples(e.oracle, k) or has_other_samples(e, k):
+            yield Divergence(e.n, k + 1, "samples", None, math.inf)
 
 
-def other_rows(e: Evidence, step: int) -> bool:
+def has_other_samples(e: Evidence, step: int) -> bool:
     """Whether other samples were in this step: other bits, and another loss.
 
     What a model has made for another one differs in its bits by rounding.
     """
-    if rows_at(e.free, step) == rows_at(e.oracle, step) or not e.repeats(step, rows_at):
+    if collect_rows(e.free, step) == collect_rows(e.oracle, step) or not e.is_repeatable(
+        step, collect_rows
+    ):
         return False
-    return loss_differences(e.oracle, e.free)[step] > e.tolerance.run
+    return compare_losses(e.oracle, e.free)[step] > e.tolerance.run
 
 
-def rates_at(run: Run, step: int) -> list[tuple[float, ...]]:
+def lrs_at(run: RunRecord, step: int) -> list[tuple[float, ...]]:
     """The learning rates of a step, one entry for each opinion among the ranks."""
-    return sorted({tuple(float(f"{rate:.9g}") for rate in one.rates) for one in run.at(step)})
+    return sorted({tuple(float(f"{rate:.9g}") for rate in one.lrs) for one in run.at(step)})
 
 
-def _rates(e: Evidence) -> Iterator[Parting]:
+def _first_lrs(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.steps):
-        ours, theirs = rates_at(e.oracle, k), rates_at(e.free, k)
-        if theirs != ours and (len(theirs) > 1 or e.repeats(k, rates_at)):
-            pairs = [pair for rates in theirs for pair in zip(ours[0], rates, strict=False)]
+        ours, theirs = lrs_at(e.oracle, k), lrs_at(e.free, k)
+        if theirs != ours and (len(theirs) > 1 or e.is_repeatable(k, lrs_at)):
+            pairs = [pair for lrs in theirs for pair in zip(ours[0], lrs, strict=False)]
             apart = max((ratio(abs(a - b), abs(a)) for a, b in pairs), default=math.inf)
-            yield Parting(e.n, k + 1, "learning rate", None, apart)
+            yield Divergence(e.n, k + 1, "learning rate", None, apart)
 
 
-def _gradient(e: Evidence) -> Iterator[Parting]:
-    for gap in e.bad:
-        yield Parting(e.n, gap.step + 1, "gradient", gap.hidden or gap.tensor, gap.difference)
+def _gradient(e: Evidence) -> Iterator[Divergence]:
+    for diff in e.wrong_gradients:
+        yield Divergence(
+            e.n, diff.step + 1, "gradient", diff.hidden or diff.tensor, diff.difference
+        )
 
 
-def _between_ranks(e: Evidence) -> Iterator[Parting]:
+def _between_ranks(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.free.steps):
-        apart, tensor = between_ranks(e.free, k)
+        apart, tensor = compare_ranks(e.free, k)
         if apart > e.tolerance.gradient:
-            yield Parting(e.n, k + 1, "parameters", tensor, apart)
+            yield Divergence(e.n, k + 1, "parameters", tensor, apart)
 
 
-def between_ranks(run: Run, step: int) -> tuple[float, str]:
+def compare_ranks(run: RunRecord, step: int) -> tuple[float, str]:
     """How far the ranks are from rank 0 in their parameters, and in which most."""
     first, *others = run.at(step)
-    apart = (prints_apart(first.parameters, other.parameters) for other in others)
+    apart = (fingerprint_distance(first.parameters, other.parameters) for other in others)
     return max(apart, default=(0.0, ""))
 
 
-def _steps(e: Evidence) -> Iterator[Parting]:
+def _steps(e: Evidence) -> Iterator[Divergence]:
     counts = {len(rank.steps) for rank in e.free.ranks}
     if len(counts) > 1 or (counts != {e.oracle.steps} and e.oracle.steps == e.noise.steps):
-        yield Parting(e.n, min(*counts, e.oracle.steps) + 1, "steps", None, math.inf)
+        yield Divergence(e.n, min(*counts, e.oracle.steps) + 1, "steps", None, math.inf)

@@ -7,24 +7,24 @@ import math
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from instep.verify.compare import loss_differences
-from instep.verify.recording.records import Run
+from instep.verify.compare import compare_losses
+from instep.verify.recording.records import RunRecord
 from instep.verify.verdict import Report
 
 
-def draw(report: Report, path: str, title: str) -> None:
+def save_plot(report: Report, path: str, title: str) -> None:
     """Write a PNG: the curves, and below them how far each is from one process's."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    runs = [report.oracle, *(judgement.run for judgement in report.judgements)]
+    runs = [report.oracle, *(result.run for result in report.results)]
     for layer, run in enumerate(runs):
         # Wide lines below narrow ones: where curves agree, all of them are seen.
         width = 1.2 + 2.4 * (len(runs) - 1 - layer)
         label = "one process" if run is report.oracle else f"{run.n} ranks"
         (line,) = curves.plot(*_points(run), linewidth=width, label=label)
         if run is not report.oracle:
-            known = [d or math.nan for d in loss_differences(report.oracle, run)]  # no zero in logs
+            known = [d or math.nan for d in compare_losses(report.oracle, run)]  # no zero in logs
             steps = range(1, len(known) + 1)
             apart.plot(steps, known, ".-", color=line.get_color(), markersize=3, linewidth=0.8)
     apart.axhline(report.tolerance.run, color="grey", linestyle="--", label="rounding")
@@ -39,6 +39,6 @@ def draw(report: Report, path: str, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _points(run: Run) -> tuple[list[int], list[float]]:
+def _points(run: RunRecord) -> tuple[list[int], list[float]]:
     known = [(k + 1, loss) for k, loss in enumerate(run.losses) if loss is not None]
     return [k for k, _ in known], [loss for _, loss in known]

@@ -6,22 +6,22 @@ import json
 import math
 from typing import Any
 
-from instep.verify.compare import Difference
-from instep.verify.recording.records import Run
-from instep.verify.verdict import OF_ITS_NOISE, Judgement, Report, Verdict
+from instep.verify.compare import RunDifference
+from instep.verify.recording.records import RunRecord
+from instep.verify.verdict import OF_ITS_NOISE, Report, RunResult, Verdict
 
 _HEADER = ("n", "seconds", "steps", "samples per rank", "final loss")
 _SIZES = ("gradient", "loss curve", "parameters", "buffers")
 
 
-def table(report: Report) -> str:
+def format_table(report: Report) -> str:
     """For the screen."""
     rows = [
         (*_HEADER, *_SIZES),
-        (*_figures(report.oracle), *["-"] * len(_SIZES)),
-        *[(*_figures(j.run), *_sizes(j.difference)) for j in report.judgements],
-        ("its own noise", "", "", "", "", *_sizes(report.noise)),
-        ("rounding is", "", "", "", "", *_tolerances(report)),
+        (*_run_cells(report.oracle), *["-"] * len(_SIZES)),
+        *[(*_run_cells(j.run), *_difference_cells(j.difference)) for j in report.results],
+        ("its own noise", "", "", "", "", *_difference_cells(report.noise)),
+        ("rounding is", "", "", "", "", *_tolerance_cells(report)),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -31,7 +31,7 @@ def table(report: Report) -> str:
     return "\n".join([*lines, "", *_notes(report), "", *_verdict(report)])
 
 
-def _figures(run: Run) -> tuple[str, ...]:
+def _run_cells(run: RunRecord) -> tuple[str, ...]:
     final = run.losses[-1]
     return (
         str(run.n),
@@ -42,12 +42,12 @@ def _figures(run: Run) -> tuple[str, ...]:
     )
 
 
-def _sizes(found: Difference) -> tuple[str, ...]:
+def _difference_cells(found: RunDifference) -> tuple[str, ...]:
     sizes = (found.gradient, found.loss, found.moved, found.buffers)
     return tuple("0" if size == 0 else f"{size:.1e}" for size in sizes)
 
 
-def _tolerances(report: Report) -> tuple[str, ...]:
+def _tolerance_cells(report: Report) -> tuple[str, ...]:
     run = f"<{report.tolerance.run:.0e}"
     return (f"<{report.tolerance.gradient:.0e}", run, run, run)
 
@@ -77,13 +77,13 @@ def _undivided(report: Report) -> list[int]:
     """Numbers of ranks at which an unedited script had nothing divided."""
     samples = sum(report.oracle.samples_per_rank)
 
-    def whole(run: Run) -> bool:
+    def whole(run: RunRecord) -> bool:
         divided = [rank.end.divided for rank in run.ranks if rank.end is not None]
         return set(divided) == {0} or 0 < samples == min(run.samples_per_rank)
 
     return [
         j.run.n
-        for j in report.judgements
+        for j in report.results
         if j.run.n > 1 and j.verdict is not Verdict.DIFFERENT and whole(j.run)
     ]
 
@@ -92,24 +92,28 @@ def _verdict(report: Report) -> list[str]:
     lines = [str(report.verdict)]
     if report.verdict is Verdict.NOISE:
         lines[0] += f" (at most {OF_ITS_NOISE:.0f} times as far off as one process from itself)"
-    if report.parting is not None:
-        parting = report.parting
-        tensor = f" of {parting.tensor}" if parting.tensor else ""
-        size = f" (relative {parting.difference:.1e})" if math.isfinite(parting.difference) else ""
+    if (divergence := report.divergence) is not None:
+        tensor = f" of {divergence.tensor}" if divergence.tensor else ""
+        size = (
+            f" (relative {divergence.difference:.1e})"
+            if math.isfinite(divergence.difference)
+            else ""
+        )
         lines.append(
-            f"  first at n = {parting.n}, step {parting.step}: {parting.what}{tensor}{size}"
+            f"  first at n = {divergence.n}, step {divergence.step}: "
+            f"{divergence.what}{tensor}{size}"
         )
     if report.verdict is Verdict.DIFFERENT:
         lines.append(f"  likely cause: {report.cause or 'none of those known'}")
     return lines
 
 
-def as_json(report: Report) -> str:
+def format_json(report: Report) -> str:
     """For programs; numbers that are not finite are null."""
-    worst = report.worst
+    worst = report.largest_difference
     value = {
         "verdict": str(report.verdict),
-        "runs": [_run(report.oracle, None), *(_run(j.run, j) for j in report.judgements)],
+        "runs": [_run(report.oracle, None), *(_run(j.run, j) for j in report.results)],
         "gradient_difference": _number(worst.gradient),
         "loss_difference": _number(worst.loss),
         "max_relative_difference": _number(worst.parameters),
@@ -121,13 +125,13 @@ def as_json(report: Report) -> str:
         "cause": report.cause,
         "unlike_python": report.unlike_python,
     }
-    if report.parting is not None:
-        parting = vars(report.parting)
-        value["first_divergence"] = parting | {"difference": _number(parting["difference"])}
+    if report.divergence is not None:
+        divergence = vars(report.divergence)
+        value["first_divergence"] = divergence | {"difference": _number(divergence["difference"])}
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def _run(run: Run, judgement: Judgement | None) -> dict[str, Any]:
+def _run(run: RunRecord, result: RunResult | None) -> dict[str, Any]:
     final = run.losses[-1]
     figures = {
         "n": run.n,
@@ -136,12 +140,12 @@ def _run(run: Run, judgement: Judgement | None) -> dict[str, Any]:
         "samples_per_rank": run.samples_per_rank,
         "final_loss": None if final is None else _number(final),
     }
-    if judgement is None:
+    if result is None:
         return figures
-    return figures | {"verdict": str(judgement.verdict), **_difference(judgement.difference)}
+    return figures | {"verdict": str(result.verdict), **_difference(result.difference)}
 
 
-def _difference(found: Difference) -> dict[str, float | None]:
+def _difference(found: RunDifference) -> dict[str, float | None]:
     return {name: _number(value) for name, value in vars(found).items()}
 
 

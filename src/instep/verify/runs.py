@@ -15,22 +15,22 @@ from typing import Protocol
 from instep.errors import VerificationError
 from instep.process import settings
 from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
-from instep.verify.recording.records import Plan, Run, read_run
+from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
 PINNED = 5
 """How many first steps are compared at the oracle's own parameters."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
-ROUNDINGS = 2
+ROUNDING_RUNS = 2
 """How often the pinned steps are made again with other rounding, where it is in doubt."""
-EQUAL = {settings.SEED.name: "0", "PYTHONHASHSEED": "0"}
+FIXED_SEEDS = {settings.SEED.name: "0", "PYTHONHASHSEED": "0"}
 """What would be drawn anew for each run of a script that is not seeded."""
-PATIENCE = 60.0
-SLOWER = 20.0
+BASE_TIMEOUT = 60.0
+TIMEOUT_FACTOR = 20.0
 """A run may take this many seconds, plus this many times as long as one process took."""
 
 
-class Starter(Protocol):
+class RankStarter(Protocol):
     """A way to run a command as ranks."""
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
@@ -41,68 +41,68 @@ class Starter(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRankRuns:
     """The runs of one process, which all others are compared with."""
 
-    oracle: Run
+    oracle: RunRecord
     """One process, the whole batch."""
-    again: Run
+    again: RunRecord
     """The same again as far as the last pinned step, with whole gradients and states."""
-    plain: Run | None
+    plain: RunRecord | None
     """The first steps in plain Python, without instep; None if the script cannot run so."""
-    noise: Run
+    noise: RunRecord
     """One process against itself."""
     noise_by: str
     """How: REVERSED or PERTURBED."""
     states: str
     """Folder of the states before the pinned steps."""
-    rounded: tuple[Run, ...] = ()
+    rounded: tuple[RunRecord, ...] = ()
     """The pinned steps, each from a rounding error beside its state; empty where nothing was in
     doubt."""
 
     @property
-    def with_other_rounding(self) -> tuple[Run, ...]:
+    def with_other_rounding(self) -> tuple[RunRecord, ...]:
         """Those whose gradients differ from the oracle's by rounding only."""
         return ((self.noise,) if self.noise_by == REVERSED else ()) + self.rounded
 
 
 @dataclass(frozen=True)
-class Together:
+class MultiRankRuns:
     """The runs on several ranks."""
 
-    pinned: Run
+    pinned: RunRecord
     """The pinned steps, each from the oracle's own state."""
-    free: Run
+    free: RunRecord
     """All steps."""
 
 
-class Rehearsal:
+class ScriptRunner:
     """Makes runs of one command, each in a folder of its own."""
 
     def __init__(
         self,
         command: Sequence[str],
         folder: Path,
-        start: Starter,
-        say: Callable[[str], None],
+        start: RankStarter,
+        log: Callable[[str], None],
     ) -> None:
         self._command = command
         self._folder = folder
         self._start = start
-        self._say = say
+        self._log = log
         self._limit: float | None = None
 
-    def run(self, name: str, n: int, plan: Plan) -> Run:
+    def run(self, name: str, n: int, plan: RunPlan) -> RunRecord:
         """One run. Raises ScriptFailedError, ScriptLateError, StepsError."""
-        self._say(name)
+        self._log(name)
         folder = self._folder / name.replace(" ", "-")
         folder.mkdir()
         plan.write(folder)
-        begun = time.monotonic()
+        started = time.monotonic()
         self._start(n, folder, self._command, self._limit)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         if self._limit is None:
-            self._limit = PATIENCE + SLOWER * seconds
+            self._limit = BASE_TIMEOUT + TIMEOUT_FACTOR * seconds
         run = read_run(folder, max(n, 1), seconds)
         if not run.steps:
             raise StepsError(n)
@@ -113,7 +113,9 @@ class Rehearsal:
         return str(self._folder / name.replace(" ", "-"))
 
 
-def run_alone(rehearsal: Rehearsal, steps: int | None, usable: Callable[[Run, Run], bool]) -> Alone:
+def run_single_rank(
+    runner: ScriptRunner, steps: int | None, usable: Callable[[RunRecord, RunRecord], bool]
+) -> SingleRankRuns:
     """Every run of one process that a verdict needs.
 
     Args:
@@ -123,42 +125,44 @@ def run_alone(rehearsal: Rehearsal, steps: int | None, usable: Callable[[Run, Ru
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
-    free = Plan(stop=steps, final=True)
-    oracle = rehearsal.run("oracle", 1, free)
-    keep = steps_to_pin(oracle)
-    again = rehearsal.run("oracle again", 1, Plan(stop=keep[-1] + 1, keep=keep, states=True))
-    plain = _plain(rehearsal, Plan(stop=len(keep), without_instep=True))
-    noise, noise_by = _noise(rehearsal, oracle, again, replace(free, keep=(0,)), usable)
-    return Alone(oracle, again, plain, noise, noise_by, rehearsal.path("oracle again"))
+    free = RunPlan(stop=steps, final=True)
+    oracle = runner.run("oracle", 1, free)
+    keep = choose_pinned_steps(oracle)
+    again = runner.run("oracle again", 1, RunPlan(stop=keep[-1] + 1, keep=keep, states=True))
+    plain = _plain(runner, RunPlan(stop=len(keep), without_instep=True))
+    noise, noise_by = _noise(runner, oracle, again, replace(free, keep=(0,)), usable)
+    return SingleRankRuns(oracle, again, plain, noise, noise_by, runner.path("oracle again"))
 
 
-def run_together(rehearsal: Rehearsal, n: int, steps: int | None, alone: Alone) -> Together:
+def run_multi_rank(
+    runner: ScriptRunner, n: int, steps: int | None, single: SingleRankRuns
+) -> MultiRankRuns:
     """Both runs on `n` ranks. Raises ScriptFailedError, ScriptLateError, StepsError."""
-    keep = tuple(alone.again.gradients)
-    pin = Plan(stop=keep[-1] + 1, keep=keep, pin=alone.states)
-    return Together(
-        pinned=rehearsal.run(f"pinned at {n}", n, pin),
-        free=rehearsal.run(f"free at {n}", n, Plan(stop=steps, final=True)),
+    keep = tuple(single.again.gradients)
+    pin = RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states)
+    return MultiRankRuns(
+        pinned=runner.run(f"pinned at {n}", n, pin),
+        free=runner.run(f"free at {n}", n, RunPlan(stop=steps, final=True)),
     )
 
 
-def run_rounded(rehearsal: Rehearsal, alone: Alone) -> Alone:
+def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRankRuns:
     """How far off the pinned gradients may be by rounding alone: where a unit is on for one
     rounding and off for another (ReLU, max-pooling), by much more than a rounding error.
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
-    keep = tuple(alone.again.gradients)
+    keep = tuple(single.again.gradients)
     runs = [
-        rehearsal.run(
-            f"rounding {k}", 1, Plan(stop=keep[-1] + 1, keep=keep, pin=alone.states, rounding=k)
+        runner.run(
+            f"rounding {k}", 1, RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states, rounding=k)
         )
-        for k in range(1, ROUNDINGS + 1)
+        for k in range(1, ROUNDING_RUNS + 1)
     ]
-    return replace(alone, rounded=tuple(runs))
+    return replace(single, rounded=tuple(runs))
 
 
-def steps_to_pin(oracle: Run) -> tuple[int, ...]:
+def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
     """The first steps, and the first one with another number of samples (the tail of an epoch)."""
     first = range(min(PINNED, oracle.steps))
     samples = [step.samples for step in oracle.ranks[0].steps]
@@ -166,30 +170,30 @@ def steps_to_pin(oracle: Run) -> tuple[int, ...]:
     return tuple(sorted({*first, tail}))
 
 
-def _plain(rehearsal: Rehearsal, plan: Plan) -> Run | None:
+def _plain(runner: ScriptRunner, plan: RunPlan) -> RunRecord | None:
     try:
-        return rehearsal.run("plain python", 0, plan)
+        return runner.run("plain python", 0, plan)
     except VerificationError:
         return None
 
 
 def _noise(
-    rehearsal: Rehearsal,
-    oracle: Run,
-    again: Run,
-    plan: Plan,
-    usable: Callable[[Run, Run], bool],
-) -> tuple[Run, str]:
+    runner: ScriptRunner,
+    oracle: RunRecord,
+    again: RunRecord,
+    plan: RunPlan,
+    usable: Callable[[RunRecord, RunRecord], bool],
+) -> tuple[RunRecord, str]:
     """With reversed batches or, where that is of no use, with perturbed parameters."""
     end = oracle.ranks[0].end
     if end is not None and end.indices:
-        backwards = rehearsal.run(REVERSED, 1, replace(plan, reverse=True))
+        backwards = runner.run(REVERSED, 1, replace(plan, reverse=True))
         if usable(again, backwards):
             return backwards, REVERSED
-    return rehearsal.run(PERTURBED, 1, replace(plan, rounding=1)), PERTURBED
+    return runner.run(PERTURBED, 1, replace(plan, rounding=1)), PERTURBED
 
 
-class InstepRun:
+class InstepRunStarter:
     """Starts ranks with `instep run`; the script has no input, and its output is kept back."""
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
@@ -200,7 +204,7 @@ class InstepRun:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *launcher, *entry, *command],
-                env=EQUAL | os.environ,
+                env=FIXED_SEEDS | os.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

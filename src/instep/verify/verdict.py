@@ -8,21 +8,26 @@ from enum import StrEnum
 
 import torch
 
-from instep.verify.causes import likely_cause
-from instep.verify.compare import Difference, difference, gradient_gaps, prints_apart
+from instep.verify.causes import find_cause
+from instep.verify.compare import (
+    RunDifference,
+    compare_gradients,
+    compare_runs,
+    fingerprint_distance,
+)
 from instep.verify.divergence import (
     FLOAT32,
     FLOAT64,
     HALF,
+    Divergence,
     Evidence,
-    Parting,
     Tolerance,
-    first_drift,
-    first_parting,
-    rates_at,
+    find_divergence,
+    find_drift,
+    lrs_at,
 )
-from instep.verify.recording.records import Run, Step
-from instep.verify.runs import Alone, Together
+from instep.verify.recording.records import RunRecord, StepRecord
+from instep.verify.runs import MultiRankRuns, SingleRankRuns
 
 OF_ITS_NOISE = 10.0
 """A run may differ this many times as much as one process from itself."""
@@ -37,14 +42,14 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RunResult:
     """Of one number of ranks."""
 
-    run: Run
+    run: RunRecord
     """The free run."""
     verdict: Verdict
-    difference: Difference
-    parting: Parting | None = None
+    difference: RunDifference
+    divergence: Divergence | None = None
     cause: str | None = None
 
 
@@ -53,64 +58,74 @@ class Report:
     """Of the whole script."""
 
     verdict: Verdict
-    oracle: Run
-    noise: Difference
+    oracle: RunRecord
+    noise: RunDifference
     noise_by: str
     tolerance: Tolerance
-    judgements: tuple[Judgement, ...]
+    results: tuple[RunResult, ...]
     unlike_python: str | None = None
     """How one process of instep differs from plain Python."""
     cause: str | None = None
-    parting: Parting | None = None
+    divergence: Divergence | None = None
 
     @property
-    def worst(self) -> Difference:
+    def largest_difference(self) -> RunDifference:
         """The largest difference of each kind."""
-        rows = [astuple(judgement.difference) for judgement in self.judgements]
-        return Difference(*map(max, zip(*rows, strict=True))) if rows else Difference(*[0.0] * 5)
+        rows = [astuple(result.difference) for result in self.results]
+        return (
+            RunDifference(*map(max, zip(*rows, strict=True))) if rows else RunDifference(*[0.0] * 5)
+        )
 
 
-def judge(alone: Alone, together: Sequence[Together]) -> Report:
+def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Report:
     """Compare everything with the oracle."""
-    tolerance = tolerance_for(alone.oracle)
-    gaps = [gap for run in alone.with_other_rounding for gap in gradient_gaps(alone.again, run)]
-    noise = difference(alone.oracle, alone.noise, gaps)
-    unrepeated = unsteady(alone)
-    judgements = () if unrepeated else tuple(_judge(alone, t, noise, tolerance) for t in together)
+    tolerance = choose_tolerance(single.oracle)
+    diffs = [
+        diff for run in single.with_other_rounding for diff in compare_gradients(single.again, run)
+    ]
+    noise = compare_runs(single.oracle, single.noise, diffs)
+    nondeterminism = find_nondeterminism(single)
+    results = (
+        () if nondeterminism else tuple(_make_result(single, t, noise, tolerance) for t in multi)
+    )
     worst = max(
-        judgements,
-        key=lambda judgement: list(Verdict).index(judgement.verdict),
-        default=Judgement(alone.oracle, Verdict.SAME, difference(alone.oracle, alone.oracle, [])),
+        results,
+        key=lambda result: list(Verdict).index(result.verdict),
+        default=RunResult(
+            single.oracle, Verdict.SAME, compare_runs(single.oracle, single.oracle, [])
+        ),
     )
     return Report(
-        Verdict.DIFFERENT if unrepeated else worst.verdict,
-        alone.oracle,
+        Verdict.DIFFERENT if nondeterminism else worst.verdict,
+        single.oracle,
         noise,
-        alone.noise_by,
+        single.noise_by,
         tolerance,
-        judgements,
-        unlike_python(alone.oracle, alone.plain, tolerance),
-        unrepeated or worst.cause,
-        worst.parting,
+        results,
+        unlike_python(single.oracle, single.plain, tolerance),
+        nondeterminism or worst.cause,
+        worst.divergence,
     )
 
 
-def _judge(alone: Alone, runs: Together, noise: Difference, tolerance: Tolerance) -> Judgement:
-    gaps = gradient_gaps(alone.again, runs.pinned, alone.with_other_rounding)
-    found = difference(alone.oracle, runs.free, gaps)
+def _make_result(
+    single: SingleRankRuns, runs: MultiRankRuns, noise: RunDifference, tolerance: Tolerance
+) -> RunResult:
+    diffs = compare_gradients(single.again, runs.pinned, single.with_other_rounding)
+    found = compare_runs(single.oracle, runs.free, diffs)
     allowed = replace(tolerance, gradient=max(tolerance.gradient, OF_ITS_NOISE * noise.gradient))
-    evidence = Evidence(alone.oracle, alone.noise, runs.pinned, runs.free, gaps, allowed)
-    verdict = _by_size(found, noise, tolerance)
-    parting = first_parting(evidence)
-    if parting is None and verdict is Verdict.DIFFERENT:
+    evidence = Evidence(single.oracle, single.noise, runs.pinned, runs.free, diffs, allowed)
+    verdict = _verdict_by_size(found, noise, tolerance)
+    divergence = find_divergence(evidence)
+    if divergence is None and verdict is Verdict.DIFFERENT:
         limits = (max(tolerance.run, OF_ITS_NOISE * own) for own in (noise.loss, noise.moved))
-        parting = first_drift(evidence, *limits)
-    if parting is None:
-        return Judgement(runs.free, verdict, found)
-    return Judgement(runs.free, Verdict.DIFFERENT, found, parting, likely_cause(evidence))
+        divergence = find_drift(evidence, *limits)
+    if divergence is None:
+        return RunResult(runs.free, verdict, found)
+    return RunResult(runs.free, Verdict.DIFFERENT, found, divergence, find_cause(evidence))
 
 
-def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> Verdict:
+def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tolerance) -> Verdict:
     """The verdict on the sizes alone."""
     verdict = Verdict.SAME
     for size, own, allowed in (
@@ -127,44 +142,44 @@ def _by_size(found: Difference, noise: Difference, tolerance: Tolerance) -> Verd
     return verdict
 
 
-def tolerance_for(oracle: Run) -> Tolerance:
+def choose_tolerance(oracle: RunRecord) -> Tolerance:
     """By the least precise dtype that is trained or computed with."""
     kinds = {tensor.dtype for tensor in oracle.parameters.values()}
-    computed_in_half = any(step.half for step in oracle.ranks[0].steps)
+    computed_in_half = any(step.half_precision for step in oracle.ranks[0].steps)
     if computed_in_half or kinds & {torch.float16, torch.bfloat16}:
         return HALF
     return FLOAT64 if kinds and kinds <= {torch.float64, torch.complex128} else FLOAT32
 
 
-def usable_noise(reference: Run, backwards: Run) -> bool:
+def is_usable_noise(reference: RunRecord, backwards: RunRecord) -> bool:
     """Whether reversed batches change the first gradient, and only by rounding."""
-    gaps = gradient_gaps(reference, backwards)
-    limit = OF_ITS_NOISE * tolerance_for(backwards).gradient
-    return bool(gaps) and 0.0 < gaps[0].difference <= limit
+    diffs = compare_gradients(reference, backwards)
+    limit = OF_ITS_NOISE * choose_tolerance(backwards).gradient
+    return bool(diffs) and 0.0 < diffs[0].difference <= limit
 
 
-def unsteady(alone: Alone) -> str | None:
+def find_nondeterminism(single: SingleRankRuns) -> str | None:
     """Why one process does not repeat itself; None if it does, up to rounding."""
-    oracle, again, tolerance = alone.oracle, alone.again, tolerance_for(alone.oracle)
+    oracle, again, tolerance = single.oracle, single.again, choose_tolerance(single.oracle)
     for k in range(min(oracle.steps, again.steps)):
         ours, theirs = oracle.at(k)[0], again.at(k)[0]
         place = f"two runs of one process differ from step {k + 1} on"
-        apart, tensor = prints_apart(ours.parameters, theirs.parameters)
+        apart, tensor = fingerprint_distance(ours.parameters, theirs.parameters)
         if k == 0 and apart > tolerance.gradient:
             return f"not deterministic: {place}, {tensor} starts differently (seed the script)"
-        if ours.samples != theirs.samples or rates_at(oracle, k) != rates_at(again, k):
+        if ours.samples != theirs.samples or lrs_at(oracle, k) != lrs_at(again, k):
             return f"not deterministic: {place}, in samples or learning rates"
-        apart, tensor = prints_apart(ours.gradients, theirs.gradients)
+        apart, tensor = fingerprint_distance(ours.gradients, theirs.gradients)
         if apart > OF_ITS_NOISE * tolerance.gradient:
             return f"{_why(ours, theirs)}: {place}, in the gradient of {tensor}"
     return None
 
 
-def _why(ours: Step, theirs: Step) -> str:
+def _why(ours: StepRecord, theirs: StepRecord) -> str:
     """Why two gradients of one process differ."""
-    if ours.random != theirs.random:
+    if ours.generator_hash != theirs.generator_hash:
         return "not deterministic (seed the script)"
-    if ours.rows != theirs.rows:
+    if ours.row_hashes != theirs.row_hashes:
         return "not deterministic in its samples"
     return (
         "non-deterministic kernels, with equal samples and random numbers "
@@ -172,7 +187,7 @@ def _why(ours: Step, theirs: Step) -> str:
     )
 
 
-def _asked_alike(oracle: Run, plain: Run) -> bool:
+def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
     """Whether the DataLoaders of both have asked for the same samples in the same order."""
     ends = [run.ranks[0].end for run in (oracle, plain)]
     ours, theirs = (() if end is None else end.indices for end in ends)
@@ -180,29 +195,35 @@ def _asked_alike(oracle: Run, plain: Run) -> bool:
     return known > 0 and ours[:known] == theirs[:known]
 
 
-def unlike_python(oracle: Run, plain: Run | None, tolerance: Tolerance) -> str | None:
+def unlike_python(oracle: RunRecord, plain: RunRecord | None, tolerance: Tolerance) -> str | None:
     """How one process of instep differs from the script without instep, in one sentence."""
     if plain is None:
         return "the script does not run in plain Python without instep's two lines"
     for k in range(min(oracle.steps, plain.steps)):
         ours, theirs = oracle.at(k)[0], plain.at(k)[0]
-        if k == 0 and prints_apart(ours.parameters, theirs.parameters)[0] > tolerance.gradient:
+        if (
+            k == 0
+            and fingerprint_distance(ours.parameters, theirs.parameters)[0] > tolerance.gradient
+        ):
             return (
                 "the parameters start differently (instep.shard takes a seed from torch's "
                 "generator, which plain Python does not)"
             )
         if ours.samples != theirs.samples:
             return f"step {k + 1} has {ours.samples} samples instead of {theirs.samples}"
-        if ours.rows != theirs.rows and _asked_alike(oracle, plain):
+        if ours.row_hashes != theirs.row_hashes and _requested_same_samples(oracle, plain):
             return (
                 "what is random in a sample is drawn from a stream of the sample's own, the same "
                 "whoever loads it (INSTEP_LOAD=whole: from plain Python's)"
             )
-        if ours.rows != theirs.rows:
+        if ours.row_hashes != theirs.row_hashes:
             return (
                 "the samples come in another order: instep draws it from a stream of its own, "
                 "the same on all ranks"
             )
-        if prints_apart(ours.gradients, theirs.gradients)[0] > OF_ITS_NOISE * tolerance.gradient:
+        if (
+            fingerprint_distance(ours.gradients, theirs.gradients)[0]
+            > OF_ITS_NOISE * tolerance.gradient
+        ):
             return f"the gradient of step {k + 1} is another one, though the samples are the same"
     return None

@@ -21,7 +21,7 @@ _REMEMBERED = 256
 """How many index lists of DataLoaders are kept."""
 
 
-def state_of(
+def copy_state(
     optimizer: Optimizer, parameters: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[str, Any]:
     """All that a step of `optimizer` may have changed, as a copy on the CPU."""
@@ -36,7 +36,7 @@ def state_of(
     }
 
 
-def put_in_place(
+def load_state(
     folder: Path,
     step: int,
     optimizer: Optimizer,
@@ -76,14 +76,14 @@ def perturb(parameters: Iterable[Tensor], seed: int) -> None:
             numbers.copy_(numbers.double() * factor.to(numbers.device))
 
 
-class Loaders:
+class IndexRecorder:
     """Sees which samples DataLoaders ask for; may turn each batch around."""
 
     def __init__(self, reverse: bool) -> None:
         self.asked: list[tuple[int, ...]] = []
         self._reverse = reverse
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """From now on, in this process."""
         PatchHandle([Patch(_BaseDataLoaderIter, "_next_index", self._next_index)])
 
@@ -96,7 +96,7 @@ class Loaders:
         return index[::-1] if self._reverse else index
 
 
-def leave_out_instep() -> None:
+def disable_instep() -> None:
     """Let the two lines of instep do nothing, as if they were not in the script."""
     PatchHandle(
         [

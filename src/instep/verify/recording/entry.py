@@ -16,13 +16,13 @@ from instep.process.patching import PatchHandle
 from instep.unedited import seeds
 from instep.unedited.single_rank import SEED_PATCHES
 from instep.verify.recording.recorder import Recorder
-from instep.verify.recording.records import Plan
+from instep.verify.recording.records import RunPlan
 
 
 def main(folder: str, *command: str) -> None:
     """Run `command` (`script.py args…` or `-m module args…`) and record it."""
     where = Path(folder)
-    plan = Plan.read(where)
+    plan = RunPlan.read(where)
     if plan.without_instep:
         seeds.sow(seeds.draw())
         PatchHandle(SEED_PATCHES)

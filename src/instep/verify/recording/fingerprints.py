@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from instep.training.random_streams import default_generators
-from instep.verify.recording.records import Print
+from instep.verify.recording.records import Fingerprint
 
 _WIDTH = 1024
 _COLUMNS = 4096
@@ -21,13 +21,13 @@ _COLUMNS = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(tensor: Tensor) -> Print:
+def fingerprint(tensor: Tensor) -> Fingerprint:
     """Norm and projection, in float64. The direction depends on the number of elements only."""
-    flat = plain(tensor).reshape(-1).double()
+    flat = to_dense_real(tensor).reshape(-1).double()
     rows = -(-flat.numel() // _WIDTH)
     padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
     projection = padded @ _signs(_WIDTH, flat.device) @ _signs(rows, flat.device)
-    return Print(flat.norm().item(), projection.item())
+    return Fingerprint(flat.norm().item(), projection.item())
 
 
 @functools.cache
@@ -37,9 +37,9 @@ def _signs(length: int, device: torch.device) -> Tensor:
     return (torch.randint(0, 2, (length,), generator=generator) * 2.0 - 1).double().to(device)
 
 
-def row_hashes(tensor: Tensor) -> tuple[int, ...]:
+def hash_rows(tensor: Tensor) -> tuple[int, ...]:
     """One integer for each row (dimension 0), exact: it depends on that row's bits alone."""
-    rows = plain(tensor).cpu().contiguous().view(tensor.shape[0], -1)
+    rows = to_dense_real(tensor).cpu().contiguous().view(tensor.shape[0], -1)
     if rows.shape[1] > _COLUMNS:
         rows = rows[:, torch.linspace(0, rows.shape[1] - 1, _COLUMNS).long()].contiguous()
     bits = rows.view(_INTEGERS[rows.element_size()]).long()
@@ -52,7 +52,7 @@ def _weights() -> Tensor:
     return torch.randint(-(2**62), 2**62, (2 * _COLUMNS,), generator=generator) * 2 + 1
 
 
-def plain(tensor: Tensor) -> Tensor:
+def to_dense_real(tensor: Tensor) -> Tensor:
     """Its numbers: dense, real (a complex one as pairs), without a graph."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
@@ -60,7 +60,7 @@ def plain(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def generators_digest(of_torch: Sequence[Tensor] = ()) -> str:
+def hash_generators(of_torch: Sequence[Tensor] = ()) -> str:
     """Equal exactly if every global generator of this process is in the same state.
 
     Args:

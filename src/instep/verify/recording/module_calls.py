@@ -18,23 +18,23 @@ from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 from instep.training.random_streams import default_generators, derive_seed, make_rng_state
 from instep.unedited.sharded_call.modules import work
-from instep.verify.recording.fingerprints import generators_digest, row_hashes
-from instep.verify.recording.names import Names
+from instep.verify.recording.fingerprints import hash_generators, hash_rows
+from instep.verify.recording.tensor_names import TensorNames
 
 _MARK = "instep.verify.call"
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of an outermost module with parameters, under gradients."""
 
     samples: int
-    rows: tuple[int, ...]
+    row_hashes: tuple[int, ...]
     computed: int
     """How many of the samples went through this rank's modules."""
     block: Block | None
-    drew: bool
-    half: bool
+    uses_random: bool
+    half_precision: bool
     replica: forward_calls.ForwardCall | None
     """What instep knows of it, if it is the call of a replicated model."""
 
@@ -48,25 +48,27 @@ class Call:
         return self.block.count / self.block.total if self.block.total else 0.0
 
 
-class Calls:
+class ModuleCallRecorder:
     """Watches module calls: through torch's global hooks, or from where the script stands."""
 
-    def __init__(self, names: Names, met: Callable[[list[Tensor]], None]) -> None:
+    def __init__(
+        self, names: TensorNames, on_new_parameters: Callable[[list[Tensor]], None]
+    ) -> None:
         self._names = names
-        self._met = met
+        self._on_new_parameters = on_new_parameters
         """What is told of parameters before they are first used."""
         self._depth = 0
         self._before = ""
         self._work = replace(work)
 
-    def watch(self) -> None:
+    def install(self) -> None:
         """From now on, in this process. Sees what a replica computes: this rank's rows."""
         torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
         torch.nn.modules.module.register_module_forward_hook(
             self._leave, with_kwargs=True, always_call=True
         )
 
-    def watch_from_outside(self) -> None:
+    def install_outermost(self) -> None:
         """From now on, in this process. Sees what the script sees: a divided call is whole."""
         PatchHandle([Patch(nn.Module, "__call__", self._outside)])
 
@@ -84,8 +86,8 @@ class Calls:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
         if self._depth == 1 and torch.is_grad_enabled():
-            self._met(self._names.learn(module))
-            self._before = generators_digest()
+            self._on_new_parameters(self._names.register(module))
+            self._before = hash_generators()
             self._work = replace(work)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
@@ -96,30 +98,30 @@ class Calls:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
         inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)
-        call = _call(inputs, self._drew(), half, self._own_rows())
+        call = _call(inputs, self._used_random(), half, self._computed_rows())
         tag(outputs, _MARK, call)
 
-    def _own_rows(self) -> int | None:
+    def _computed_rows(self) -> int | None:
         """How many rows this rank computed in the call that ends now; None if it is not divided."""
         before = self._work
         if work.divided == before.divided or work.whole > before.whole:
             return None
         return work.samples - before.samples
 
-    def _drew(self) -> bool:
+    def _used_random(self) -> bool:
         """Whether the call that ends now has drawn random numbers.
 
         A replica in training begins with its generators in a state of their own.
         """
         replica = forward_calls.current()
         if replica is None or not replica.saved_rng_states:
-            return generators_digest() != self._before
+            return hash_generators() != self._before
         seed = derive_seed(replica.stream, transport().rank)
         moved = any(
             not torch.equal(make_rng_state(each, seed), each.get_state())
             for each in default_generators()
         )
-        others_moved = generators_digest(replica.saved_rng_states) != self._before
+        others_moved = hash_generators(replica.saved_rng_states) != self._before
         return replica.draws > 0 or moved or others_moved
 
 
@@ -131,15 +133,15 @@ def _in_half_precision(output: object) -> bool:
     )
 
 
-def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> Call:
+def _call(inputs: list[Tensor], drew: bool, half: bool, own: int | None) -> ModuleCall:
     replica = forward_calls.current()
     block = replica.block if replica is not None else _block(inputs)
     batch = next((tensor for tensor in inputs if tensor.dim()), None)
     if batch is None or (block is not None and block.count == 0):
-        return Call(0, (), own or 0, block, drew, half, replica)
+        return ModuleCall(0, (), own or 0, block, drew, half, replica)
     dimension = _sample_dimension(batch, inputs, block)
-    rows, samples = row_hashes(batch.movedim(dimension, 0)), batch.shape[dimension]
-    return Call(samples, rows, samples if own is None else own, block, drew, half, replica)
+    rows, samples = hash_rows(batch.movedim(dimension, 0)), batch.shape[dimension]
+    return ModuleCall(samples, rows, samples if own is None else own, block, drew, half, replica)
 
 
 def _block(inputs: list[Tensor]) -> Block | None:
@@ -155,7 +157,7 @@ def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) 
     return 1 if batch.dim() > 1 and alike == [False, True] else 0
 
 
-def calls_below(roots: Iterable[Tensor]) -> set[Call]:
+def find_module_calls(roots: Iterable[Tensor]) -> set[ModuleCall]:
     """The calls whose outputs these tensors were computed from; looks no deeper than they."""
     found = set()
 

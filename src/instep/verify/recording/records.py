@@ -16,7 +16,7 @@ from instep.unedited.files import write_protection
 from instep.unedited.files.bypass import bypass_overlay
 
 
-class Print(NamedTuple):
+class Fingerprint(NamedTuple):
     """A tensor's fingerprint."""
 
     norm: float
@@ -25,12 +25,12 @@ class Print(NamedTuple):
     of the distance between the tensors."""
 
 
-Prints = Mapping[str, Print]
+Fingerprints = Mapping[str, Fingerprint]
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What one run is for: what its ranks write and what is changed in them."""
 
     stop: int | None = None
@@ -56,41 +56,41 @@ class Plan:
         (folder / "plan").write_bytes(pickle.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> RunPlan:
         """As a rank finds it."""
         return cls(**pickle.loads((folder / "plan").read_bytes()))
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One optimizer step as one rank saw it, before it changed anything."""
 
     losses: tuple[tuple[float, float | None], ...] = ()
     """What each backward started from, and this rank's fraction of the batch (None where nobody
     knows of a division)."""
-    rates: tuple[float, ...] = ()
+    lrs: tuple[float, ...] = ()
     """The learning rate of each group."""
     samples: int = 0
     """Rows in the module calls that this gradient came from; ghosts do not count."""
-    rows: tuple[int, ...] = ()
+    row_hashes: tuple[int, ...] = ()
     """A hash of each of these rows."""
     computed: int | None = None
     """How many of them went through this rank's modules; None: all."""
     whole: bool = False
     """Whether these are the samples of the whole batch, on every rank alike."""
-    drew: bool = False
+    uses_random: bool = False
     """Whether random numbers were drawn during these calls."""
-    half: bool = False
+    half_precision: bool = False
     """Whether they computed in half precision."""
-    random: str = ""
+    generator_hash: str = ""
     """A digest of the states of all global generators."""
-    gradients: Prints = field(default_factory=dict)
-    parameters: Prints = field(default_factory=dict)
-    buffers: Prints = field(default_factory=dict)
+    gradients: Fingerprints = field(default_factory=dict)
+    parameters: Fingerprints = field(default_factory=dict)
+    buffers: Fingerprints = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class End:
+class RankSummary:
     """What a rank knew in the end."""
 
     whole: bool = True
@@ -102,20 +102,20 @@ class End:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankRecord:
     """All that one rank recorded."""
 
-    steps: tuple[Step, ...]
-    end: End | None = End()
+    steps: tuple[StepRecord, ...]
+    end: RankSummary | None = RankSummary()
     """None where the rank did not live to write it."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One run of the script on `n` ranks."""
 
     n: int
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankRecord, ...]
     seconds: float = 0.0
     gradients: Mapping[int, Tensors] = field(default_factory=dict)
     """Rank 0's whole gradients of some steps."""
@@ -131,7 +131,7 @@ class Run:
         """How many steps all ranks have made."""
         return min(len(rank.steps) for rank in self.ranks)
 
-    def at(self, step: int) -> list[Step]:
+    def at(self, step: int) -> list[StepRecord]:
         """One step on all ranks."""
         return [rank.steps[step] for rank in self.ranks]
 
@@ -149,7 +149,7 @@ class Run:
         ]
 
 
-def global_loss(steps: list[Step]) -> float | None:
+def global_loss(steps: list[StepRecord]) -> float | None:
     """The sum over backwards; None where there was none, or not on all ranks alike."""
     if len({len(step.losses) for step in steps}) > 1 or not steps[0].losses:
         return None
@@ -167,7 +167,7 @@ def _over_ranks(parts: Sequence[tuple[float, float | None]]) -> float:
 # --------------------------------------------------------------------------------- on disk
 
 
-class Writer:
+class RecordWriter:
     """Writes one rank's record, step by step, so that a rank that dies leaves what it had."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -176,7 +176,7 @@ class Writer:
         with bypass_overlay():
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepRecord) -> None:
         """One more step."""
         pickle.dump(step, self._steps)
         self._steps.flush()
@@ -187,7 +187,7 @@ class Writer:
             with bypass_overlay():
                 torch.save(value, self._folder / f"{name}.pt")
 
-    def end(self, end: End) -> None:
+    def end(self, end: RankSummary) -> None:
         """There will be no more."""
         self._steps.close()
         with bypass_overlay():
@@ -204,11 +204,11 @@ def read_tensors(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def read_run(folder: Path, n: int, seconds: float) -> Run:
+def read_run(folder: Path, n: int, seconds: float) -> RunRecord:
     """What `n` ranks have left in `folder`."""
-    plan = Plan.read(folder)
+    plan = RunPlan.read(folder)
     final = read_tensors(folder, "final")
-    return Run(
+    return RunRecord(
         n,
         tuple(_read_rank(folder, rank) for rank in range(n)),
         seconds,
@@ -219,8 +219,8 @@ def read_run(folder: Path, n: int, seconds: float) -> Run:
     )
 
 
-def _read_rank(folder: Path, rank: int) -> Rank:
-    steps: list[Step] = []
+def _read_rank(folder: Path, rank: int) -> RankRecord:
+    steps: list[StepRecord] = []
     written = folder / f"rank{rank}.steps"
     if written.exists():
         with written.open("rb") as file:
@@ -230,4 +230,4 @@ def _read_rank(folder: Path, rank: int) -> Rank:
                 except (EOFError, pickle.UnpicklingError):  # killed while it wrote
                     break
     end = folder / f"rank{rank}.end"
-    return Rank(tuple(steps), pickle.loads(end.read_bytes()) if end.exists() else None)
+    return RankRecord(tuple(steps), pickle.loads(end.read_bytes()) if end.exists() else None)

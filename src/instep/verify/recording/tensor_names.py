@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Names:
+class TensorNames:
     """Names from the modules that the script calls; learnt when they are first called."""
 
     def __init__(self) -> None:
         self._of_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: dict[str, nn.Module] = {}
 
-    def learn(self, module: nn.Module) -> list[Tensor]:
+    def register(self, module: nn.Module) -> list[Tensor]:
         """The script called `module` itself. The first is nameless, later ones are prefixes.
 
         Returns the parameters that had no name yet.

@@ -1,0 +1,82 @@
+"""The proof of one script: run it, judge it, say so."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from instep.verify.report import format_json, format_table
+from instep.verify.runs import (
+    InstepRunStarter,
+    MultiRankRuns,
+    RankStarter,
+    ScriptRunner,
+    SingleRankRuns,
+    run_multi_rank,
+    run_single_rank,
+    run_with_rounding,
+)
+from instep.verify.verdict import Report, Verdict, find_nondeterminism, is_usable_noise, make_report
+
+
+def verify_script(
+    command: Sequence[str],
+    sizes: Sequence[int],
+    steps: int | None = None,
+    start: RankStarter | None = None,
+    log: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run `command` at 1 and at each of `sizes`, and judge.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError. Writes to a private folder, which is
+    gone afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
+        runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), log)
+        single = run_single_rank(runner, steps, is_usable_noise)
+        others = sorted(set(sizes) - {1})
+        if find_nondeterminism(single):
+            log(f"one process does not repeat itself, so {others} ranks are not compared")
+            others = []
+        return judge_with_rounding(
+            runner, single, [run_multi_rank(runner, n, steps, single) for n in others]
+        )
+
+
+def judge_with_rounding(
+    runner: ScriptRunner, single: SingleRankRuns, multi: Sequence[MultiRankRuns]
+) -> Report:
+    """Judge. Before a gradient is called wrong, measure how far off rounding alone can be.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError.
+    """
+    report = make_report(single, multi)
+    if report.divergence is None or report.divergence.what != "gradient":
+        return report
+    return make_report(run_with_rounding(runner, single), multi)
+
+
+def run_and_report(
+    command: Sequence[str],
+    sizes: Sequence[int],
+    steps: int | None,
+    json: str | None,
+    plot: str | None,
+    start: RankStarter | None = None,
+) -> int:
+    """What the command line asks for. Returns 0 for the same numbers, else 1."""
+    report = verify_script(command, sizes, steps, start, _log)
+    if json is not None:
+        Path(json).write_text(format_json(report), encoding="utf-8")
+    if plot is not None:
+        from instep.verify.plot import save_plot  # matplotlib is optional
+
+        save_plot(report, plot, " ".join(command))
+    print(format_table(report))
+    return int(report.verdict is Verdict.DIFFERENT)
+
+
+def _log(name: str) -> None:
+    print(f"instep verify: {name} ...", file=sys.stderr, flush=True)
