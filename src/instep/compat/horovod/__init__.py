@@ -2,9 +2,9 @@
 
     import instep.compat.horovod as hvd    # or, under `instep run`, import horovod.torch as hvd
 
-Names and arguments are those of Horovod 0.28; what they do is instep's. Collectives are matched by
-name, not by the order of calls, and an average counts every rank alike, as in Horovod. What is not
-there says so: `hvd.elastic` and the timeline.
+Names and arguments are those of Horovod 0.28, the implementation is instep's. Collectives are
+matched by name, not by the order of calls, and an average counts every rank alike, as in Horovod.
+`hvd.elastic` and the timeline are not supported and raise an error.
 """
 
 from __future__ import annotations
@@ -22,24 +22,41 @@ from instep.compat.horovod.allreduce import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from instep.compat.horovod.batchnorm import SyncBatchNorm
-from instep.compat.horovod.builds import (
+from instep.compat.horovod.basics import (
+    ProcessSet,
+    add_process_set,
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    rank,
+    remove_process_set,
     rocm_built,
+    shutdown,
+    size,
 )
 from instep.compat.horovod.compression import Compression
-from instep.compat.horovod.errors import NotThereError
-from instep.compat.horovod.handles import barrier, join, poll, synchronize
-from instep.compat.horovod.lifetime import init, shutdown
-from instep.compat.horovod.moves import (
+from instep.compat.horovod.errors import UnsupportedFeatureError
+from instep.compat.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from instep.compat.horovod.gather_broadcast import (
     allgather,
     allgather_async,
     alltoall,
@@ -51,6 +68,7 @@ from instep.compat.horovod.moves import (
     grouped_allgather,
     grouped_allgather_async,
 )
+from instep.compat.horovod.handles import barrier, join, poll, synchronize
 from instep.compat.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from instep.compat.horovod.optimizer import DistributedOptimizer
 from instep.compat.horovod.reducescatter import (
@@ -59,44 +77,26 @@ from instep.compat.horovod.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from instep.compat.horovod.session import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
-from instep.compat.horovod.sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from instep.compat.horovod.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from instep.compat.horovod.sync_batch_norm import SyncBatchNorm
 from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Raises NotThereError."""
-    raise NotThereError.timeline()
+    """Raises UnsupportedFeatureError."""
+    raise UnsupportedFeatureError.timeline()
 
 
 def stop_timeline() -> NoReturn:
-    """Raises NotThereError."""
-    raise NotThereError.timeline()
+    """Raises UnsupportedFeatureError."""
+    raise UnsupportedFeatureError.timeline()
 
 
 def __getattr__(name: str) -> Any:
     if name == "elastic":
-        raise NotThereError.elastic()
+        raise UnsupportedFeatureError(
+            "hvd.elastic is not supported: instep's jobs keep their number of ranks. Write "
+            "checkpoints and start the script again, at any number of ranks."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""allreduce, in all its forms."""
+"""allreduce, grouped or not, in place or not, at once or asynchronous; and of sparse tensors."""
 
 from __future__ import annotations
 
@@ -9,50 +9,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.adasum import adasum, check_size
+from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import UnsupportedOpError
-from instep.compat.horovod.handles import Handle, named, submit
-from instep.compat.horovod.moves import allgather_async
-from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, chosen, word
-from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.compat.horovod.gather_broadcast import allgather_async
+from instep.compat.horovod.handles import Handle, full_name, submit
+from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.execution import scaled
 
 Tensors = Sequence[Tensor]
-Then = Callable[[list[Tensor]], Any]
+Convert = Callable[[list[Tensor]], Any]
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An allreduce, less its tensors."""
+    """The arguments of an allreduce or reducescatter, without its tensors."""
 
     name: str
     op: ReduceOp
     scales: tuple[float, float]
     process_set: ProcessSet
 
-    def start(self, tensors: Tensors, into: Tensors | None = None, then: Then = list) -> Handle:
-        """Submit it. The handle gives what `then` makes of the results."""
+    def start(
+        self, tensors: Tensors, into: Tensors | None = None, convert: Convert = list
+    ) -> Handle:
+        """Start an allreduce of these tensors. The handle's result is `convert(results)`."""
         if self.op == Adasum:
-            return self._start_adasum(tensors, into, then)
+            return self._start_adasum(tensors, into, convert)
         return submit(
             "allreduce",
             self.name,
             tensors,
             self.process_set,
-            lambda _, results: then(results if into is None else list(into)),
+            lambda _, results: convert(results if into is None else list(into)),
             into=into,
-            op=word("allreduce", self.op),
+            op=op_name("allreduce", self.op),
             scales=self.scales,
         )
 
-    def _start_adasum(self, tensors: Tensors, into: Tensors | None, then: Then) -> Handle:
+    def _start_adasum(self, tensors: Tensors, into: Tensors | None, convert: Convert) -> Handle:
         """Gather all ranks' tensors, and combine them here."""
         size = len(self.process_set.members)
-        check_size(size)
+        if size & (size - 1):
+            raise UnsupportedOpError("Adasum", f"{size} ranks", ["pairs, of 1, 2, 4, 8, ... ranks"])
         if self.process_set is not global_process_set:
-            raise UnsupportedOpError.adasum_set()
+            raise UnsupportedOpError("Adasum", "a process set", ["all ranks together"])
         before, after = self.scales
 
         def finish(_: object, gathered: list[Tensor]) -> Any:
@@ -62,14 +64,14 @@ class Reduction:
                 results.append(total if into is None else into[k])
                 if into is not None:
                     into[k].detach().copy_(total)
-            return then(results)
+            return convert(results)
 
         flat = [scaled(tensor.detach(), before).reshape(-1) for tensor in tensors]
         return submit("allgather", self.name, flat, self.process_set, finish)
 
 
-def only(results: list[Tensor]) -> Tensor:
-    """Of a group of one."""
+def first(results: list[Tensor]) -> Tensor:
+    """The result of a group of one tensor."""
     return results[0]
 
 
@@ -87,15 +89,17 @@ class _AllReduce(torch.autograd.Function):
         return None, *apply(_AllReduce, back, *grads)
 
 
-def _meant(
-    kind: str,
+def parse_reduction(
+    collective: str,
     name: str | None,
     op: int | None,
     average: bool | None,
     scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> Reduction:
-    return Reduction(named(kind, name, process_set), chosen(op, average), scales, process_set)
+    """The reduction of a collective's arguments; gives it a name if it has none."""
+    full = full_name(collective, name, process_set)
+    return Reduction(full, parse_op(op, average), scales, process_set)
 
 
 def allreduce(
@@ -112,24 +116,24 @@ def allreduce(
 
     Args:
         tensor: any shape, the same on all ranks.
-        average: the old way to name the reduction: True for Average, False for Sum.
-        name: what ranks are matched by; without one, the number of nameless calls before.
-        compression: how it travels.
+        average: Horovod's older argument for the reduction: True for Average, False for Sum.
+        name: by which the ranks' calls are matched; without one, the number of such calls before.
+        compression: how it is sent.
         op: Average (the default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: what each rank's tensor is multiplied by first.
-        postscale_factor: what the result is multiplied by.
+        prescale_factor: each rank's tensor is multiplied by it first.
+        postscale_factor: the result is multiplied by it.
         process_set: the ranks that take part.
 
     Returns:
         A new tensor; its derivative is the same reduction of the gradients.
 
-    Raises HorovodInternalError on all ranks where they disagree in shape, dtype or op, and what
-    `submit` raises.
+    Raises HorovodInternalError on all ranks if they disagree in shape, dtype or op, and as
+    `handles.submit`.
     """
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("allreduce", name, op, average, scales, process_set)
-    (result,) = apply(_AllReduce, meant, small)
+    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
+    (result,) = apply(_AllReduce, reduction, small)
     return compression.decompress(result, ctx)
 
 
@@ -144,8 +148,8 @@ def allreduce_async(
 ) -> Handle:
     """Start `allreduce`; not differentiable. `synchronize` the handle for the result."""
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("allreduce", name, op, average, scales, process_set)
-    return meant.start([tensor], then=only)
+    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
+    return reduction.start([tensor], convert=first)
 
 
 def allreduce_async_(
@@ -157,10 +161,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start `allreduce_`; until `synchronize`, `tensor` holds anything."""
+    """Start `allreduce_`; before `synchronize`, the contents of `tensor` are undefined."""
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("allreduce", name, op, average, scales, process_set)
-    return meant.start([tensor], into=[tensor], then=only)
+    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
+    return reduction.start([tensor], into=[tensor], convert=first)
 
 
 def allreduce_(
@@ -190,11 +194,11 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors of one dtype, which travel as one."""
+    """`allreduce` of several tensors of one dtype, which are sent as one."""
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("grouped_allreduce", name, op, average, scales, process_set)
-    results = apply(_AllReduce, meant, *(tensor for tensor, _ in small))
+    reduction = parse_reduction("grouped_allreduce", name, op, average, scales, process_set)
+    results = apply(_AllReduce, reduction, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 
@@ -209,7 +213,9 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start `grouped_allreduce`; not differentiable."""
     scales = (prescale_factor, postscale_factor)
-    return _meant("grouped_allreduce", name, op, average, scales, process_set).start(tensors)
+    return parse_reduction("grouped_allreduce", name, op, average, scales, process_set).start(
+        tensors
+    )
 
 
 def grouped_allreduce_async_(
@@ -223,8 +229,8 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start `grouped_allreduce_`."""
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("grouped_allreduce", name, op, average, scales, process_set)
-    return meant.start(tensors, into=tensors)
+    reduction = parse_reduction("grouped_allreduce", name, op, average, scales, process_set)
+    return reduction.start(tensors, into=tensors)
 
 
 def grouped_allreduce_(
@@ -245,13 +251,13 @@ def grouped_allreduce_(
 
 
 class SparseHandle:
-    """A sparse allreduce under way: call it, or `synchronize` it, for the sum."""
+    """A sparse allreduce under way; call it, or `synchronize` it, for the sum."""
 
     def __init__(self, indices: Handle, values: Handle, shape: torch.Size, divisor: int) -> None:
         self._indices, self._values, self._shape, self._divisor = indices, values, shape, divisor
 
     def poll(self) -> bool:
-        """Whether `result` does not wait."""
+        """Whether `result` returns, or raises, at once."""
         return self._indices.poll() and self._values.poll()
 
     def result(self) -> Tensor:
@@ -275,12 +281,12 @@ def sparse_allreduce_async(
 
     Returns a handle to call. Raises UnsupportedOpError for another op.
     """
-    meant = chosen(op)
-    if meant not in (Average, Sum):
-        raise UnsupportedOpError("sparse_allreduce_async", meant.name, ["Average", "Sum"])
-    name = named("sparse_allreduce", name, process_set)
-    mine = tensor.detach().coalesce()
-    indices = allgather_async(mine.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(mine.values(), f"{name}.values", process_set)
-    divisor = len(process_set.members) if meant == Average else 1
+    parsed = parse_op(op)
+    if parsed not in (Average, Sum):
+        raise UnsupportedOpError("sparse_allreduce_async", parsed.name, ["Average", "Sum"])
+    name = full_name("sparse_allreduce", name, process_set)
+    own = tensor.detach().coalesce()
+    indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(own.values(), f"{name}.values", process_set)
+    divisor = len(process_set.members) if parsed == Average else 1
     return SparseHandle(indices, values, tensor.shape, divisor)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from instep.compat.horovod.allreduce import Reduction, SparseHandle, sparse_allreduce_async
+from instep.compat.horovod.basics import ProcessSet
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
-from instep.compat.horovod.sets import ProcessSet
 from instep.process import settings
 from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients

@@ -1,4 +1,4 @@
-"""Gradients in fewer bits while they travel."""
+"""Gradients sent in fewer bits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Compressor:
-    """What `compression=` takes: derive from it, or give a class with the same two functions."""
+    """The base class of `compression=`; any class with the same two functions will do."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` has to know."""
+        """The tensor to send, and the `ctx` of `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -23,7 +23,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Everything travels as it is."""
+    """Everything is sent as it is."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
@@ -37,7 +37,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating point travels as float16."""
+    """Floating point is sent as float16."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -51,7 +51,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The choices."""
+    """The compressors by Horovod's names."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Submit a collective under a name; wait for it by its handle."""
+"""Collectives by name: `submit` starts one and returns its handle, `synchronize` waits for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.session import session
-from instep.compat.horovod.sets import ProcessSet, global_process_set
 from instep.distributed.communication.forbid_collectives import line_of_script
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Verdict, Wish
@@ -31,7 +30,7 @@ class Handle:
         return self._task.over
 
     def result(self) -> Any:
-        """What the collective gives. Raises HorovodInternalError, OverflowedError."""
+        """The collective's result. Raises HorovodInternalError, OverflowedError."""
         if not self._finished:
             self._result = self._finish(*self._task.wait())
             self._finished = True
@@ -39,30 +38,30 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether the collective is over: then `synchronize` does not wait."""
+    """Whether the collective has ended, so that `synchronize` does not wait."""
     return handle.poll()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for the collective and return what its plain form returns.
+    """Wait for the collective and return what the function without `_async` returns.
 
-    Raises HorovodInternalError where it could not take place.
+    Raises HorovodInternalError if the ranks could not agree on it.
     """
     return handle.result()
 
 
-def named(kind: str, name: str | None, process_set: ProcessSet) -> str:
-    """What ranks are matched by. Without a name: how many there were before, of this kind."""
+def full_name(collective: str, name: str | None, process_set: ProcessSet) -> str:
+    """The name by which the ranks' calls are matched; without a name, the number of such calls."""
     if name is not None:
-        return f"{kind}.{name}"
-    key = kind, process_set.members
+        return f"{collective}.{name}"
+    key = collective, process_set.members
     number = session().unnamed[key]
     session().unnamed[key] += 1
-    return f"{kind}.noname.{number}"
+    return f"{collective}.noname.{number}"
 
 
 def submit(
-    kind: str,
+    collective: str,
     name: str,
     tensors: Sequence[Tensor],
     process_set: ProcessSet,
@@ -71,30 +70,32 @@ def submit(
     into: Sequence[Tensor] | None = None,
     **rest: Any,
 ) -> Handle:
-    """This rank is ready for a collective of these tensors.
+    """Start a collective: this rank is ready for it.
 
     Args:
-        kind: what the executing thread does.
-        name: what `named` returned.
+        collective: the operation that the executing thread performs.
+        name: a `full_name`.
         tensors: of one dtype, on one device.
-        process_set: who takes part.
+        process_set: the ranks that take part.
         finish: makes the result, in the thread that waits.
-        into: where the results go.
+        into: the tensors that hold the results.
         rest: the other fields of a Wish.
 
     Raises WrongArgumentError, WrongDeviceError, UnsuitableTensorError, NameInFlightError,
     NotAMemberError, HorovodInternalError after the end.
     """
     if not tensors:
-        raise WrongArgumentError.no_tensors(name)
+        raise WrongArgumentError(f"{name} takes at least one tensor.")
     for tensor in tensors:
         check_reachable(tensor)
-    kinds = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
-    if len(kinds) > 1:
-        raise WrongArgumentError.mixed(name, kinds)
+    dtypes = sorted({f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors})
+    if len(dtypes) > 1:
+        raise WrongArgumentError(
+            f"{name} takes tensors of one dtype on one device, not {', '.join(dtypes)}."
+        )
     wish = Wish(
         name,
-        kind,
+        collective,
         process_set.members,
         dtype=str(tensors[0].dtype),
         device=tensors[0].device.type,
@@ -106,17 +107,17 @@ def submit(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has come here, or joined."""
-    name = named("barrier", None, process_set)
+    """Return when every rank of the set has called this function, or joined."""
+    name = full_name("barrier", None, process_set)
     wish = Wish(name, "barrier", process_set.members, line=line_of_script())
     session().negotiator.submit(Task(wish)).wait()
 
 
 def join(device: int = -1) -> int:
-    """This rank has no data left; returns when that is true of all, with the rank that came last.
+    """Report that this rank has no data left; return the last rank that did, when all have.
 
     Until then this rank adds zeros to the others' sums and averages (an average still divides by
-    all ranks). Whatever else the others ask for raises HorovodInternalError there.
+    all ranks). Any other collective of the others raises HorovodInternalError there.
 
     Args:
         device: Horovod's; the device of the others' tensors is used.
@@ -124,5 +125,5 @@ def join(device: int = -1) -> int:
     wish = Wish(JOIN, JOIN, session().negotiator.world.ranks, line=line_of_script())
     verdict, _ = session().negotiator.submit(Task(wish)).wait()
     assert verdict.last is not None
-    session().unnamed.clear()  # a rank that joined early has counted fewer
+    session().unnamed.clear()  # a rank that joined early has counted fewer calls
     return verdict.last

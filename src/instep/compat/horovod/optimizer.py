@@ -1,4 +1,4 @@
-"""DistributedOptimizer: an optimizer of torch's that steps with the ranks' average gradient."""
+"""DistributedOptimizer: an optimizer that steps with the average of the ranks' gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from instep.compat.horovod.averaging import Averaging, Terms
+from instep.compat.horovod.basics import ProcessSet, global_process_set, session, size
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import OutOfTurnError, UnsupportedOpError, WrongArgumentError
-from instep.compat.horovod.ops import Adasum, Average, Sum, chosen
-from instep.compat.horovod.session import session, size
-from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.compat.horovod.ops import Adasum, Average, Sum, parse_op
 
 Closure = Callable[[], Any]
 Groups = int | Sequence[Sequence[Tensor]]
@@ -38,21 +37,21 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Each rank counts alike, as in Horovod: the average of means over its rows. (Where
     `instep.shard` made the batches, a rank counts by its rows, and the gradient is that of the
-    global batch.) Gradients travel while backward still runs.
+    global batch.) Gradients are sent while backward still runs.
 
     Args:
         optimizer: any of torch's. Its groups and state are shared, so schedulers made for it hold.
-        named_parameters: `model.named_parameters()`: what ranks are matched by. All of the
-            optimizer's, or None for names by position.
-        compression: how gradients travel.
-        backward_passes_per_step: after how many backwards they do; what these add up is not
-            divided.
+        named_parameters: `model.named_parameters()`: gradients are matched by these names. All
+            of the optimizer's parameters, or None for names by position.
+        compression: how gradients are sent.
+        backward_passes_per_step: the number of backwards after which they are sent; the sum of
+            these is not divided.
         op: Average, Sum, or Adasum (which combines whole steps).
-        gradient_predivide_factor: with Average, what the gradients are divided by before the sum,
-            and the sum multiplied by after it.
-        num_groups: the old name of a number for `groups`.
-        groups: what travels together: a number of groups, or lists of parameters.
-        sparse_as_dense: let sparse gradients travel as dense ones.
+        gradient_predivide_factor: with Average, the gradients are divided by it before the sum,
+            and the sum is multiplied by it.
+        num_groups: Horovod's older argument for a number of `groups`.
+        groups: the parameters that are sent together: a number of groups, or lists of parameters.
+        sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks that take part; the others step by themselves.
 
     Returns:
@@ -62,48 +61,50 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises WrongArgumentError (a ValueError), UnsupportedOpError, NotInitializedError.
     """
     names = _names(optimizer, named_parameters)
-    meant = chosen(op)
-    if gradient_predivide_factor != 1.0 and meant != Average:
-        raise WrongArgumentError.predivide()
-    if meant not in (Average, Sum, Adasum):
-        raise UnsupportedOpError("DistributedOptimizer", meant.name, ["Average", "Sum", "Adasum"])
+    parsed = parse_op(op)
+    if gradient_predivide_factor != 1.0 and parsed != Average:
+        raise WrongArgumentError(
+            "gradient_predivide_factor splits the factor of an average: leave op=Average."
+        )
+    if parsed not in (Average, Sum, Adasum):
+        raise UnsupportedOpError("DistributedOptimizer", parsed.name, ["Average", "Sum", "Adasum"])
     _check_passes(backward_passes_per_step)
     terms = Terms(
         compression,
-        meant,
+        parsed,
         gradient_predivide_factor,
-        _checked_groups(groups if groups is not None else num_groups or None),
+        _parse_groups(groups if groups is not None else num_groups or None),
         sparse_as_dense,
         process_set,
     )
-    kind = _Stepwise if meant == Adasum and size() > 1 else _Averaged
-    cls: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {})
-    made = cls.__new__(cls)
+    mixin = _AdasumOptimizer if parsed == Adasum and size() > 1 else _AveragingOptimizer
+    cls: Any = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
+    distributed = cls.__new__(cls)
     # A scheduler has replaced `step` of the instance that it was given.
-    vars(made).update({name: v for name, v in vars(optimizer).items() if name != "step"})
-    made._begin(_numbered(names) if named_parameters is None else names, terms)
-    made.set_backward_passes_per_step(backward_passes_per_step)
-    return made
+    vars(distributed).update({name: v for name, v in vars(optimizer).items() if name != "step"})
+    distributed._begin(_add_number(names) if named_parameters is None else names, terms)
+    distributed.set_backward_passes_per_step(backward_passes_per_step)
+    return distributed
 
 
-class _Averaged(torch.optim.Optimizer):
-    """What is put before the optimizer's own class."""
+class _AveragingOptimizer(torch.optim.Optimizer):
+    """The base class that comes before the optimizer's own: its `step` waits for the averages."""
 
     def _begin(self, names: dict[Tensor, str], terms: Terms) -> None:
         self._parameter_names = names
         self._synchronized = False
         self._should_synchronize = True
-        alone = size() == 1 or not terms.process_set.included()
-        self._averaging = None if alone else Averaging(names, 1, terms)
+        single_rank = size() == 1 or not terms.process_set.included()
+        self._averaging = None if single_rank else Averaging(names, 1, terms)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """After how many backwards gradients travel, from the next step on."""
+        """Send gradients after this number of backwards, from the next step on."""
         _check_passes(passes)
         if self._averaging is not None:
             self._averaging.passes = passes
 
     def synchronize(self) -> None:
-        """Wait until `.grad` holds the averages: before clipping, for example.
+        """Wait until `.grad` holds the averages; needed before clipping, for example.
 
         Raises HorovodInternalError.
         """
@@ -148,11 +149,14 @@ class _Averaged(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises OutOfTurnError between backward and step or synchronize."""
         if self._under_way():
-            raise OutOfTurnError.zero_grad()
+            raise OutOfTurnError(
+                "zero_grad() between backward() and step() or synchronize(): the gradients are "
+                "being averaged right now. Call it after step(), or before backward()."
+            )
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; gradients under way are forgotten."""
+        """As torch's; drops gradients under way."""
         if self._averaging is not None:
             self._averaging.forget()
         super().load_state_dict(state_dict)
@@ -161,34 +165,36 @@ class _Averaged(torch.optim.Optimizer):
         return self._averaging is not None and self._averaging.under_way
 
 
-class _Stepwise(torch.optim.Optimizer):
-    """Adasum: each rank steps by its own gradient, and the steps are combined."""
+class _AdasumOptimizer(torch.optim.Optimizer):
+    """Each rank steps by its own gradient, and the steps are combined by Adasum."""
 
     def _begin(self, names: dict[Tensor, str], terms: Terms) -> None:
         self._parameter_names = names
         self._terms = terms
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients do not travel; accumulate as many as you like."""
+        """Check the number only: gradients are not sent, so any number may be accumulated."""
         _check_passes(passes)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: `step` combines."""
+        """Do nothing: `step` combines the steps."""
 
     def skip_synchronize(self) -> Any:
         """Raises OutOfTurnError."""
-        raise OutOfTurnError.skip_with_adasum()
+        raise OutOfTurnError(
+            "skip_synchronize() has no meaning with Adasum, which combines whole steps."
+        )
 
     def step(self, closure: Closure | None = None) -> Any:
         """Step by this rank's gradient, and replace the step by all ranks' Adasum."""
         before = {p: p.detach().clone() for p in self._parameter_names if p.requires_grad}
         loss = super().step(closure)
         for dtype in dict.fromkeys(p.dtype for p in before):
-            moved = [p for p in before if p.dtype == dtype]
-            small = [self._terms.compression.compress(p.detach() - before[p]) for p in moved]
-            reduction = self._terms.reduction(f"step of {len(moved)} parameters in {dtype}")
+            stepped = [p for p in before if p.dtype == dtype]
+            small = [self._terms.compression.compress(p.detach() - before[p]) for p in stepped]
+            reduction = self._terms.reduction(f"step of {len(stepped)} parameters in {dtype}")
             steps = reduction.start([step for step, _ in small]).result()
-            for p, step, (_, context) in zip(moved, steps, small, strict=True):
+            for p, step, (_, context) in zip(stepped, steps, small, strict=True):
                 whole = self._terms.compression.decompress(step, context)
                 p.detach().copy_(before[p] + whole)
         return loss
@@ -206,19 +212,28 @@ def _names(
         }
     pairs = list(named)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise WrongArgumentError.not_pairs()
+        raise WrongArgumentError(
+            "named_parameters is a sequence of pairs (name, parameter), such as "
+            "model.named_parameters()."
+        )
     counts = Counter(name for name, _ in pairs)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise WrongArgumentError.same_names(twice)
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise WrongArgumentError(
+            f"ranks are matched by parameter names, and these occur more than once: "
+            f"{', '.join(duplicates)}. Put something before the names of each model."
+        )
     name_of = {p: name for name, p in pairs}
-    all_of_it = [p for group in optimizer.param_groups for p in group["params"]]
-    if unnamed := [tuple(p.shape) for p in all_of_it if p not in name_of]:
-        raise WrongArgumentError.unnamed(unnamed)
-    return {p: name_of[p] for p in all_of_it}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if shapes := [tuple(p.shape) for p in parameters if p not in name_of]:
+        raise WrongArgumentError(
+            "named_parameters does not name every parameter of the optimizer; without a name are "
+            f"those of shape {', '.join(map(str, shapes))}. Name all of them, or none."
+        )
+    return {p: name_of[p] for p in parameters}
 
 
-def _numbered(names: dict[Tensor, str]) -> dict[Tensor, str]:
-    """Nameless parameters of the job's n-th such optimizer: two may be under way together."""
+def _add_number(names: dict[Tensor, str]) -> dict[Tensor, str]:
+    """Names by position, of the job's n-th such optimizer: two may be under way together."""
     number = session().unnamed["optimizer",]
     session().unnamed["optimizer",] += 1
     return {p: f"optimizer{number}.{name}" for p, name in names.items()}
@@ -226,16 +241,18 @@ def _numbered(names: dict[Tensor, str]) -> dict[Tensor, str]:
 
 def _check_passes(passes: int) -> None:
     if not isinstance(passes, int) or passes < 1:
-        raise WrongArgumentError.passes(passes)
+        raise WrongArgumentError(
+            f"backward_passes_per_step is a whole number from 1 up, not {passes!r}."
+        )
 
 
-def _checked_groups(groups: Groups | None) -> tuple[tuple[Tensor, ...], ...] | int | None:
+def _parse_groups(groups: Groups | None) -> tuple[tuple[Tensor, ...], ...] | int | None:
     if groups is None or (isinstance(groups, int) and groups > 0):
         return groups
     if isinstance(groups, int) or not isinstance(groups, Iterable):
         raise WrongArgumentError.groups()
-    made = tuple(tuple(group) for group in groups)
-    every = [p for group in made for p in group]
-    if not all(isinstance(p, Tensor) for p in every) or len({*every}) < len(every):
+    lists = tuple(tuple(group) for group in groups)
+    members = [p for group in lists for p in group]
+    if not all(isinstance(p, Tensor) for p in members) or len({*members}) < len(members):
         raise WrongArgumentError.groups()
-    return made
+    return lists

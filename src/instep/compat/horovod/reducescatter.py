@@ -1,46 +1,36 @@
-"""reducescatter, in all its forms."""
+"""reducescatter, grouped or not, at once or asynchronous."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from instep.compat.horovod.allreduce import Reduction, first, parse_reduction
+from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.compression import Compression, Compressor
-from instep.compat.horovod.handles import Handle, named, submit
-from instep.compat.horovod.moves import check_has_rows, grouped_allgather
-from instep.compat.horovod.ops import Average, ReduceOp, Sum, chosen, word
-from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.compat.horovod.gather_broadcast import check_has_rows, grouped_allgather
+from instep.compat.horovod.handles import Handle, submit
+from instep.compat.horovod.ops import Average, Sum, op_name
 from instep.distributed.communication.tensors import apply
 
 Tensors = Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Division:
-    """A reducescatter, less its tensors."""
-
-    name: str
-    op: ReduceOp
-    scales: tuple[float, float]
-    process_set: ProcessSet
-
-    def start(self, tensors: Tensors, single: bool = False) -> Handle:
-        """Submit it; its result is a list, or one tensor."""
-        for tensor in tensors:
-            check_has_rows(self.name, tensor)
-        return submit(
-            "reducescatter",
-            self.name,
-            tensors,
-            self.process_set,
-            lambda _, results: results[0] if single else results,
-            op=word("reducescatter", self.op),
-            scales=self.scales,
-        )
+def _start(reduction: Reduction, tensors: Tensors, single: bool = False) -> Handle:
+    for tensor in tensors:
+        check_has_rows(reduction.name, tensor)
+    return submit(
+        "reducescatter",
+        reduction.name,
+        tensors,
+        reduction.process_set,
+        lambda _, results: first(results) if single else results,
+        op=op_name("reducescatter", reduction.op),
+        scales=reduction.scales,
+    )
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -48,28 +38,18 @@ class _ReduceScatter(torch.autograd.Function):
     number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.division = division
-        return tuple(division.start(tensors).result())
+    def forward(ctx: Any, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduction = reduction
+        return tuple(_start(reduction, tensors).result())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        division: Division = ctx.division
-        before, after = division.scales
-        ranks = len(division.process_set.members) if division.op == Sum else 1
+        reduction: Reduction = ctx.reduction
+        before, after = reduction.scales
+        ranks = len(reduction.process_set.members) if reduction.op == Sum else 1
         scaled = [grad * (ranks * before * after) for grad in grads]
-        gathered = grouped_allgather(scaled, f"{division.name}.backward", division.process_set)
+        gathered = grouped_allgather(scaled, f"{reduction.name}.backward", reduction.process_set)
         return None, *gathered
-
-
-def _meant(
-    kind: str,
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-) -> Division:
-    return Division(named(kind, name, process_set), chosen(op), scales, process_set)
 
 
 def reducescatter(
@@ -85,21 +65,21 @@ def reducescatter(
 
     Args:
         tensor: (rows, ...), the same shape on all ranks. Each rank gets the same number of rows,
-            the first ones one more where that does not come out even.
-        name: what ranks are matched by.
-        compression: how it travels.
+            the first ones one more if the division leaves a remainder.
+        name: by which the ranks' calls are matched.
+        compression: how it is sent.
         op: Average, Sum, Min, Max or Product.
         process_set: the ranks that take part.
-        prescale_factor: what each rank's tensor is multiplied by first.
-        postscale_factor: what the result is multiplied by.
+        prescale_factor: each rank's tensor is multiplied by it first.
+        postscale_factor: the result is multiplied by it.
 
     Returns:
         A new, differentiable tensor. Raises as `allreduce`.
     """
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("reducescatter", name, op, scales, process_set)
-    (result,) = apply(_ReduceScatter, meant, small)
+    reduction = parse_reduction("reducescatter", name, op, None, scales, process_set)
+    (result,) = apply(_ReduceScatter, reduction, small)
     return compression.decompress(result, ctx)
 
 
@@ -113,7 +93,9 @@ def reducescatter_async(
 ) -> Handle:
     """Start `reducescatter`; not differentiable."""
     scales = (prescale_factor, postscale_factor)
-    return _meant("reducescatter", name, op, scales, process_set).start([tensor], single=True)
+    return _start(
+        parse_reduction("reducescatter", name, op, None, scales, process_set), [tensor], single=True
+    )
 
 
 def grouped_reducescatter(
@@ -128,8 +110,8 @@ def grouped_reducescatter(
     """`reducescatter` of several tensors of one dtype."""
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
-    meant = _meant("grouped_reducescatter", name, op, scales, process_set)
-    results = apply(_ReduceScatter, meant, *(tensor for tensor, _ in small))
+    reduction = parse_reduction("grouped_reducescatter", name, op, None, scales, process_set)
+    results = apply(_ReduceScatter, reduction, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 
@@ -143,4 +125,6 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start `grouped_reducescatter`; not differentiable."""
     scales = (prescale_factor, postscale_factor)
-    return _meant("grouped_reducescatter", name, op, scales, process_set).start(tensors)
+    return _start(
+        parse_reduction("grouped_reducescatter", name, op, None, scales, process_set), tensors
+    )

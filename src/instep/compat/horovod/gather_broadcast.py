@@ -1,4 +1,4 @@
-"""allgather, broadcast and alltoall: rows that change ranks unchanged."""
+"""allgather, broadcast and alltoall: collectives that copy rows and compute nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.handles import Handle, named, submit
-from instep.compat.horovod.session import rank
-from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.message_table import Verdict
 
@@ -27,14 +26,14 @@ def allgather(
 
     Args:
         tensor: (rows, ...); the ranks may differ in the number of rows, and in nothing else.
-        name: what ranks are matched by.
+        name: by which the ranks' calls are matched.
         process_set: the ranks that take part.
 
     Returns:
         A new tensor. As in Horovod, its derivative is this rank's rows of the *average* of the
         ranks' gradients. Raises as `allreduce`, and WrongArgumentError for a scalar.
     """
-    name = named("allgather", name, process_set)
+    name = full_name("allgather", name, process_set)
     (gathered,) = apply(_AllGather, name, process_set, tensor)
     result: Tensor = gathered
     return result
@@ -44,14 +43,16 @@ def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `allgather`; not differentiable."""
-    return _gather(named("allgather", name, process_set), [tensor], process_set, single=True)
+    return _start_allgather(
+        full_name("allgather", name, process_set), [tensor], process_set, single=True
+    )
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors of one dtype."""
-    name = named("grouped_allgather", name, process_set)
+    name = full_name("grouped_allgather", name, process_set)
     return list(apply(_AllGather, name, process_set, *tensors))
 
 
@@ -59,10 +60,12 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `grouped_allgather`; not differentiable."""
-    return _gather(named("grouped_allgather", name, process_set), tensors, process_set)
+    return _start_allgather(full_name("grouped_allgather", name, process_set), tensors, process_set)
 
 
-def _gather(name: str, tensors: Tensors, process_set: ProcessSet, single: bool = False) -> Handle:
+def _start_allgather(
+    name: str, tensors: Tensors, process_set: ProcessSet, single: bool = False
+) -> Handle:
     for tensor in tensors:
         check_has_rows(name, tensor)
     return submit(
@@ -77,7 +80,9 @@ def _gather(name: str, tensors: Tensors, process_set: ProcessSet, single: bool =
 def check_has_rows(name: str, tensor: Tensor) -> None:
     """Raise WrongArgumentError for a tensor without a dimension 0."""
     if tensor.dim() == 0:
-        raise WrongArgumentError.scalar(name)
+        raise WrongArgumentError(
+            f"{name} needs a tensor with rows; this one has no dimension. Reshape it first."
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -91,7 +96,7 @@ class _AllGather(torch.autograd.Function):
 
         def finish(verdict: Verdict, results: list[Tensor]) -> list[Tensor]:
             me = process_set.members.index(rank())
-            ctx.mine = [
+            ctx.own_rows = [
                 (sum(rows[k] for rows in verdict.rows[:me]), verdict.rows[me][k])
                 for k in range(len(tensors))
             ]
@@ -101,13 +106,13 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        means = averaged(f"{ctx.name}.backward", grads, ctx.process_set)
-        mine = zip(means, ctx.mine, strict=True)
-        return None, None, *(mean.narrow(0, start, rows) for mean, (start, rows) in mine)
+        means = average(f"{ctx.name}.backward", grads, ctx.process_set)
+        own = zip(means, ctx.own_rows, strict=True)
+        return None, None, *(mean.narrow(0, start, rows) for mean, (start, rows) in own)
 
 
-def averaged(name: str, tensors: Tensors, process_set: ProcessSet) -> list[Tensor]:
-    """The ranks' average, as derivatives need it."""
+def average(name: str, tensors: Tensors, process_set: ProcessSet) -> list[Tensor]:
+    """The ranks' average of each tensor."""
     handle = submit("allreduce", name, tensors, process_set, lambda _, results: results, op="mean")
     means: list[Tensor] = handle.result()
     return means
@@ -126,15 +131,15 @@ def broadcast(
 
     Args:
         tensor: the same shape and dtype on all ranks.
-        root_rank: the rank that gives; a rank of the world in process sets too.
-        name: what ranks are matched by.
+        root_rank: the source; a rank of the job, in process sets too.
+        name: by which the ranks' calls are matched.
         process_set: the ranks that take part.
 
     Returns:
         A new tensor. As in Horovod, its derivative is the *average* of the ranks' gradients at
         root, and zeros elsewhere. Raises as `allreduce`, and ValueError for a root outside.
     """
-    name = named("broadcast", name, process_set)
+    name = full_name("broadcast", name, process_set)
     result: Tensor = apply(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
@@ -146,7 +151,9 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `broadcast`; not differentiable."""
-    return _spread(named("broadcast", name, process_set), tensor, root_rank, process_set)
+    return _start_broadcast(
+        full_name("broadcast", name, process_set), tensor, root_rank, process_set
+    )
 
 
 def broadcast_async_(
@@ -155,9 +162,9 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start `broadcast_`; until `synchronize`, `tensor` holds anything."""
-    name = named("broadcast", name, process_set)
-    return _spread(name, tensor, root_rank, process_set, into=tensor)
+    """Start `broadcast_`; before `synchronize`, the contents of `tensor` are undefined."""
+    name = full_name("broadcast", name, process_set)
+    return _start_broadcast(name, tensor, root_rank, process_set, into=tensor)
 
 
 def broadcast_(
@@ -171,7 +178,7 @@ def broadcast_(
     return result
 
 
-def _spread(
+def _start_broadcast(
     name: str, tensor: Tensor, root: int, process_set: ProcessSet, into: Tensor | None = None
 ) -> Handle:
     if root not in process_set.members:
@@ -191,12 +198,12 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: int, name: str, process_set: ProcessSet) -> Tensor:
         ctx.root, ctx.name, ctx.process_set = root, name, process_set
-        result: Tensor = _spread(name, tensor, root, process_set).result()
+        result: Tensor = _start_broadcast(name, tensor, root, process_set).result()
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (mean,) = averaged(f"{ctx.name}.backward", grads, ctx.process_set)
+        (mean,) = average(f"{ctx.name}.backward", grads, ctx.process_set)
         return mean if rank() == ctx.root else torch.zeros_like(mean), None, None, None
 
 
@@ -209,22 +216,22 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Give each rank its part of this rank's rows; get the own part of every rank's.
+    """Send a part of this rank's rows to each rank; receive a part of every rank's rows.
 
     Args:
         tensor: (rows, ...); the ranks may differ in the number of rows, and in nothing else.
-        splits: how many rows each rank gets: integers; by default the same for all.
-        name: what ranks are matched by.
+        splits: the number of rows for each rank, integers; by default the same for all.
+        name: by which the ranks' calls are matched.
         process_set: the ranks that take part.
 
     Returns:
-        The rows received, in the order of ranks; where splits are given, also how many came from
-        each rank, int32. The derivative is the alltoall back. Raises as `allreduce`, and
+        The rows received, in the order of ranks; with splits also the number of rows from each
+        rank, int32. The derivative is the alltoall back. Raises as `allreduce`, and
         WrongArgumentError for splits that are no integers or do not add up.
     """
-    name = named("alltoall", name, process_set)
-    collected, received = apply(_AllToAll, tensor, splits, name, process_set)
-    return collected if splits is None else (collected, received)
+    name = full_name("alltoall", name, process_set)
+    gathered, received = apply(_AllToAll, tensor, splits, name, process_set)
+    return gathered if splits is None else (gathered, received)
 
 
 def alltoall_async(
@@ -234,10 +241,10 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `alltoall`; not differentiable."""
-    return _exchange(named("alltoall", name, process_set), tensor, splits, process_set)
+    return _start_alltoall(full_name("alltoall", name, process_set), tensor, splits, process_set)
 
 
-def _exchange(
+def _start_alltoall(
     name: str,
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None,
@@ -245,29 +252,37 @@ def _exchange(
     always_both: bool = False,
 ) -> Handle:
     check_has_rows(name, tensor)
-    counts = _counts(splits, len(tensor), len(process_set.members))
-    where = splits.device if isinstance(splits, Tensor) else "cpu"
+    counts = _split_sizes(splits, len(tensor), len(process_set.members))
+    device = splits.device if isinstance(splits, Tensor) else "cpu"
 
     def finish(verdict: Verdict, results: list[Tensor]) -> Any:
         me = process_set.members.index(rank())
         received = torch.tensor([rows[me] for rows in verdict.rows], dtype=torch.int32)
-        both = results[0], received.to(where)
+        both = results[0], received.to(device)
         return both if always_both or splits is not None else both[0]
 
     return submit("alltoall", name, [tensor], process_set, finish, splits=counts)
 
 
-def _counts(splits: Tensor | Sequence[int] | None, rows: int, size: int) -> tuple[int, ...]:
+def _split_sizes(splits: Tensor | Sequence[int] | None, rows: int, size: int) -> tuple[int, ...]:
     if splits is None:
         if rows % size:
-            raise WrongArgumentError.uneven(rows, size)
+            raise WrongArgumentError(
+                f"alltoall without splits gives each of {size} ranks the same number of rows, but "
+                f"this tensor has {rows}. Give splits."
+            )
         return (rows // size,) * size
     given = torch.as_tensor(splits)
     if given.dtype not in (torch.int32, torch.int64):
-        raise WrongArgumentError.splits_kind(given.dtype)
+        raise WrongArgumentError(
+            f"splits of alltoall are integers (torch.int32), not {given.dtype}."
+        )
     counts = given.tolist()
     if given.dim() != 1 or len(counts) != size or sum(counts) != rows or min(counts) < 0:
-        raise WrongArgumentError.splits(counts, rows, size)
+        raise WrongArgumentError(
+            f"splits of alltoall are {size} numbers of rows, one for each rank, that add up to "
+            f"the tensor's {rows}; got {counts}."
+        )
     return tuple(counts)
 
 
@@ -281,10 +296,10 @@ class _AllToAll(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
         ctx.name, ctx.process_set = name, process_set
-        handle = _exchange(name, tensor, splits, process_set, always_both=True)
-        collected, ctx.received = handle.result()
+        handle = _start_alltoall(name, tensor, splits, process_set, always_both=True)
+        gathered, ctx.received = handle.result()
         ctx.mark_non_differentiable(ctx.received)
-        return collected, ctx.received
+        return gathered, ctx.received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -1,4 +1,4 @@
-"""What all ranks should begin with: parameters, the state of an optimizer, any object."""
+"""Broadcasts of parameters, of an optimizer's state and of Python objects."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.handles import Handle, named, submit
-from instep.compat.horovod.moves import broadcast_async_
-from instep.compat.horovod.session import rank
-from instep.compat.horovod.sets import ProcessSet, global_process_set
+from instep.compat.horovod.gather_broadcast import broadcast_async_
+from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.tensors import current_device
 from instep.distributed.negotiation.message_table import Verdict
@@ -29,14 +28,17 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, or a list of tensors or of pairs (name, tensor).
-        root_rank: the rank that gives.
+        root_rank: the source.
 
-    Raises WrongArgumentError for something else, and what `broadcast` raises.
+    Raises WrongArgumentError for something else, and as `broadcast`.
     """
     if isinstance(params, Mapping):
         pairs: list[Any] = sorted(params.items())
     elif isinstance(params, str | Tensor) or not isinstance(params, Iterable):
-        raise WrongArgumentError.parameters(type(params).__name__)
+        raise WrongArgumentError(
+            "broadcast_parameters takes model.state_dict(), or a list of tensors or of pairs "
+            f"(name, tensor), not {type(params).__name__}."
+        )
     else:
         pairs = [entry if isinstance(entry, tuple) else (None, entry) for entry in params]
     handles = [
@@ -55,14 +57,14 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: of torch, or a DistributedOptimizer; LBFGS too.
-        root_rank: the rank that gives.
+        root_rank: the source.
         model: not needed.
 
-    Raises what `broadcast` raises.
+    Raises as `broadcast`.
     """
-    mine = optimizer.state_dict()
-    announced = broadcast_object(tree_map(_announced, mine), root_rank, name="optimizer_state")
-    state = mine if rank() == root_rank else tree_map(_made, announced)
+    own = optimizer.state_dict()
+    specs = broadcast_object(tree_map(_to_spec, own), root_rank, name="optimizer_state")
+    state = own if rank() == root_rank else tree_map(_from_spec, specs)
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     broadcast_parameters([(f"optimizer_state.{k}", t) for k, t in enumerate(tensors)], root_rank)
     if rank() != root_rank:
@@ -72,28 +74,28 @@ def broadcast_optimizer_state(
 
 
 @dataclass(frozen=True)
-class _Announced:
-    """A tensor, less its elements."""
+class _TensorSpec:
+    """A tensor without its elements."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: str
 
 
-def _announced(leaf: object) -> object:
+def _to_spec(leaf: object) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
-    return _Announced(leaf.shape, leaf.dtype, leaf.device.type)
+    return _TensorSpec(leaf.shape, leaf.dtype, leaf.device.type)
 
 
-def _made(leaf: object) -> object:
-    if not isinstance(leaf, _Announced):
+def _from_spec(leaf: object) -> object:
+    if not isinstance(leaf, _TensorSpec):
         return leaf
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=current_device(leaf.device))
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """load_state_dict, but the groups stay the objects that schedulers know."""
+    """load_state_dict that keeps the groups, since schedulers hold these objects."""
     groups = optimizer.param_groups
     optimizer.load_state_dict(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -102,9 +104,9 @@ def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Horovod makes a step with gradients of zero here, to have a state, and leaves them there.
+    """Set gradients of zero, as Horovod leaves them here after a step that makes the state.
 
-    Scripts look at them. The step is not made: weight decay would change the parameters.
+    Scripts read them. There is no such step here: weight decay would change the parameters.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -119,25 +121,25 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> T:
     """Root's object, pickled; on root the object itself. Raises as `broadcast`."""
-    mine = signed_pickle.dumps(obj) if rank() == root_rank else b""
-    name = named("broadcast_object", name, process_set)
-    handle = _gather_bytes(name, mine, process_set, root=root_rank)
-    (theirs,) = (part for part in handle.result() if part)
-    received: T = obj if rank() == root_rank else signed_pickle.loads(theirs)
-    return received
+    sent = signed_pickle.dumps(obj) if rank() == root_rank else b""
+    name = full_name("broadcast_object", name, process_set)
+    handle = _gather_bytes(name, sent, process_set, root=root_rank)
+    (received,) = (part for part in handle.result() if part)
+    result: T = obj if rank() == root_rank else signed_pickle.loads(received)
+    return result
 
 
 def allgather_object(
     obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[T]:
     """Every rank's object, pickled, in the order of ranks. Raises as `allgather`."""
-    name = named("allgather_object", name, process_set)
+    name = full_name("allgather_object", name, process_set)
     handle = _gather_bytes(name, signed_pickle.dumps(obj), process_set)
     return [signed_pickle.loads(part) for part in handle.result()]
 
 
 def _gather_bytes(
-    name: str, mine: bytes, process_set: ProcessSet, root: int | None = None
+    name: str, sent: bytes, process_set: ProcessSet, root: int | None = None
 ) -> Handle:
     if root is not None and root not in process_set.members:
         raise WrongArgumentError.root(root, process_set.members)
@@ -146,5 +148,5 @@ def _gather_bytes(
         parts = results[0].split([rows[0] for rows in verdict.rows])
         return [part.numpy().tobytes() for part in parts]
 
-    tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(0)
+    tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0)
     return submit("allgather", name, [tensor.byte()], process_set, finish, root=root)

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.compat.horovod.allreduce import allreduce_async_
+from instep.compat.horovod.basics import size
+from instep.compat.horovod.gather_broadcast import allgather
 from instep.compat.horovod.handles import Handle
-from instep.compat.horovod.moves import allgather
 from instep.compat.horovod.ops import Sum
-from instep.compat.horovod.session import size
 from instep.training import batchnorm
 
 
@@ -26,8 +26,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """As torch's batch normalisation. In training collective, and its backward too."""
-        own = self.training or not self.track_running_stats
-        if not own or size() == 1:
+        uses_batch = self.training or not self.track_running_stats
+        if not uses_batch or size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
         momentum = self.momentum
@@ -44,24 +44,27 @@ class SyncBatchNorm(_BatchNorm):
             True,
             momentum or 0.0,
             self.eps,
-            way=_Negotiated(),
+            way=_NegotiatedTransport(),
         )
 
 
-class _Negotiated:
-    """By name, so that ranks which have joined are noticed. Each layer waits, so names suffice."""
+class _NegotiatedTransport:
+    """Collectives by name, so that ranks which have joined take part with zeros.
+
+    One name is enough for all layers, since each of them waits for its collective.
+    """
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor."""
         return list(allgather(tensor.detach()[None], "sync_batch_norm.statistics"))
 
-    def all_reduce(self, tensor: Tensor, op: str) -> _Started:
+    def all_reduce(self, tensor: Tensor, op: str) -> _Work:
         """The sum, in place."""
-        return _Started(allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum))
+        return _Work(allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum))
 
 
-class _Started:
-    """A handle that waits as torch's works do."""
+class _Work:
+    """A handle with the `wait` of torch.distributed's Work."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
