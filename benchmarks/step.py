@@ -34,7 +34,7 @@ from instep.training.reducer import Backward as Collected
 from instep.training.reducer import Reducer, collecting
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.backward import backward as divided_backward
+from instep.unedited.sharded_call.run.backward import backward as sharded_backward
 from machine import machine, ratios, shown
 from models import workload
 
@@ -82,9 +82,9 @@ def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
     call = nn.Module.__call__
 
     def backward(loss: Tensor) -> None:
-        divided_backward(lambda roots, *_: engine(roots), loss)
+        sharded_backward(lambda roots, *_: engine(roots), loss)
 
-    return lambda inputs: modules.call(call, model, inputs), backward
+    return lambda inputs: modules.call_module(call, model, inputs), backward
 
 
 def horovod(model: nn.Module) -> tuple[nn.Module, Backward]:

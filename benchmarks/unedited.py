@@ -27,9 +27,9 @@ from torch.nn.functional import cross_entropy
 import instep
 from instep.distributed.communication.transport import transport
 from instep.training.blocks import Block
-from instep.unedited.sharded_call.losses import loss
-from instep.unedited.sharded_call.mappings import all_rows
-from instep.unedited.sharded_call.sharded_output import Rows
+from instep.unedited.sharded_call.run.losses import loss
+from instep.unedited.sharded_call.run.mappings import gather_from_region
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from machine import machine, ratios
 
 SCRIPT = Path(__file__).parent / "scripts" / "classifier.py"
@@ -65,10 +65,10 @@ def outputs(rank: int, ranks: int, folder: str) -> None:
         target = torch.randint(0, width, (ROWS,), generator=torch.Generator().manual_seed(0))
 
         def gathered(own: Tensor = own, target: Tensor = target) -> Tensor:
-            return cross_entropy(all_rows(own, block, 0, way), target)
+            return cross_entropy(gather_from_region(own, block, 0, way), target)
 
         def kept(own: Tensor = own, target: Tensor = target) -> Tensor:
-            return loss(cross_entropy, Rows.of(own, block, way), target)
+            return loss(cross_entropy, ShardedOutput.of(own, block, way), target)
 
         mine = target[block.start : block.stop]
         alone = timed(lambda own=own, mine=mine: cross_entropy(own, mine))

@@ -24,11 +24,12 @@ from instep.errors import MixedSumsError
 from instep.process.patching import PatchHandle
 from instep.training.blocks import Block
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
-from instep.unedited.sharded_call import modules, sharded_output
-from instep.unedited.sharded_call.random_numbers import WholeDraws
-from instep.unedited.sharded_call.rank_mismatch import told_apart
-from instep.unedited.sharded_call.rounding import tolerance
-from instep.unedited.sharded_call.sharded_output import Rows
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
+from instep.unedited.sharded_call.compare.rounding import tolerance
+from instep.unedited.sharded_call.run import sharded_output
+from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from oracle import Log, same_as_one_process
 from pool import ranks, talking_over
 
@@ -60,16 +61,16 @@ def unedited(log: Log, training: Training, is_divided: bool) -> None:
     """Play `training` as `instep run` would: divided where there are other ranks."""
     ranks = torch.distributed.is_initialized()
     patched = PatchHandle(SHARDED_CALL_PATCHES if ranks else ())
-    modules.forget()
+    modules.reset()
     sharded_output.LARGE = LARGE.get(training.__name__, 2**20)
     try:
         training(log)
     finally:
         patched.remove()
     if ranks:
-        work = modules.work
+        work = modules.call_counts
         assert (work.whole == 0) == is_divided, work
-        assert work.divided > 0 or not is_divided, work
+        assert work.sharded > 0 or not is_divided, work
 
 
 @pytest.mark.parametrize("training", DIVIDED, ids=lambda t: t.__name__)
@@ -645,8 +646,8 @@ def large_outputs_that_only_a_loss_looks_at(log: Log) -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         logits = model(x)
         loss = F.cross_entropy(logits.view(-1, 7), tokens(y).view(-1), ignore_index=2)
-        if isinstance(logits, Rows):
-            assert logits.whole is None
+        if isinstance(logits, ShardedOutput):
+            assert logits.full is None
         return loss + F.cross_entropy(logits.transpose(1, 2), tokens(y))
 
     train(log, model, step)
@@ -718,7 +719,7 @@ def outputs_just_large_enough(log: Log) -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         scores = model(x)
         if torch.distributed.is_initialized():
-            assert isinstance(scores, Rows) == (len(x) == 13)
+            assert isinstance(scores, ShardedOutput) == (len(x) == 13)
         return F.cross_entropy(scores, y)
 
     train(log, model, step)
@@ -1012,12 +1013,12 @@ def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
     whole = torch.arange(20.0).view(5, 4)
     block = Block(instep.rank, instep.world_size, 5)
 
-    def fresh() -> Rows:
-        return Rows.of(whole[block.start : block.stop].clone(), block, transport())
+    def fresh() -> ShardedOutput:
+        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, transport())
 
     assert fresh().shape == (5, 4)
     assert len(fresh()) == 5
-    assert fresh().view(-1).whole is None
+    assert fresh().view(-1).full is None
     assert torch.equal(fresh(), whole)
     assert torch.equal(fresh().view(-1)[3:8], whole.view(-1)[3:8])
     assert torch.equal(torch.cat((fresh(), fresh())), torch.cat((whole, whole)))
@@ -1054,7 +1055,7 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
     for found in outputs[-2:]:
         assert found.shape == (6, 3)
         assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
-    assert (modules.work.divided, modules.work.whole) == (9, 2)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 2)
     if instep.rank == 0:
         assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
         assert "(calls 2 to 9 were divided)" in log.getvalue()
@@ -1065,7 +1066,7 @@ def dividing() -> Iterator[io.StringIO]:
     """Inside, module calls are divided; gives what is said about it."""
     log = io.StringIO()
     patched = PatchHandle(SHARDED_CALL_PATCHES)
-    modules.forget()
+    modules.reset()
     try:
         with contextlib.redirect_stderr(log):
             yield log
@@ -1085,7 +1086,7 @@ def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     with dividing():
         y = model(x)
-    assert (modules.work.divided, modules.work.whole) == (1, 0)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
     assert 1e-5 < (y - exact).norm() / exact.norm() < 1e-1
     assert all(map(torch.equal, before, model.parameters()))
     y.sum().backward()
@@ -1095,7 +1096,7 @@ def refused(module: nn.Module, x: Tensor, what: str) -> None:
     """Its outputs or gradients are seen not to be the same when it is divided."""
     with dividing() as log:
         module(x)
-    assert (modules.work.divided, modules.work.whole) == (0, 1)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
     if instep.rank == 0:
         name = type(module).__name__
         assert f"computes {name} whole: its {what} are not those of the whole" in log.getvalue()
@@ -1120,7 +1121,7 @@ def test_where_little_but_rounding_is_left_every_rank_computes_whole() -> None:
     model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12))
     with dividing(), torch.no_grad():
         model(torch.rand(64) + 1e-6 * torch.randn(9, 64))
-    assert modules.work.whole > 0
+    assert modules.call_counts.whole > 0
 
 
 @pytest.mark.parametrize("learning", [range(5), range(5, 9)])
@@ -1182,7 +1183,7 @@ def test_rounding_on_a_gpu_is_that_of_tf32_unless_the_script_forbids_it() -> Non
 def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:
     q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
     expected = F.scaled_dot_product_attention(q, k, v)
-    with WholeDraws(Block(0, 2, 4), 0, None):  # type: ignore[arg-type]  # no way to ask anybody
+    with GlobalBatchRandomMode(Block(0, 2, 4), 0, None):  # type: ignore[arg-type]  # no way to ask anybody
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 
@@ -1209,7 +1210,7 @@ def test_evaluation_in_inference_mode_is_divided() -> None:
     with dividing(), torch.inference_mode():
         assert torch.allclose(model(x), whole)
         assert torch.allclose(model(x), whole)
-    assert (modules.work.divided, modules.work.whole) == (2, 0)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
 
 
 @ranks(3)
@@ -1218,7 +1219,7 @@ def test_one_row_tells_nothing_of_batches_of_many() -> None:
     with dividing() as log, torch.no_grad():
         for x in (many[:1], many, many[:1], many):
             model(x)
-    assert (modules.work.divided, modules.work.whole) == (2, 2)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 2)
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
         assert "whole where a batch has fewer rows than there are ranks;" in log.getvalue()
@@ -1257,7 +1258,7 @@ def test_ranks_that_differ_are_told_so() -> None:
         assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
         model.load_state_dict(instep.broadcast_object(model.state_dict()))
         model.train(False)(x + instep.rank)
-    assert (modules.work.divided, modules.work.whole) == (0, 2)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 2)
     if instep.rank == 0:
         said = log.getvalue()
         assert "Linear whole: its parameters are not the same on rank 1 as on rank 0 (" in said
@@ -1274,7 +1275,7 @@ def test_ranks_that_round_differently_are_alike() -> None:
             parameter.mul_(1 + 1e-6 * instep.rank)
         model(x * (1 + 1e-6 * instep.rank))
     assert log.getvalue() == ""
-    assert (modules.work.divided, modules.work.whole) == (1, 0)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -1300,5 +1301,5 @@ def test_ranks_that_round_differently_are_alike() -> None:
 @ranks(2)
 def test_what_counts_as_the_same_on_all_ranks(value: Any, other: Any, same: bool) -> None:
     mine = [torch.ones(2), other if instep.rank else value]
-    why = told_apart(nn.Linear(1, 1), mine, transport())
+    why = first_mismatch(nn.Linear(1, 1), mine, transport())
     assert (why is None) is same

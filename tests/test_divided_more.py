@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.sharded_output import Rows
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from oracle import Log, same_as_one_process
 from pool import ranks, talking_over
 from test_divided_calls import LARGE, Around, dividing, mlp, tokens, train, unedited
@@ -128,8 +128,8 @@ def losses_of_large_outputs_one_by_one(log: Log) -> None:
         for name, loss in LOSSES.items():
             scores = model(x)
             total = total + loss(scores, y)
-            if isinstance(scores, Rows):
-                assert (scores.whole is None) == (name in FROM_OWN_ROWS), name
+            if isinstance(scores, ShardedOutput):
+                assert (scores.full is None) == (name in FROM_OWN_ROWS), name
         return total
 
     train(log, model, step, lr=1e-3)
@@ -142,9 +142,9 @@ def losses_of_two_large_outputs(log: Log) -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         one, two = model(x), other(x)
         first = F.mse_loss(one, two)
-        if isinstance(one, Rows):
-            assert one.whole is None
-            assert two.whole is None
+        if isinstance(one, ShardedOutput):
+            assert one.full is None
+            assert two.full is None
         changed = model(x)
         changed.mul_(2)
         return (
@@ -292,7 +292,7 @@ def test_a_model_that_was_made_in_inference_mode_is_divided() -> None:
         expected = model(x)
         with dividing() as said:
             torch.testing.assert_close(model(x), expected)
-            assert (modules.work.divided, said.getvalue()) == (1, "")
+            assert (modules.call_counts.sharded, said.getvalue()) == (1, "")
 
 
 @ranks(2)
@@ -319,7 +319,7 @@ def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_out
     with dividing():
         model = With(lambda y: saving(torch.sin, y))
         model(torch.ones(12, 6)).sum().backward()
-        assert modules.work.divided == 1
+        assert modules.call_counts.sharded == 1
         del entered[:]
         model(torch.ones(12, 6)).sum().backward()
         assert entered == ["forward", "again"]

@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 import instep
 from instep.errors import UndividedError
 from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _entries
 from oracle import Log, same_as_one_process
 from pool import ranks
 from test_divided_calls import Around, dividing, train, unedited
@@ -178,8 +179,8 @@ def captions(log: Log) -> None:
 
     train(log, model, step, steps=24)
     if torch.distributed.is_initialized():
-        kinds = modules._known[model]
-        assert len(kinds) == 1
+        entries = _entries[model]
+        assert len(entries) == 1
         assert Reading.computed < 0.75 * rows  # a third of most batches, all of some
 
 
@@ -211,7 +212,7 @@ def test_each_value_of_a_flag_is_proven_for_itself() -> None:
         outputs = [model(x, how) for how in flags]
     assert all(map(torch.allclose, outputs, expected))
     parts = 1  # of the second call that is whole, its body is divided
-    assert (modules.work.divided, modules.work.whole) == (6 + parts, 2)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (6 + parts, 2)
 
 
 class Kind(Enum):
@@ -227,7 +228,7 @@ def test_booleans_and_enums_are_flags(flags: tuple[Any, Any]) -> None:
     with dividing():
         outputs = [model(x, how) for how in flags]
     assert all(map(torch.allclose, outputs, expected))
-    assert (modules.work.divided, modules.work.whole) == (1, 1)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
 
 
 class Sized(Around):
@@ -239,7 +240,7 @@ class Sized(Around):
 def test_numbers_that_only_happen_to_be_as_many_as_the_rows_are_not_divided() -> None:
     with dividing():
         Sized()(torch.randn(2, 6), [2, 3])
-    assert (modules.work.divided, modules.work.whole) == (1, 0)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
 
 
 class ReadingAll(Around):
@@ -258,7 +259,7 @@ def test_strings_of_all_rows_that_are_needed_on_every_rank_are_not_taken_for_pro
     with dividing():
         outputs = [model(x, each) for each in captions]
     assert all(map(torch.allclose, outputs, expected))
-    assert modules.work.whole == 3
+    assert modules.call_counts.whole == 3
 
 
 class Counted:
@@ -284,11 +285,14 @@ def test_ever_new_strings_cost_neither_two_forwards_nor_memory() -> None:
     with dividing() as log:
         outputs = [model(x, str(k)) for k in range(48)]
     assert torch.allclose(outputs[-1], expected)
-    later = 48 - modules.TEXTS  # are whole, but for the part that sees no strings
-    assert (modules.work.divided, modules.work.whole) == (modules.TEXTS + later, later)
+    later = 48 - MAX_TEXTS  # are whole, but for the part that sees no strings
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (
+        MAX_TEXTS + later,
+        later,
+    )
     compared = 2  # the first and the tenth call of that part
-    assert counted.rows == modules.TEXTS * (6 + 3) + compared * 6 + later * 3
-    assert len(modules._known[model]) == modules.TEXTS
+    assert counted.rows == MAX_TEXTS * (6 + 3) + compared * 6 + later * 3
+    assert len(_entries[model]) == MAX_TEXTS
     if instep.rank == 0:
         assert log.getvalue().count("\n") == 1
         assert "whole: more than 16 different strings came with its batches" in log.getvalue()
@@ -303,11 +307,14 @@ def test_ever_new_kinds_of_arguments_are_computed_once_in_the_end() -> None:
     model, x = Taking(), torch.randn(6, 6)
     counted = Counted(model)
     with dividing(), torch.no_grad():
-        for k in range(modules.KINDS + 8):
+        for k in range(MAX_ENTRIES + 8):
             model(x, **{f"name{k}": x})
-    assert (modules.work.divided, modules.work.whole) == (modules.KINDS + 8, 8)
-    assert counted.rows == modules.KINDS * 9 + 6 + 8 * 3
-    assert len(modules._known[model]) == modules.KINDS
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (
+        MAX_ENTRIES + 8,
+        8,
+    )
+    assert counted.rows == MAX_ENTRIES * 9 + 6 + 8 * 3
+    assert len(_entries[model]) == MAX_ENTRIES
 
 
 @ranks(2)
@@ -319,7 +326,7 @@ def test_coupling_that_begins_with_an_epoch_is_seen_at_its_first_call() -> None:
         outputs = [model(x, epoch) for epoch in epochs]
     assert all(map(torch.allclose, outputs, expected))
     parts = 23  # all but the first of the last two epochs
-    assert (modules.work.divided, modules.work.whole) == (9 * 12 + parts, 2 * 12)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (9 * 12 + parts, 2 * 12)
 
 
 @ranks(2)
@@ -330,9 +337,9 @@ def test_a_step_counter_is_proven_ever_more_seldom() -> None:
         for step in range(128):
             model(x, step / 128)
     proven = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
-    assert (modules.work.divided, modules.work.whole) == (128, 0)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (128, 0)
     assert counted.rows == 128 * 3 + proven * 6
-    assert len(modules._known[model]) == 1
+    assert len(_entries[model]) == 1
 
 
 # ------------------------------------------------------------------ arguments: changed in place
@@ -369,7 +376,7 @@ def test_what_a_forward_adds_to_its_arguments_is_added_once(kind: str) -> None:
     layers = memory.layers if kind == "object" else memory["layers"]
     assert all(map(torch.equal, outputs, expected))
     assert [layer["features"].shape for layer in layers] == [(6, 3)] * 4
-    assert modules.work.whole == 4
+    assert modules.call_counts.whole == 4
     if instep.rank == 0:
         assert "Remembering whole: its forward changes its arguments." in log.getvalue()
 

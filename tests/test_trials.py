@@ -7,7 +7,7 @@ import instep
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import transport
 from instep.errors import UndividedError
-from instep.unedited.sharded_call.checked_transport import attempt
+from instep.unedited.sharded_call.compare.checked_transport import attempt
 from pool import ranks, run
 
 OTHERS = "another rank fails or takes another branch"

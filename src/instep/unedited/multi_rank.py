@@ -36,7 +36,7 @@ from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
 from instep.unedited.processes.rebasing import Rebasing
 from instep.unedited.rank0_relay import Relay
-from instep.unedited.sharded_call import work_begun
+from instep.unedited.sharded_call.run import backward
 
 PATIENCE = 1.5
 """Seconds. Where all ranks fail alike, rank 0 has said so by then."""
@@ -88,7 +88,7 @@ class MultiRankSession:
         children.begin(self._relay, self._folder.rebasing(role), patch_table.see_files)
         opt_out.begin(claimed)
         rank_local.register_rank()
-        work_begun.when_begun(self._begin)
+        backward.on_first_work(self._begin)
         patch_table.install()
         self._streams.enter()
         sys.excepthook = self._heard_once
@@ -109,7 +109,7 @@ class MultiRankSession:
             return
         self._in_place = False
         patch_table.undo()
-        work_begun.when_begun(None)
+        backward.on_first_work(None)
         rank_local.unregister_rank()
         opt_out.end()
         children.end()

@@ -26,7 +26,8 @@ from instep.unedited.files import libraries, listings, os_functions
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.processes import children, popen
-from instep.unedited.sharded_call import backward, batch_statistics, checkpointing, losses, modules
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.run import backward, losses, overrides
 from instep.unedited.single_rank import LOADER_PATCH, SEED_PATCHES
 
 _SEEN = "each rank sees the files as one process would have left them"
@@ -192,25 +193,25 @@ GUARDS = (
 )
 
 SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
-    Patch(nn.Module, "__call__", modules.call, "the outermost call of a module is divided"),
+    Patch(nn.Module, "__call__", modules.call_module, "the outermost call of a module is divided"),
     Patch(torch.autograd, "backward", backward.backward, "sums over ranks travel meanwhile"),
     Patch(
         nn.functional,
         "batch_norm",
-        batch_statistics.batch_norm,
+        overrides.batch_norm,
         "in a divided call the statistics are those of the whole batch",
         compile="break",
     ),
     Patch(
         nn.SyncBatchNorm,
         "forward",
-        batch_statistics.sync_batch_norm,
+        overrides.sync_batch_norm,
         "it would add up what every rank has whole",
     ),
     Patch(
         "torch.utils.checkpoint",
         "checkpoint",
-        checkpointing.checkpoint,
+        overrides.checkpoint,
         "backward would compute again outside of the divided call",
     ),
     *(

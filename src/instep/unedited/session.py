@@ -76,7 +76,7 @@ def stand_down(reason: str) -> None:
         return
     if (
         session.together.has_begun
-        or import_module("instep.unedited.sharded_call.modules").work.divided
+        or import_module("instep.unedited.sharded_call.modules").call_counts.sharded
     ):
         raise UneditedError.too_late(reason)
     say_left_alone(session.world, reason)

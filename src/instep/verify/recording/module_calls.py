@@ -17,7 +17,7 @@ from instep.training.batches import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 from instep.training.random_streams import default_generators, derive_seed, make_rng_state
-from instep.unedited.sharded_call.modules import work
+from instep.unedited.sharded_call.modules import call_counts
 from instep.verify.recording.fingerprints import hash_generators, hash_rows
 from instep.verify.recording.tensor_names import TensorNames
 
@@ -59,7 +59,7 @@ class ModuleCallRecorder:
         """What is told of parameters before they are first used."""
         self._depth = 0
         self._before = ""
-        self._work = replace(work)
+        self._work = replace(call_counts)
 
     def install(self) -> None:
         """From now on, in this process. Sees what a replica computes: this rank's rows."""
@@ -88,7 +88,7 @@ class ModuleCallRecorder:
         if self._depth == 1 and torch.is_grad_enabled():
             self._on_new_parameters(self._names.register(module))
             self._before = hash_generators()
-            self._work = replace(work)
+            self._work = replace(call_counts)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         self._depth -= 1
@@ -104,9 +104,9 @@ class ModuleCallRecorder:
     def _computed_rows(self) -> int | None:
         """How many rows this rank computed in the call that ends now; None if it is not divided."""
         before = self._work
-        if work.divided == before.divided or work.whole > before.whole:
+        if call_counts.sharded == before.sharded or call_counts.whole > before.whole:
             return None
-        return work.samples - before.samples
+        return call_counts.samples - before.samples
 
     def _used_random(self) -> bool:
         """Whether the call that ends now has drawn random numbers.

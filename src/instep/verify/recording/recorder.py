@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.unedited import session
-from instep.unedited.sharded_call.modules import work
+from instep.unedited.sharded_call.modules import call_counts
 from instep.verify.recording import changes
 from instep.verify.recording.fingerprints import fingerprint, hash_generators, to_dense_real
 from instep.verify.recording.module_calls import ModuleCall, ModuleCallRecorder, find_module_calls
@@ -74,7 +74,7 @@ class Recorder:
                 "initial": self._initial,
             }
             self._writer.tensors("final", {kind: _copy_tensors(ts) for kind, ts in kinds.items()})
-        divided = work.divided if _records_whole_batches() else None
+        divided = call_counts.sharded if _records_whole_batches() else None
         self._writer.end(RankSummary(not self._stopped, tuple(self._loaders.asked), divided))
 
     # ----------------------------------------------------------------- what torch calls

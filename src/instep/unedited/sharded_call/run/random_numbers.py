@@ -1,4 +1,4 @@
-"""Random numbers drawn inside of a divided call: those of the whole batch.
+"""Random numbers in a sharded call: those of the whole batch.
 
 The generators are in the same state on all ranks. Whatever is drawn with one entry per row is drawn
 for all rows, of which the rank takes its own: what one process would have drawn, to the bit, and
@@ -17,15 +17,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
-from instep.unedited.sharded_call.mappings import gathered, own_rows
+from instep.training.random_streams import default_generators
+from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 
 
-class WholeDraws(TorchDispatchMode):
+class TorchGeneratorStates:
+    """The states of torch's global generators."""
+
+    def __init__(self) -> None:
+        self._states = [generator.get_state() for generator in default_generators()]
+
+    def same(self, other: TorchGeneratorStates) -> bool:
+        """Whether nothing was drawn between the two."""
+        pairs = zip(self._states, other._states, strict=False)  # CUDA may have started meanwhile
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+    def restore(self) -> None:
+        """Set the generators back, so that they draw the same again."""
+        for generator, state in zip(default_generators(), self._states, strict=False):
+            generator.set_state(state)
+
+
+class GlobalBatchRandomMode(TorchDispatchMode):
     """While this is on, random operations draw for the whole batch."""
 
-    def __init__(self, block: Block, batch_dim: int, way: Transport) -> None:
+    def __init__(self, block: Block, batch_dim: int, transport: Transport) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._block, self._way = block, way
+        self._block, self._transport = block, transport
         self._dims = (batch_dim, 1 - batch_dim)
 
     def __torch_dispatch__(
@@ -34,35 +52,35 @@ class WholeDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._draw(func, args, kwargs)
+        return self._run_random(func, args, kwargs)
 
-    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
         first = args[0] if args else kwargs.get("self")
         if name in ("randn", "rand", "randint"):
-            return self._created(func, args, kwargs)
+            return self._run_factory(func, args, kwargs)
         if not isinstance(first, Tensor) or (dim := self._batch_dim(first.shape)) is None:
             return func(*args, **kwargs)
         if name == "native_dropout":
-            return self._dropped(func, dim, *args)
-        blank = name.endswith(("_", "_like"))  # only the shape of the first tensor matters
-        whole = [self._blank(first, dim) if blank else self._whole(first, dim)]
-        whole += [self._whole(arg, dim) for arg in args[1:]]
+            return self._dropout(func, dim, *args)
+        only_shape = name.endswith(("_", "_like"))  # the first tensor's numbers do not matter
+        whole = [self._empty_whole(first, dim) if only_shape else self._gather(first, dim)]
+        whole += [self._gather(arg, dim) for arg in args[1:]]
         drawn = func(*whole, **kwargs)
         if name.endswith("_"):
-            return first.copy_(self._own(whole[0], dim))
-        return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._own(t, dim), drawn)
+            return first.copy_(self._scatter(whole[0], dim))
+        return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._scatter(t, dim), drawn)
 
-    def _created(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = next(k for k, arg in enumerate(args) if isinstance(arg, list | tuple))
         dim = self._batch_dim(args[at])
         if dim is None:
             return func(*args, **kwargs)
         whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
-        return self._own(whole, dim)
+        return self._scatter(whole, dim)
 
-    def _dropped(self, func: Any, dim: int, x: Tensor, p: float, train: bool | None) -> Any:
-        mask = self._own(func(self._blank(x, dim).zero_(), p, train)[1], dim)
+    def _dropout(self, func: Any, dim: int, x: Tensor, p: float, train: bool | None) -> Any:
+        mask = self._scatter(func(self._empty_whole(x, dim).zero_(), p, train)[1], dim)
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
         return x * mask * scale, mask
 
@@ -79,19 +97,19 @@ class WholeDraws(TorchDispatchMode):
         whole[dim] = whole[dim] // self._block.count * self._block.total
         return whole
 
-    def _whole(self, arg: Any, dim: int) -> Any:
+    def _gather(self, arg: Any, dim: int) -> Any:
         if not isinstance(arg, Tensor) or self._batch_dim(arg.shape) != dim:
             return arg
-        return gathered(arg, self._block, dim, self._way)
+        return gather_rows(arg, self._block, dim, self._transport)
 
-    def _blank(self, own: Tensor, dim: int) -> Tensor:
-        """Room for the whole batch, in the same order in memory: it is filled in that order."""
-        layout = sorted(range(own.dim()), key=own.stride, reverse=True)
-        shape = self._whole_shape(own.shape, dim)
-        return torch.empty_permuted(shape, layout, dtype=own.dtype, device=own.device)
+    def _empty_whole(self, local: Tensor, dim: int) -> Tensor:
+        """An empty tensor for the whole batch. Draws fill it in memory order, so that is kept."""
+        layout = sorted(range(local.dim()), key=local.stride, reverse=True)
+        shape = self._whole_shape(local.shape, dim)
+        return torch.empty_permuted(shape, layout, dtype=local.dtype, device=local.device)
 
-    def _own(self, whole: Tensor, dim: int) -> Tensor:
-        return own_rows(whole, self._block, dim, self._way)
+    def _scatter(self, whole: Tensor, dim: int) -> Tensor:
+        return scatter_to_region(whole, self._block, dim, self._transport)
 
 
 def _is_off(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,17 +1,18 @@
-"""What a forward may change besides its outputs, so that it can be made twice."""
+"""The state that a forward may change besides its outputs, so that it can be run twice."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import leaves_of
-from instep.training.random_streams import RNGStates, default_generators
+from instep.training.random_streams import RNGStates
+from instep.unedited.sharded_call.compare.rounding import relative_error
+from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 
-_TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Snapshot:
@@ -19,7 +20,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
         self._parts = list(module.modules())
-        self._torch, self._others = TorchGenerators(), RNGStates.capture()
+        self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
@@ -37,7 +38,7 @@ class Snapshot:
         }
 
     def restore(self) -> None:
-        """Make it so again (inputs and parameters are not kept: see `changed`)."""
+        """Set everything back, except inputs and parameters (see `find_change`)."""
         self._others.restore()
         self._torch.restore()
         for (k, name), (buffer, value) in self.buffers.items():
@@ -49,7 +50,7 @@ class Snapshot:
         )
         for part, kept in zip(self._parts, self._attributes, strict=True):
             now = part.__dict__
-            for name in [n for n in now if n not in kept and n not in _TORCHS_OWN]:
+            for name in [n for n in now if n not in kept and n not in _MODULE_TABLES]:
                 del now[name]
             for name, (value, contents) in kept.items():
                 now[name] = value
@@ -59,12 +60,12 @@ class Snapshot:
                     value.clear()
                     value.update(contents)
 
-    def draws(self, after: Snapshot) -> bool:
+    def is_random(self, after: Snapshot) -> bool:
         """Whether a forward in between drew from torch's generator."""
         return not self._torch.same(after._torch)
 
-    def changed(self, after: Snapshot) -> str | None:
-        """What a forward changed in between that cannot be divided, in words; None if nothing."""
+    def find_change(self, after: Snapshot) -> str | None:
+        """Say what a forward in between changed that rules out sharding; None if nothing."""
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
                 return f"its forward changes {what} in place"
@@ -82,43 +83,27 @@ class Snapshot:
                     return f"its forward keeps tensors in {type(part).__name__}.{name}"
         return None
 
-    def buffers_apart(self, other: Snapshot) -> float:
-        """How far the buffers that two forwards have left are apart."""
-        both = self.buffers.keys() & other.buffers.keys()
-        return max((apart(self.buffers[k][1], other.buffers[k][1]) for k in both), default=0.0)
+    def buffer_error(self, expected: Snapshot) -> float:
+        """The largest relative error of the buffers that two forwards have left."""
+        keys = self.buffers.keys() & expected.buffers.keys()
+        errors = [relative_error(self.buffers[k][1], expected.buffers[k][1]) for k in keys]
+        return max(errors, default=0.0)
 
-    def differs(self, other: Snapshot, tolerance: float) -> str | None:
-        """What two forwards have left different, in words; None where it is the same."""
-        if not self._torch.same(other._torch):
+    def find_difference(self, expected: Snapshot, tolerance: float) -> str | None:
+        """Say in which state two forwards have not left the same; None if in all."""
+        if not self._torch.same(expected._torch):
             return "its random numbers are not those of the whole batch"
-        if not self._others.equals_except_torch(other._others):
+        if not self._others.equals_except_torch(expected._others):
             return "its forward draws from numpy's or Python's random numbers"
-        if self.buffers.keys() != other.buffers.keys():
+        if self.buffers.keys() != expected.buffers.keys():
             return "it has other buffers"
-        for key, (_, mine) in self.buffers.items():
-            if not apart(mine, other.buffers[key][1]) <= tolerance:
+        for key, (_, actual) in self.buffers.items():
+            if not relative_error(actual, expected.buffers[key][1]) <= tolerance:
                 return f"its buffer {key[1]} differs"
-        for mine_, theirs in zip(self._attributes, other._attributes, strict=True):
-            if _plain(mine_) != _plain(theirs):
+        for actual_, expected_ in zip(self._attributes, expected._attributes, strict=True):
+            if _plain(actual_) != _plain(expected_):
                 return "its attributes differ"
         return None
-
-
-class TorchGenerators:
-    """The states of torch's global generators."""
-
-    def __init__(self) -> None:
-        self._states = [generator.get_state() for generator in default_generators()]
-
-    def same(self, other: TorchGenerators) -> bool:
-        """Whether nothing was drawn between the two."""
-        pairs = zip(self._states, other._states, strict=False)  # CUDA may have started meanwhile
-        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-    def restore(self) -> None:
-        """Draw the same again."""
-        for generator, state in zip(default_generators(), self._states, strict=False):
-            generator.set_state(state)
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -126,7 +111,7 @@ def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     return {
         name: (value, value.copy() if isinstance(value, list | dict) else value)
         for name, value in part.__dict__.items()
-        if name not in _TORCHS_OWN
+        if name not in _MODULE_TABLES
     }
 
 
@@ -137,21 +122,3 @@ def _plain(attributes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
         for name, (value, _) in attributes.items()
         if isinstance(value, bool | int | float | str | None)
     }
-
-
-def apart(mine: Tensor, theirs: Tensor) -> float:
-    """How far two tensors are apart: their difference over their norm; infinite where rounding
-    cannot be the reason."""
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return math.inf
-    if not (mine.is_floating_point() or mine.is_complex()):
-        return 0.0 if torch.equal(mine, theirs) else math.inf
-    a, b = mine.detach(), theirs.detach()
-    kind = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(kind), b.to(kind)
-    finite = b.isfinite()
-    if not torch.equal(a.isfinite(), finite):
-        return math.inf
-    difference = float(torch.where(finite, a - b, 0).norm())
-    size = float(torch.where(finite, b, 0).norm())
-    return (difference / size if size else math.inf) if difference else 0.0

@@ -1,5 +1,7 @@
-"""Do all ranks of an unedited script make the same call? They do unless the script takes numbers
-from the clock, from a process id or from another source that no seed reaches.
+"""Whether all ranks of an unedited script make the same call.
+
+They do unless the script takes numbers from the clock, from a process id or from another source
+that no seed reaches.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column
-from instep.unedited.sharded_call.sharded_output import Rows
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
 _LENGTH, _DIRECTIONS = 1 << 16, 4
 
 
-def told_apart(module: nn.Module, leaves: Sequence[Any], way: Transport) -> str | None:
-    """What is not the same on all ranks, in words; None if all is. Collective.
+def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transport) -> str | None:
+    """Say what is not the same on all ranks; None if all is. Collective.
 
     Args:
         leaves: the arguments of the call.
@@ -30,11 +32,11 @@ def told_apart(module: nn.Module, leaves: Sequence[Any], way: Transport) -> str 
         "its parameters are": [*module.parameters(), *module.buffers()],
         "it is called with arguments that are": leaves,
     }
-    mine = [[_features(value) for value in values] for values in parts.values()]
-    by_rank = way.all_gather_object(mine)
+    mine = [[_sketch(value) for value in values] for values in parts.values()]
+    by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
         first = by_rank[0][k]
-        others = [rank for rank, theirs in enumerate(by_rank) if not _agree(theirs[k], first)]
+        others = [rank for rank, theirs in enumerate(by_rank) if not _all_match(theirs[k], first)]
         if others:
             return (
                 f"{what} not the same on rank {others[0]} as on rank 0 "
@@ -44,8 +46,8 @@ def told_apart(module: nn.Module, leaves: Sequence[Any], way: Transport) -> str 
 
 
 @dataclass(frozen=True)
-class _Features:
-    """What of a value ranks compare."""
+class _Sketch:
+    """A short description of a value, by which ranks compare it."""
 
     exact: object
     norm: float = 0.0
@@ -55,7 +57,7 @@ class _Features:
     """Of a difference, relative to the norm. Ranks may round differently what each computes for
     itself: on unlike processors, or on GPUs, whose sums have no fixed order."""
 
-    def agree(self, other: _Features) -> bool:
+    def matches(self, other: _Sketch) -> bool:
         limit = self.tolerance * max(self.norm, other.norm)
         return self.exact == other.exact and all(
             abs(mine - theirs) <= limit
@@ -63,28 +65,28 @@ class _Features:
         )
 
 
-def _agree(left: Sequence[_Features], right: Sequence[_Features]) -> bool:
-    return len(left) == len(right) and all(map(_Features.agree, left, right))
+def _all_match(left: Sequence[_Sketch], right: Sequence[_Sketch]) -> bool:
+    return len(left) == len(right) and all(map(_Sketch.matches, left, right))
 
 
-def _features(value: Any) -> _Features:
-    """Of a tensor or a plain number; of what stays on its ranks there are no copies."""
+def _sketch(value: Any) -> _Sketch:
+    """The sketch of a tensor or a plain number; of a sharded output there are no copies."""
     if isinstance(value, bool | int | float | str) or is_column(value):
-        return _Features(repr(value))
-    if not isinstance(value, Tensor) or isinstance(value, Rows):
-        return _Features(type(value).__name__)
+        return _Sketch(repr(value))
+    if not isinstance(value, Tensor) or isinstance(value, ShardedOutput):
+        return _Sketch(type(value).__name__)
     exact = (tuple(value.shape), str(value.dtype))
     if value.layout is not torch.strided or value.is_quantized:
-        return _Features(exact)
+        return _Sketch(exact)
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):
-        return _Features((*exact, crc32(flat.cpu().view(torch.uint8).numpy().data)))
+        return _Sketch((*exact, crc32(flat.cpu().view(torch.uint8).numpy().data)))
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
     tolerance = torch.finfo(flat.dtype).eps ** 0.5
-    return _Features(exact, *_sketch(flat), tolerance=tolerance)
+    return _Sketch(exact, *_project(flat), tolerance=tolerance)
 
 
-def _sketch(flat: Tensor) -> tuple[float, tuple[float, ...]]:
+def _project(flat: Tensor) -> tuple[float, tuple[float, ...]]:
     """The norm, and the projections on a few directions; no copy of all of it."""
     directions = _directions().to(flat.device)
     sums = directions.new_zeros(1 + directions.shape[1])

@@ -23,8 +23,8 @@ from instep.distributed.communication.transport import Transport
 from instep.process import settings
 from instep.training.buckets.layout import plan_buckets
 from instep.training.reducer import all_reduce_sparse
-from instep.unedited.sharded_call.grad_buckets import Cargo, load
-from instep.unedited.sharded_call.mappings import summed
+from instep.unedited.sharded_call.run.grad_buckets import Cargo, load
+from instep.unedited.sharded_call.run.mappings import reduce_from_region
 
 _AT_ONCE = 2**64 - 1
 """The sequence number that autograd gives to what must not wait: its queue runs the highest
@@ -130,7 +130,7 @@ def summed_all(grads: Sequence[Tensor | None], way: Transport) -> list[Tensor | 
     for members in kinds.values():
         tensors = [grad for k in members if (grad := grads[k]) is not None]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        parts = summed(flat, 1, way).split([tensor.numel() for tensor in tensors])
+        parts = reduce_from_region(flat, 1, way).split([tensor.numel() for tensor in tensors])
         for k, tensor, part in zip(members, tensors, parts, strict=True):
             results[k] = part.view(tensor.shape)
     return results

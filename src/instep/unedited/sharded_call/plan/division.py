@@ -1,4 +1,4 @@
-"""Which rows of a call's inputs are this rank's. Pure: no process is needed to plan."""
+"""Which rows of a call's arguments are this rank's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Division:
     dims: tuple[int | None, ...]
     """Of each leaf the dimension of the batch; None for what every rank gets whole."""
     batch_dim: int
-    """The dimension of the batch in the leaf that tells its size."""
+    """The dimension of the batch in the leaf from which its size is taken."""
 
     def block(self, leaves: Sequence[Any], rank: int, size: int) -> Block | None:
-        """This rank's rows of these leaves; None where they are not a batch of this kind."""
+        """This rank's rows of these leaves; None where they are no batch that divides like this."""
         if len(leaves) != len(self.dims):
             return None
         sizes = {
@@ -32,8 +32,8 @@ class Division:
         return None if total is None else Block(rank, size, total)
 
 
-def divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
-    """Ways to divide these arguments, likely ones first: the batch is dimension 0, else 1.
+def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
+    """Divisions of these arguments, likely ones first: the batch is dimension 0, else 1.
 
     A list of strings with one entry per row is always divided; a list of numbers may be something
     else, such as a size. `at_least`: the rows that a batch must have to be divided.
@@ -48,13 +48,13 @@ def divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:
                 None if is_column(leaf) and not has_text(leaf) else dim
                 for leaf, dim in zip(leaves, dims, strict=True)
             )
-            for way in (dims, without_numbers):
-                if way not in seen and not _leaves_text_out(leaves, way):
-                    seen.add(way)
-                    yield Division(way, batch_dim)
+            for candidate in (dims, without_numbers):
+                if candidate not in seen and not _replicates_text(leaves, candidate):
+                    seen.add(candidate)
+                    yield Division(candidate, batch_dim)
 
 
-def rows_first(leaves: Sequence[Any]) -> int:
+def count_rows(leaves: Sequence[Any]) -> int:
     """How many rows there are, if the batch is dimension 0."""
     return max((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), default=0)
 
@@ -68,10 +68,10 @@ def has_text(leaf: Any) -> bool:
     )
 
 
-def _leaves_text_out(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
+def _replicates_text(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
     """Whether strings of which there is one per row go to every rank whole: then each batch's
-    would have to be proven."""
-    rows = rows_first(leaves)
+    would have to be compared."""
+    rows = count_rows(leaves)
     return any(
         dim is None and is_column(leaf) and len(leaf) == rows and has_text(leaf)
         for leaf, dim in zip(leaves, dims, strict=True)

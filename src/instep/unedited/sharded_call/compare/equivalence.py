@@ -1,0 +1,216 @@
+"""Whether a module's call may be sharded: the whole forward and the sharded one are run from the
+same state, and their outputs, the state that they leave, and their gradients are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.training.pytree import flatten, is_column, unflatten
+from instep.unedited.errors import UndividedError
+from instep.unedited.sharded_call.compare.checked_transport import attempt
+from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
+from instep.unedited.sharded_call.compare.reference import Reference
+from instep.unedited.sharded_call.compare.rounding import output_tolerance, relative_error
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
+from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.module_inspection import (
+    disable_donated_buffers,
+    is_compiled,
+)
+from instep.unedited.sharded_call.plan.sharding_plan import (
+    OutputPlan,
+    ShardingPlan,
+    candidate_outputs,
+)
+from instep.unedited.sharded_call.run.execution import gather_arguments, join_output, run_local
+from instep.unedited.sharded_call.run.grad_sums import is_alias
+from instep.unedited.sharded_call.run.mappings import is_region_input
+from instep.unedited.sharded_call.run.region import Region, tag_outputs
+
+
+def find_plan(call: ModuleCall, transport: Transport) -> tuple[ShardingPlan | None, Any, str]:
+    """Find a plan for calls like this one, by trying the candidates.
+
+    Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
+    why not. Side effects are those of one forward. Collective.
+    """
+    if is_compiled(call.module.modules()):
+        disable_donated_buffers()
+    mismatch = first_mismatch(call.module, call.leaves, transport)
+    call = gather_arguments(call)
+    reference = Reference(call)
+    if why := mismatch or reference.find_obstacle():
+        return None, reference.value, why
+    reasons = []
+    for division in candidate_divisions(call.leaves, at_least=transport.size):
+        reference.compute_gradients(call)
+        found, why = _try(call, division, reference, transport)
+        if found is not None:
+            return *found, ""
+        reasons.append(why)
+    return None, reference.value, reasons[0] if reasons else "no batch among its arguments"
+
+
+def verify_plan(
+    call: ModuleCall, plan: ShardingPlan, transport: Transport, *, gradients: bool
+) -> tuple[Any, str]:
+    """Make a planned call and compare it with the whole one once more, and their `gradients`.
+
+    Returns what the call returns to the script, and why it cannot be sharded any more. Collective.
+    """
+    mismatch = first_mismatch(call.module, call.leaves, transport)
+    call = gather_arguments(call)
+    reference = Reference(call)
+    why = mismatch or reference.find_obstacle()
+    if not why:
+        if gradients:
+            reference.compute_gradients(call)
+        found, why = _try(call, plan.division, reference, transport)
+        if found is not None:
+            return found[1], ""
+    return reference.value, why
+
+
+def _try(
+    call: ModuleCall, division: Division, reference: Reference, transport: Transport
+) -> tuple[tuple[ShardingPlan, Any] | None, str]:
+    """The plan and what the call returns; or why not, and all is as the whole forward left it."""
+    reference.before.restore()
+    found, why = attempt(lambda checked: _compare(call, division, reference, checked), transport)
+    if found is not None:
+        plan, joined = found
+        return (plan, unflatten(joined, plan.structure)), ""
+    if any(transport.all_gather_object(reference.in_doubt)):
+        reference.measure_noise(call)
+        return _try(call, division, reference, transport)
+    reference.after.restore()
+    return None, why
+
+
+def _compare(
+    call: ModuleCall, division: Division, reference: Reference, transport: Transport
+) -> tuple[ShardingPlan, list[Any]]:
+    """Make the call sharded in this way. Raises UndividedError where it is not the same."""
+    start = _next_sequence_number()
+    region, local, structure = run_local(call, division, transport, is_random=reference.is_random)
+    if structure != reference.structure:
+        raise UndividedError("its outputs have another structure for a part of the batch")
+    after = Snapshot(call.module, call.leaves)
+    if why := reference.find_difference(after):
+        raise UndividedError(why)
+    if _has_foreign_leaf(local, start):
+        raise UndividedError("its forward uses a tensor from outside that requires a gradient")
+    outputs = tuple(_plan_output(mine, k, reference, region) for k, mine in enumerate(local))
+    plan = ShardingPlan(division, outputs, structure, reference.is_random)
+    tag_outputs(local, region)
+    if not reference.matches_gradients(_join(local, plan, region)):
+        raise UndividedError("its gradients are not those of the whole batch")
+    joined = _join(local, plan, region)
+    if plan.has_reductions and not _holds_for_others(call, plan, reference.before, transport):
+        raise UndividedError("it divides by something else than its rows")
+    after.restore()  # what was computed since has left traces
+    return plan, joined
+
+
+def _join(local: Sequence[Any], plan: ShardingPlan, region: Region) -> list[Any]:
+    return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
+
+
+def _holds_for_others(
+    call: ModuleCall, plan: ShardingPlan, before: Snapshot, transport: Transport
+) -> bool:
+    """Whether a plan with means or sums over rows also holds for other arguments.
+
+    A mean over kept tokens looks like one over rows as long as all are kept. So about half of the
+    arguments' elements are set to zero, which is as good a class, token or mask as any.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def zero_half(leaf: Any, dim: int | None) -> Any:
+        if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
+            return leaf
+        kept = torch.rand(leaf.shape, generator=generator) < 0.5
+        return leaf.where(kept.to(leaf.device), torch.zeros_like(leaf))
+
+    leaves = [zero_half(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
+    other = call.with_leaves(leaves)
+    before.restore()
+    wholes, structure = flatten(other.run_whole())
+    before.restore()
+    region, local, local_structure = run_local(
+        other, plan.division, transport, is_random=plan.is_random
+    )
+    return structure == local_structure and all(
+        not isinstance(whole, Tensor)
+        or relative_error(join_output(out.detach(), how, region), whole) <= output_tolerance(whole)
+        for out, how, whole in zip(local, plan.outputs, wholes, strict=True)
+    )
+
+
+def _plan_output(local: Any, k: int, reference: Reference, region: Region) -> OutputPlan:
+    """How the ranks' `k`-th outputs become that of the whole forward. Raises UndividedError."""
+    whole = reference.outputs[k]
+    if is_column(whole) and is_column(local) and _is_concatenated(local, whole, region):
+        return OutputPlan("shard")
+    if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
+        if type(local) is not type(whole) or not _is_equal(local, whole):
+            raise UndividedError(f"it returns a {type(whole).__name__} that depends on the rows")
+        return OutputPlan("replicate")
+    for plan in candidate_outputs(local, whole, region.block):
+        joined = join_output(local.detach(), plan, region)
+        # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
+        if plan.placement == "shard":
+            matches = reference.matches_output(k, joined)
+        else:
+            matches = relative_error(joined, whole) <= output_tolerance(whole)
+        if matches:
+            return plan
+    raise UndividedError("its outputs are not those of the whole batch")
+
+
+def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
+    """Whether all ranks' lists, one after the other, are the whole one. Collective."""
+    if len(whole) != region.block.total:
+        return False
+    parts = region.transport.all_gather_object(local)
+    return type(local) is type(whole) and whole == type(whole)(chain(*parts))
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    """Whether two values that are no tensors are equal."""
+    equal = left is right or left == right
+    return equal if isinstance(equal, bool) else bool(np.all(equal))
+
+
+def _next_sequence_number() -> int:
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
+    number: int = node._sequence_nr()
+    return number
+
+
+def _has_foreign_leaf(outputs: Sequence[Any], start: int) -> bool:
+    """Whether these were computed from something that requires a gradient and is neither an
+    argument nor a parameter of the module."""
+    stack = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node: Any = stack.pop()
+        if is_alias(node) or is_region_input(node):
+            continue
+        if hasattr(node, "variable") or node._sequence_nr() < start:
+            return True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return False

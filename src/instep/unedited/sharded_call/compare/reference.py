@@ -1,0 +1,119 @@
+"""The whole forward of a call, with which sharded ones are compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.training.pytree import Unchanged, find_tensors, flatten, leaves_of
+from instep.unedited.sharded_call.compare.rounding import (
+    MAX_ERROR,
+    MAX_GRADIENT_ERROR,
+    VectorJacobianProduct,
+    gradient_errors,
+    gradient_tolerance,
+    output_tolerance,
+    perturbed,
+    relative_error,
+    tolerance,
+    widen,
+)
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.plan.module_call import ModuleCall
+
+
+class Noise:
+    """How far a call is from itself when its parameters are one rounding error away."""
+
+    def __init__(self, call: ModuleCall, reference: Reference) -> None:
+        reference.before.restore()
+        with perturbed(call.module):
+            outputs = leaves_of(call.run_whole())
+            self.outputs = [
+                relative_error(again, out) if isinstance(out, Tensor) else 0.0
+                for again, out in zip(outputs, reference.outputs, strict=True)
+            ]
+            self.buffers = Snapshot(call.module, call.leaves).buffer_error(reference.after)
+            self.gradients: list[float] = []
+            if reference.vjp is not None:
+                grads = reference.vjp.grads(outputs)
+                self.gradients = gradient_errors(grads, reference.gradients)
+
+
+class Reference:
+    """The whole forward of a call: its outputs, their gradients, and the state that it left."""
+
+    def __init__(self, call: ModuleCall) -> None:
+        self.before = Snapshot(call.module, call.leaves)
+        unchanged = Unchanged((call.args, call.kwargs))
+        self.value = call.run_whole()
+        self.after = Snapshot(call.module, call.leaves)
+        self.outputs, self.structure = flatten(self.value)
+        self.changes_arguments = not unchanged
+        self.is_random = self.before.is_random(self.after)
+        """Whether it drew random numbers."""
+        self.vjp: VectorJacobianProduct | None = None
+        self.gradients: list[Tensor | None] = []
+        self.noise: Noise | None = None
+        self.in_doubt = False
+        """Whether a sharded call was so near that rounding may be what separates them."""
+
+    def find_obstacle(self) -> str:
+        """Say what rules out sharding before it is tried; "" if nothing does."""
+        opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
+        if opaque:
+            return (
+                f"it returns a {type(opaque[0]).__name__}, into which instep does not look (return "
+                "a tuple, a dict or a dataclass, or register that class with "
+                "torch.utils._pytree.register_pytree_node)"
+            )
+        if not any(isinstance(out, Tensor) for out in self.outputs):
+            return "it returns no tensor"
+        if why := self.before.find_change(self.after):
+            return why
+        return "its forward changes its arguments" if self.changes_arguments else ""
+
+    def compute_gradients(self, call: ModuleCall) -> None:
+        """Compute its gradients now, while what autograd has saved is as it was."""
+        if self.vjp is None:
+            self.vjp = VectorJacobianProduct.of(call, self.outputs)
+            self.gradients = self.vjp.grads(self.outputs)
+
+    def measure_noise(self, call: ModuleCall) -> None:
+        """Find how much of a difference rounding can explain."""
+        self.noise, self.in_doubt = Noise(call, self), False
+
+    def matches_output(self, k: int, joined: Tensor) -> bool:
+        """Whether these rows are those of its `k`-th output."""
+        out = self.outputs[k]
+        noise = self.noise.outputs[k] if self.noise else 0.0
+        return self._is_close(relative_error(joined, out), output_tolerance(out), noise, MAX_ERROR)
+
+    def find_difference(self, local: Snapshot) -> str | None:
+        """Say which state a sharded forward has left otherwise; None if none."""
+        noise = self.noise.buffers if self.noise else 0.0
+        devices = {buffer.device.type for buffer, _ in self.after.buffers.values()}
+        limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
+        self._is_close(local.buffer_error(self.after), limit, noise, MAX_ERROR)
+        return local.find_difference(self.after, widen(limit, noise, MAX_ERROR))
+
+    def matches_gradients(self, outputs: list[Any]) -> bool:
+        """Whether these outputs give the same gradients, if they were computed."""
+        if self.vjp is None:
+            return True
+        errors = gradient_errors(self.vjp.grads(outputs), self.gradients)
+        noises = self.noise.gradients if self.noise else [0.0] * len(errors)
+        limit = gradient_tolerance(outputs)
+        close = [
+            self._is_close(error, limit, noise, MAX_GRADIENT_ERROR)
+            for error, noise in zip(errors, noises, strict=True)
+        ]
+        return all(close)
+
+    def _is_close(self, error: float, limit: float, noise: float, max_error: float) -> bool:
+        if error <= widen(limit, noise, max_error):
+            return True
+        self.in_doubt |= self.noise is None and error <= max_error
+        return False

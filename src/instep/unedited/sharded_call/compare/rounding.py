@@ -1,0 +1,167 @@
+"""How far two forwards, or their gradients, may differ by rounding alone.
+
+Layers that divide by the spread of nearly equal numbers, and units that are on for one rounding and
+off for another, enlarge rounding: in one process as much as in a sharded call. So where a
+comparison fails narrowly, the tolerance is widened by how far a call is from itself when its
+parameters are one rounding error away (`perturbed`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call.plan.module_call import ModuleCall
+
+GRADIENT_TOLERANCE = 1e-2
+"""How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
+flips by rounding is not."""
+HALF_GRADIENT_TOLERANCE = 1e-1
+"""The same for computations in half precision, whose rounding alone comes near the other."""
+
+NOISE_FACTOR = 10.0
+"""A sharded call may be this many times as far from the whole one as that is from itself."""
+MAX_ERROR = 1e-2
+"""Larger differences of outputs and buffers do not count as rounding."""
+MAX_GRADIENT_ERROR = 1e-1
+
+_ROUNDING = {
+    torch.float64: 1e-11,
+    torch.complex128: 1e-11,
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""How far two forwards may differ, by the dtype they compute in: relative, in the norm."""
+
+
+def tolerance(dtype: torch.dtype, device: str = "cpu") -> float:
+    """How far two forwards may differ by rounding: relative, in the norm."""
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif device == "cuda" and dtype in (torch.float32, torch.complex64) and _may_be_tf32():
+        dtype = torch.float16  # of as many bits
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return _ROUNDING[dtype]
+
+
+def _may_be_tf32() -> bool:
+    """Whether convolutions or matrix products of float32 may compute in TF32 on a GPU.
+
+    Which algorithm does depends on the batch's shape, too. PyTorch lets convolutions by default.
+    """
+    cudnn: Any = torch.backends.cudnn  # torch's stub does not know `conv`
+    return "tf32" in (cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+
+
+def output_tolerance(output: Tensor) -> float:
+    """How far two forwards may differ in this output."""
+    return tolerance(output.dtype, output.device.type)
+
+
+def gradient_tolerance(outputs: Sequence[Any]) -> float:
+    """How far the gradients of these outputs may differ."""
+    limits = [output_tolerance(x) for x in outputs if isinstance(x, Tensor)]
+    half = max(limits, default=0.0) > GRADIENT_TOLERANCE
+    return HALF_GRADIENT_TOLERANCE if half else GRADIENT_TOLERANCE
+
+
+def widen(limit: float, noise: float, max_error: float) -> float:
+    """The tolerance for forwards of a call that is `noise` from itself."""
+    return max(limit, min(NOISE_FACTOR * noise, max_error))
+
+
+@contextmanager
+def perturbed(module: nn.Module) -> Iterator[None]:
+    """Inside, the module's parameters are one rounding error away; the same on all ranks.
+
+    Autograd does not see it: what it has saved before is in order again afterwards.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameters = [p for p in module.parameters() if p.is_floating_point()]
+    saved = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.data.mul_(1 + noise.double() * torch.finfo(parameter.dtype).eps)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, saved, strict=True):
+            parameter.data.copy_(value)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of `expected`; infinite if rounding cannot be the
+    reason."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return math.inf
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    dtype = torch.complex128 if actual.is_complex() else torch.float64
+    a, b = actual.detach().to(dtype), expected.detach().to(dtype)
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite):
+        return math.inf
+    difference = float(torch.where(finite, a - b, 0).norm())
+    return _ratio(difference, float(torch.where(finite, b, 0).norm()))
+
+
+def gradient_errors(
+    actual: Sequence[Tensor | None], expected: Sequence[Tensor | None]
+) -> list[float]:
+    """How far each gradient is off, relative to its norm or a part of the norm of all."""
+    total = sum(float(grad.norm()) ** 2 for grad in expected if grad is not None) ** 0.5
+    floor = GRADIENT_TOLERANCE * total
+    return [_gradient_error(*pair, floor) for pair in zip(actual, expected, strict=True)]
+
+
+def _gradient_error(actual: Tensor | None, expected: Tensor | None, floor: float) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    return _ratio(float((actual - expected).norm()), max(float(expected.norm()), floor))
+
+
+def _ratio(difference: float, size: float) -> float:
+    return (difference / size if size else math.inf) if difference else 0.0
+
+
+@dataclass(frozen=True)
+class VectorJacobianProduct:
+    """Fixed gradients of some outputs, from which those of parameters and inputs follow."""
+
+    indices: tuple[int, ...]
+    """Which of the outputs require a gradient."""
+    cotangents: list[Tensor]
+    targets: list[Tensor]
+
+    @classmethod
+    def of(cls, call: ModuleCall, outputs: Sequence[Any]) -> VectorJacobianProduct:
+        """With random cotangents, the same on all ranks."""
+        indices = tuple(
+            k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad
+        )
+        generator = torch.Generator().manual_seed(0)
+        cotangents = [
+            torch.randn(outputs[k].shape, generator=generator).to(outputs[k]) for k in indices
+        ]
+        parameters = [p for p in call.module.parameters() if p.requires_grad]
+        inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
+        return cls(indices, cotangents, list({id(t): t for t in (*parameters, *inputs)}.values()))
+
+    def grads(self, outputs: Sequence[Any]) -> list[Tensor | None]:
+        """The gradients of the targets through these outputs; their graph is kept."""
+        if not self.indices:
+            return []
+        roots = [outputs[k] for k in self.indices]
+        found = torch.autograd.grad(
+            roots, self.targets, self.cotangents, retain_graph=True, allow_unused=True
+        )
+        return [None if grad is None else grad.to_dense() for grad in found]

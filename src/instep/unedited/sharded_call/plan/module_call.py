@@ -1,0 +1,50 @@
+"""One call of a module by the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from instep.process.patching import Function
+from instep.training.pytree import Structure, flatten_arguments, unflatten
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module, the arguments of a call, and nn.Module.__call__ as it was before the patch."""
+
+    original: Function
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    """The arguments, flat."""
+    structure: Structure
+
+    @classmethod
+    def of(
+        cls, original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ModuleCall:
+        """The call with these arguments of the script's."""
+        return cls(original, module, args, kwargs, *flatten_arguments(args, kwargs))
+
+    def run_whole(self) -> Any:
+        """Run it on the whole batch, with the script's own arguments, which it may change."""
+        return self.original(self.module, *self.args, **self.kwargs)
+
+    def with_leaves(self, leaves: list[Any]) -> ModuleCall:
+        """The same call with other arguments."""
+        args, kwargs = unflatten(leaves, self.structure)
+        return replace(self, args=args, kwargs=kwargs, leaves=leaves)
+
+    def map_arguments(self, function: Callable[[Any], Any]) -> ModuleCall:
+        """The same call with `function` applied to its arguments and to their leaves."""
+        return replace(
+            self,
+            args=tuple(map(function, self.args)),
+            kwargs={name: function(value) for name, value in self.kwargs.items()},
+            leaves=list(map(function, self.leaves)),
+        )

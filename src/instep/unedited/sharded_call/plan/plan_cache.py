@@ -1,0 +1,140 @@
+"""The plans of a module's calls, and which calls share one.
+
+Calls share an entry if they agree in their key (training or not, with gradients or without, the
+arguments' structure, dtypes and flags, strings for the whole batch). Within an entry, calls with
+other shapes or other numbers are compared anew, the first few of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from instep.training.pytree import is_column, is_value
+from instep.unedited.sharded_call.plan.division import count_rows, has_text
+from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+
+MAX_COMPARED = 4
+"""Other shapes are compared anew this many times; after that they count among the samples."""
+STABLE_CALLS = 8
+"""Other numbers among the arguments are compared anew where they stay for this many calls, as an
+epoch does; a step counter's only ever more seldom."""
+MAX_TEXTS, MAX_ENTRIES = 16, 64
+"""So many strings for the whole batch, and entries in all, are remembered of a module; calls
+of others are computed whole."""
+SAMPLED_CALLS = frozenset(10**k for k in range(1, 20))
+"""Which of an entry's calls are compared with the whole forward."""
+
+_TOO_MANY_TEXTS = (
+    f"more than {MAX_TEXTS} different strings came with its batches, and each may change what it "
+    "does (a list with one string per row is divided with the rows)"
+)
+_TOO_MANY_ENTRIES = f"it was called with more than {MAX_ENTRIES} kinds of arguments"
+
+
+@dataclass(eq=False)
+class CacheEntry:
+    """The plan of a module's calls with one key, or why there is none."""
+
+    key: tuple[Any, ...]
+    plan: ShardingPlan | None = None
+    why_whole: str = ""
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    numbers: tuple[Any, ...] = ()
+    """Those among the arguments of the last call."""
+    changes: int = 0
+    """How often these were others than in the call before."""
+    calls: int = 0
+    last_compared: int = 1
+    """The last call that was compared with the whole forward."""
+
+    def is_new(self, call: ModuleCall) -> bool:
+        """Whether a call of these shapes and numbers is to be compared as the first one was."""
+        new_numbers, new_shapes = self._has_new_numbers(call), self._has_new_shapes(call)
+        return new_numbers or new_shapes
+
+    def _has_new_shapes(self, call: ModuleCall) -> bool:
+        shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
+        if shapes in self.shapes or len(self.shapes) >= MAX_COMPARED:
+            return False
+        self.shapes.add(shapes)
+        return True
+
+    def _has_new_numbers(self, call: ModuleCall) -> bool:
+        rows = count_rows(call.leaves)
+        numbers = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
+        if repr(numbers) == repr(self.numbers):
+            return False
+        self.numbers = numbers
+        self.changes += 1
+        stable = self.changes * STABLE_CALLS <= self.calls
+        return self.changes <= MAX_COMPARED or stable or self.changes.bit_count() == 1
+
+    def is_sampled(self) -> bool:
+        """Whether this call's outputs are to be compared with those of the whole forward.
+
+        The second to fourth are, too, where a mean over rows could be one over something else.
+        """
+        has_reductions = self.plan is not None and self.plan.has_reductions
+        return self.calls in SAMPLED_CALLS or (has_reductions and self.calls <= 4)
+
+
+_entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
+
+
+def lookup(call: ModuleCall, size: int) -> CacheEntry:
+    """The entry of a call on `size` ranks; a new one if there is none."""
+    rows = count_rows(call.leaves)
+    key = (
+        rows < size,  # what cannot be done with one row may be with many
+        call.module.training,
+        torch.is_grad_enabled(),
+        call.structure,
+        tuple(_key_of(leaf, rows) for leaf in call.leaves),
+    )
+    texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
+    entries = _entries.setdefault(call.module, [])
+    for entry in entries:
+        if entry.key == (key, texts):
+            return entry
+    if len(entries) >= MAX_ENTRIES:
+        return CacheEntry((), why_whole=_TOO_MANY_ENTRIES)
+    if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
+        return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
+    entries.append(CacheEntry((key, texts)))
+    return entries[-1]
+
+
+def clear() -> None:
+    """Forget all plans."""
+    _entries.clear()
+
+
+def _key_of(leaf: Any, rows: int) -> Any:
+    """The part of an argument that calls for a plan of its own; shapes, strings and numbers are
+    looked at separately."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+    if is_column(leaf):
+        return type(leaf), has_text(leaf), None if len(leaf) == rows else len(leaf)
+    if isinstance(leaf, str | int | float | complex) and not isinstance(leaf, bool):
+        return type(leaf)
+    return leaf if is_value(leaf) else type(leaf)
+
+
+def _is_text(leaf: Any, rows: int) -> bool:
+    """Whether this is a string, or strings, for the whole batch: where there is one per row, it is
+    data, as the rows are."""
+    return has_text(leaf) and not (is_column(leaf) and len(leaf) == rows)
+
+
+def _is_number(leaf: Any, rows: int) -> bool:
+    """Whether this is a number, or numbers, for the whole batch."""
+    if is_column(leaf):
+        return not has_text(leaf) and len(leaf) != rows
+    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)

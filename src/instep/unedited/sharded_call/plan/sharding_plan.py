@@ -1,0 +1,56 @@
+"""The plan of a module's sharded calls: how its arguments are divided and its outputs joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from instep.training.blocks import Block
+from instep.training.pytree import Structure
+from instep.unedited.sharded_call.plan.division import Division
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How the ranks' outputs become one output for the script (placements are those of DTensor)."""
+
+    placement: Literal["shard", "partial_mean", "partial_sum", "replicate"]
+    dim: int = 0
+    """The dimension of the rows, where it is sharded."""
+    interleaved: bool = False
+    """Whether one row of each sample comes after the other: (time x batch, ...)."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How the calls of one module are sharded."""
+
+    division: Division
+    outputs: tuple[OutputPlan, ...]
+    structure: Structure
+    """Of what it returns."""
+    is_random: bool
+    """Whether it draws random numbers."""
+
+    @property
+    def has_reductions(self) -> bool:
+        """Whether an output is a mean or a sum over the rows."""
+        return any(output.placement.startswith("partial") for output in self.outputs)
+
+
+def candidate_outputs(local: Tensor, whole: Tensor, block: Block) -> Iterator[OutputPlan]:
+    """Plans by which `local` may become `whole`, by their shapes: the same on all ranks."""
+    for dim in range(whole.dim() if local.dim() == whole.dim() else 0):
+        local_shape, whole_shape = list(local.shape), list(whole.shape)
+        rows, total = local_shape.pop(dim), whole_shape.pop(dim)
+        if local_shape == whole_shape and rows * block.total == total * block.count:
+            yield OutputPlan("shard", dim)
+            if rows > block.count:
+                yield OutputPlan("shard", dim, interleaved=True)
+    if local.shape == whole.shape:
+        if local.is_floating_point():
+            yield OutputPlan("partial_mean")
+        yield OutputPlan("partial_sum")

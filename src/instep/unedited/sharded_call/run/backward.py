@@ -1,0 +1,53 @@
+"""The script's `backward()`, in which sums over the ranks run while it still computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import overlap_group, transport
+from instep.process.patching import Function
+from instep.unedited.sharded_call.run.grad_sums import collecting
+from instep.unedited.sharded_call.run.region import find_regions
+
+_callbacks: list[Callable[[], None]] = []
+
+
+def on_first_work(callback: Callable[[], None] | None) -> None:
+    """Call `callback()` once, before the first sharded call's result or the first backward.
+
+    From then on the ranks of a script cannot part any more. None: call nothing.
+    """
+    _callbacks[:] = [] if callback is None else [callback]
+
+
+def start_work() -> None:
+    """Run the callback of `on_first_work`, unless it has run before."""
+    while _callbacks:
+        _callbacks.pop()()
+
+
+def backward(
+    original: Function,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
+    start_work()
+    rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    nested = torch._C._current_graph_task_id() != -1
+    if nested or create_graph or inputs is not None:
+        original(tensors, *rest)
+        return
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    buckets = [region.buckets for region in find_regions(roots)]
+    main = transport()
+    with collecting(roots, buckets, overlap_group(main) if buckets else main):
+        original(tensors, *rest)

@@ -1,0 +1,169 @@
+"""A sharded call as planned: the module runs on this rank's rows, and the outputs are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.transport import Transport
+from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
+from instep.unedited.errors import UndividedError
+from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
+from instep.unedited.sharded_call.run import sharded_output
+from instep.unedited.sharded_call.run.grad_sums import aliases
+from instep.unedited.sharded_call.run.mappings import (
+    copy_to_region,
+    gather_from_region,
+    pass_to_region,
+    reduce_from_region,
+    scatter_to_region,
+)
+from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
+from instep.unedited.sharded_call.run.region import Region, tag_outputs
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+
+
+def run_sharded(
+    call: ModuleCall, plan: ShardingPlan, transport: Transport
+) -> tuple[ShardingPlan, Any]:
+    """Make the call as planned; returns the plan for the next call, and this one's output.
+
+    Collective. Raises UndividedError.
+    """
+    name = type(call.module).__name__
+    generators = TorchGeneratorStates()
+    versions = [buffer._version for buffer in call.module.buffers()]
+    region, local, structure = run_local(call, plan.division, transport, is_random=plan.is_random)
+    if not plan.is_random and not generators.same(TorchGeneratorStates()):
+        if versions != [buffer._version for buffer in call.module.buffers()]:
+            raise UndividedError.began_to_draw(name)
+        generators.restore()
+        return run_sharded(call, replace(plan, is_random=True), transport)
+    if structure != plan.structure:
+        raise UndividedError.other_outputs(name)
+    joined = [
+        join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
+    ]
+    tag_outputs(local, region)
+    return plan, unflatten(joined, structure)
+
+
+def run_local(
+    call: ModuleCall, division: Division, transport: Transport, *, is_random: bool
+) -> tuple[Region, list[Any], Structure]:
+    """Call the module with this rank's rows; returns its outputs, flat, and their structure.
+
+    Raises UndividedError where it changes its arguments, which the script would not see.
+    """
+    block = division.block(call.leaves, transport.rank, transport.size)
+    assert block is not None
+    region = Region(block, division, transport, is_random)
+    leaves = [
+        _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
+    ]
+    if torch.is_grad_enabled():
+        region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
+    args, kwargs = unflatten(leaves, call.structure)
+    unchanged = [Unchanged(x) for x in (*args, *kwargs.values()) if _is_mutable(x)]
+    before = versions(call.leaves)
+    with region.entered(), _aliased_parameters(call.module, region):
+        output = call.original(call.module, *args, **kwargs)
+    if not all(unchanged) or before != versions(call.leaves):
+        raise UndividedError.changes_arguments(type(call.module).__name__)
+    return region, *flatten(output)
+
+
+def _is_mutable(argument: Any) -> bool:
+    """Whether this is a container or an object."""
+    return not (isinstance(argument, Tensor) or is_value(argument))
+
+
+def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Any:
+    block = region.block
+    if isinstance(leaf, ShardedOutput):
+        if dim == 0 and leaf.full is None and leaf.block == block:
+            return pass_to_region(leaf.local)
+        leaf = leaf.full_tensor()
+    if dim is not None and not isinstance(leaf, Tensor):
+        return leaf[block.start : block.stop]
+    if dim is not None:
+        return scatter_to_region(leaf, block, dim, region.transport)
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        return copy_to_region(leaf, 1, region.transport)
+    return leaf
+
+
+@contextmanager
+def _aliased_parameters(module: nn.Module, region: Region) -> Iterator[None]:
+    """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    parts = list(module.modules())
+    slots = [
+        (part._parameters, name, parameter)
+        for part in parts
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    parameters = list({id(p): p for _, _, p in slots}.values())
+    if not parameters:
+        yield
+        return
+    made, region.buckets = aliases(parameters, region.transport)
+    alias_of: dict[int, Any] = {id(p): alias for p, alias in zip(parameters, made, strict=True)}
+    for table, name, parameter in slots:
+        table[name] = alias_of[id(parameter)]
+    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
+    _refresh_flat_weights(recurrent)
+    try:
+        yield
+    finally:
+        for table, name, parameter in slots:
+            table[name] = parameter
+        _refresh_flat_weights(recurrent)
+
+
+def _refresh_flat_weights(recurrent: Sequence[nn.RNNBase]) -> None:
+    """Recurrent layers keep a list of their weights."""
+    for part in recurrent:
+        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def join_output(local: Any, plan: OutputPlan, region: Region) -> Any:
+    """The script's output, from this rank's. Collective, unless it stays sharded."""
+    block, transport, dim = region.block, region.transport, plan.dim
+    if plan.placement == "replicate":
+        return local
+    if plan.placement != "shard":
+        weight = block.fraction if plan.placement == "partial_mean" else 1
+        return reduce_from_region(local, weight, transport)
+    if plan.interleaved:
+        rows = local.unflatten(dim, (-1, block.count))
+        return gather_from_region(rows, block, dim + 1, transport).flatten(dim, dim + 1)
+    if not isinstance(local, Tensor):
+        return type(local)(chain(*transport.all_gather_object(local)))
+    if dim == 0 and _is_large(local, region):
+        return ShardedOutput.of(local, block, transport)
+    return gather_from_region(local, block, dim, transport)
+
+
+def _is_large(local: Tensor, region: Region) -> bool:
+    """By the size of the whole output: all ranks decide alike, whatever their shares."""
+    whole = local.numel() // region.block.count * region.block.total
+    return whole * local.element_size() >= sharded_output.LARGE
+
+
+def gather_arguments(call: ModuleCall) -> ModuleCall:
+    """The same call with whole tensors for arguments that are sharded. Collective."""
+    return call.map_arguments(
+        lambda value: value.full_tensor() if isinstance(value, ShardedOutput) else value
+    )

@@ -1,0 +1,146 @@
+"""Losses in a sharded call, or of its outputs: those of the whole batch.
+
+A mean over this rank's rows is not the mean over the batch where rows count differently (ignored
+tokens, class weights). So inside of a sharded call PyTorch's loss functions add up over the ranks,
+numerator and denominator, and every rank gets the value that one process would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.distributed.communication.collectives import all_reduce
+from instep.process.patching import Function
+from instep.process.torch_compile import disable_compile
+from instep.unedited.sharded_call.run.mappings import reduce_from_region, scatter_to_region
+from instep.unedited.sharded_call.run.region import is_inside
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+
+NAMES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+    *("poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss", "hinge_embedding_loss"),
+    *("margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss"),
+    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
+)
+"""The losses of torch.nn.functional that add up over rows and divide by what they added up."""
+
+
+def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """A loss of torch.nn.functional; from the rows of all ranks, where each holds its own."""
+    if is_inside():
+        return _loss_inside(original, args, kwargs)
+    if any(isinstance(value, ShardedOutput) for value in (*args, *kwargs.values())):
+        return _loss_of_outputs(original, args, kwargs)
+    return original(*args, **kwargs)
+
+
+@disable_compile
+def _loss_inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss in a sharded call: every argument is this rank's rows."""
+    call = _LossCall(original, args, kwargs)
+    if call.reduction not in ("mean", "sum", "batchmean"):
+        return original(*args, **kwargs)
+    total = all_reduce(call.sum(call.arguments))
+    if call.reduction == "sum":
+        return total
+    divisor = call.mean_divisor(call.arguments)
+    if not isinstance(divisor, Tensor):  # filled in: a copy to a GPU would be waited for
+        divisor = total.new_full((), divisor)
+    return total / all_reduce(divisor.detach().to(total.dtype))
+
+
+def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss of outputs of a sharded call: they are on their ranks, other arguments are whole."""
+    call = _LossCall(original, args, kwargs)
+    output = next(value for value in call.arguments.values() if isinstance(value, ShardedOutput))
+    local = call.local_arguments(output)
+    if local is None or call.reduction not in ("mean", "sum", "batchmean"):
+        return original(*args, **kwargs)
+    total = reduce_from_region(call.sum(local), 1, output.transport)
+    return total if call.reduction == "sum" else total / call.mean_divisor(call.arguments)
+
+
+class _LossCall:
+    """A call of a loss: its arguments by name, and its reduction."""
+
+    def __init__(self, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original = original
+        bound = _signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.arguments = bound.arguments
+        self.reduction = _reduction(self.arguments)
+
+    def sum(self, arguments: dict[str, Any]) -> Tensor:
+        """The loss of these arguments with `reduction="sum"`."""
+        changed = {"reduction": "sum", "size_average": None, "reduce": None}
+        total: Tensor = self._original(
+            **{name: changed.get(name, value) for name, value in arguments.items()}
+        )
+        return total
+
+    def local_arguments(self, output: ShardedOutput) -> dict[str, Any] | None:
+        """The arguments with this rank's rows only; None where they are not all a batch's."""
+        local: dict[str, Any] = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, ShardedOutput):
+                if not value.is_aligned_with(output):
+                    return None
+                local[name] = value.local
+            elif not isinstance(value, Tensor):
+                local[name] = value
+            elif value.dim() and value.shape[0] == output.shape[0]:
+                local[name] = scatter_to_region(value, output.block, 0, output.transport)
+            elif name in _PER_CLASS:
+                local[name] = value
+            else:
+                return None
+        return local
+
+    def mean_divisor(self, arguments: dict[str, Any]) -> Tensor | float:
+        """The number by which a mean over these rows divides."""
+        first = next(value for value in arguments.values() if isinstance(value, Tensor))
+        if self.reduction == "batchmean":
+            return first.shape[0]
+        if self._original.__name__ in ("cross_entropy", "nll_loss"):
+            return _class_weight_sum(first, arguments)
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        same_shape = all(value.shape == first.shape for value in tensors)
+        if same_shape and self._original.__name__ not in _ONE_PER_ROW:
+            return first.numel()
+        whole: Tensor = self._original(**{**arguments, "reduction": "none"})
+        return whole.numel()
+
+
+_PER_CLASS = ("weight", "pos_weight")
+"""Arguments that may be one number for each class."""
+
+_ONE_PER_ROW = ("triplet_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss")
+"""Losses with one number for each row of tensors of one shape; others have one per element."""
+
+
+@cache
+def _signature(original: Function) -> inspect.Signature:
+    return inspect.signature(original)
+
+
+def _reduction(arguments: dict[str, Any]) -> str:
+    average, reduce = arguments.get("size_average"), arguments.get("reduce")
+    if average is None and reduce is None:
+        reduction: str = arguments["reduction"]
+        return reduction
+    legacy: str = nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+    return legacy
+
+
+def _class_weight_sum(scores: Tensor, arguments: dict[str, Any]) -> Tensor | float:
+    target: Tensor = arguments["target"]
+    if target.is_floating_point():  # probabilities: one loss per row and position
+        return scores.numel() / scores.shape[1 if scores.dim() > 1 else 0]
+    kept = target != arguments["ignore_index"]
+    weights: Tensor | None = arguments["weight"]
+    return kept.sum() if weights is None else weights[target.where(kept, 0)].where(kept, 0).sum()

@@ -1,0 +1,137 @@
+"""A large output of a sharded call, whose rows stay on their ranks until an operation needs them.
+
+Logits of a language model or of a segmentation are often read by nothing but a loss, and a loss
+that adds up over rows can be computed from each rank's own. To everything else this is a tensor
+like any other: the first operation on it gathers the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.transport import Transport
+from instep.training.blocks import Block
+from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
+
+LARGE = 2**20
+"""Bytes of a whole output from which on gathering it costs more than the two messages that a loss
+over rows needs."""
+
+
+class ShardedOutput(Tensor):
+    """All ranks' rows (dimension 0), of which this one holds its own."""
+
+    local: Tensor
+    """(this rank's rows, ...): part of the autograd graph inside of the call."""
+    block: Block
+    transport: Transport
+    full: Tensor | None
+    """All rows, an ordinary tensor, once an operation has needed them."""
+
+    @staticmethod
+    def of(local: Tensor, block: Block, transport: Transport) -> ShardedOutput:
+        """The rows of all ranks, to be gathered when an operation needs them."""
+        output: ShardedOutput = apply(_Shard, local, block, transport)
+        output.local = local
+        return output
+
+    def full_tensor(self) -> Tensor:
+        """All rows. Collective, the first time."""
+        if self.full is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                self.full = apply(_FullTensor, self)
+        return self.full
+
+    def is_aligned_with(self, other: ShardedOutput) -> bool:
+        """Whether both are still on their ranks, row by row."""
+        if self.full is not None or other.full is not None:
+            return False
+        return self.block == other.block and self.shape[0] == other.shape[0]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Describe and reshape the rows where they are; gather them for everything else."""
+        if func in _RESHAPING and not kwargs and isinstance(args[0], ShardedOutput):
+            reshaped = _reshape(func, *args)
+            if reshaped is not None:
+                return reshaped
+        if func not in _DESCRIBING:
+            args, kwargs = tree_map_only(ShardedOutput, cls.full_tensor, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Gather for what bypasses __torch_function__, such as autograd functions of the script."""
+        args, kwargs = tree_map_only(
+            ShardedOutput, lambda output: output.full_tensor().detach(), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, block: Block, transport: Transport) -> ShardedOutput:
+        ctx.block, ctx.transport = block, transport
+        per_sample = local.shape[0] // block.count
+        output: ShardedOutput = Tensor._make_wrapper_subclass(
+            ShardedOutput,
+            (block.total * per_sample, *local.shape[1:]),
+            dtype=local.dtype,
+            device=local.device,
+        )
+        output.local, output.block, output.transport, output.full = local, block, transport, None
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_to_region(grads[0], ctx.block, 0, ctx.transport), None, None
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: ShardedOutput) -> Tensor:
+        return gather_rows(output.local, output.block, 0, output.transport)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+_RESHAPING = (Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape)
+
+_DESCRIBING = frozenset(
+    (
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.__len__),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "layout")
+        ),
+        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_leaf", "is_sparse")),
+    )
+)
+
+
+def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> ShardedOutput | None:
+    """The same rows in another shape; None if they would not remain each rank's own."""
+    if output.full is not None:
+        return None
+    block = output.block
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = func(torch.empty(output.shape, device="meta"), *args).shape
+    if not shape or shape[0] % block.total or output.shape[0] % block.total:
+        return None
+    rows = block.count * (shape[0] // block.total)
+    return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.transport)
