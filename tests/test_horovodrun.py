@@ -172,12 +172,12 @@ def test_an_installed_horovod_comes_first(tmp_path: Path) -> None:
     assert seen.stdout == "True\n"
 
 
-def test_every_name_in_the_finder_has_a_home():
+def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"
-        "for name, home in finder.HOMES.items():\n"
+        "for name, ours in finder.IMPLEMENTATIONS.items():\n"
         "    module = importlib.import_module(name)\n"
-        "    assert module.__name__ == module.__spec__.name == home, module\n"
+        "    assert module.__name__ == module.__spec__.name == ours, module\n"
         "import horovod.torch as hvd\n"
         "assert hvd is sys.modules['horovod.torch'] is sys.modules['instep.compat.horovod']\n"
         "try: import horovod.spark\n"
@@ -185,4 +185,4 @@ def test_every_name_in_the_finder_has_a_home():
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout == "horovod.spark\n"
-    assert "horovod.torch" in finder.HOMES
+    assert "horovod.torch" in finder.IMPLEMENTATIONS

@@ -5,8 +5,8 @@
     model = instep.replicate(model)   # same parameters everywhere; the global batch's gradient
     loader = instep.shard(loader)     # this rank's block of every batch
 
-and start it with `instep run -n 4 train.py`. Names are resolved when they are first used, so that
-importing instep costs nothing and `instep.rank` is right whenever it is asked for.
+and start it with `instep run -n 4 train.py`. Names are resolved when they are used, so that
+importing instep costs nothing and `instep.rank` is always the current one.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
     from instep.training.shards import shard
 
     world: World
-    """Who this process is."""
+    """This process's rank and the job's size."""
     rank: int
-    """Which of the job's processes this is, from 0."""
+    """The number of this process in the job, from 0."""
     world_size: int
-    """How many processes the job has."""
+    """The number of processes in the job."""
     in_mpi: bool
     """Whether the job has several processes (Jittor's name; any launcher will do)."""
     local_rank: int
-    """Which of the processes on this host, from 0."""
+    """The number of this process on its host, from 0."""
 
-_HOMES = {
+_MODULES = {
     "Accuracy": "training.metrics",
     "Group": "distributed.communication.groups",
     "InstepError": "errors",
@@ -85,7 +85,7 @@ _HOMES = {
     "spawn": "launch.spawn",
     "weight": "training.gradients",
 }
-_OF_THE_WORLD = {
+_WORLD_ATTRIBUTES = {
     "in_mpi": "parallel",
     "local_rank": "local_rank",
     "rank": "rank",
@@ -135,13 +135,13 @@ if TYPE_CHECKING:
 else:  # type checkers would take any name for one of these
 
     def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            value = getattr(import_module(f"instep.{_HOMES[name]}"), name)
+        if name in _MODULES:
+            value = getattr(import_module(f"instep.{_MODULES[name]}"), name)
             globals()[name] = value
             return value
-        if name == "world" or name in _OF_THE_WORLD:
+        if name == "world" or name in _WORLD_ATTRIBUTES:
             current = import_module("instep.distributed.rendezvous.bootstrap").current()
-            return current if name == "world" else getattr(current, _OF_THE_WORLD[name])
+            return current if name == "world" else getattr(current, _WORLD_ATTRIBUTES[name])
         if name == "precision":
             return import_module("instep.precision")
         raise AttributeError(f"module 'instep' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""`import horovod.torch` and `from apex import amp` where neither is installed.
+"""The import hook for `import horovod.torch` and `from apex import amp` if neither is installed.
 
-What is installed comes first: a name is answered by instep only where nobody else has its package.
+An installed package comes first: the hook finds a name only if no other finder has its package.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-HOMES = {
+IMPLEMENTATIONS = {
     "apex": "instep.compat.apex",
     "horovod.torch": "instep.compat.horovod",
 }
-"""Which package or module of ours answers for which name, its parts included; the packages above
-are empty."""
+"""The package of instep that is imported under each name, submodules included; the parents of these
+names become empty packages."""
 
 
 def install() -> None:
-    """Let these names be found, in this process. Imports nothing."""
+    """Install the import hook in this process. Imports nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # First: else a part of our package would be found by its file and be a second module.
+        # First in the list: otherwise a submodule of an alias would be found by its file, and be
+        # loaded a second time.
         sys.meta_path.insert(0, _Finder())
 
 
@@ -32,36 +33,39 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        home, above = _home(name), any(known.startswith(f"{name}.") for known in HOMES)
-        if not (home or above) or self._installed(name.partition(".")[0]):
+        ours = _implementation(name)
+        is_parent = any(known.startswith(f"{name}.") for known in IMPLEMENTATIONS)
+        if not (ours or is_parent) or self._is_installed(name.partition(".")[0]):
             return None
-        if above:
-            return ModuleSpec(name, _Empty(), is_package=True)
-        assert home is not None
-        return None if find_spec(home) is None else ModuleSpec(name, _Alias(home), is_package=True)
+        if is_parent:
+            return ModuleSpec(name, _EmptyLoader(), is_package=True)
+        assert ours is not None
+        if find_spec(ours) is None:
+            return None
+        return ModuleSpec(name, _AliasLoader(ours), is_package=True)
 
-    def _installed(self, package: str) -> bool:
+    def _is_installed(self, package: str) -> bool:
         others = (finder for finder in sys.meta_path if finder is not self)
         return any(finder.find_spec(package, None) is not None for finder in others)
 
 
-def _home(name: str) -> str | None:
-    for known, home in HOMES.items():
+def _implementation(name: str) -> str | None:
+    for known, ours in IMPLEMENTATIONS.items():
         if name == known or name.startswith(f"{known}."):
-            return home + name.removeprefix(known)
+            return ours + name.removeprefix(known)
     return None
 
 
-class _Alias(Loader):
-    """The module that answers, itself, under another name as well."""
+class _AliasLoader(Loader):
+    """Makes an existing module importable under another name."""
 
-    def __init__(self, home: str) -> None:
-        self._home = home
+    def __init__(self, implementation: str) -> None:
+        self._implementation = implementation
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(self._home)
+        sys.modules[module.__name__] = import_module(self._implementation)
 
 
-class _Empty(Loader):
+class _EmptyLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         return None

@@ -1,9 +1,12 @@
-"""`from apex import amp`: the functions of Apex's amp, by `instep.precision`.
+"""`from apex import amp`: the functions of Apex's amp, implemented by `instep.precision`.
 
-What differs from Apex: the CPU will do; functions are cast by PyTorch's autocast and its lists (on
-the CPU these are shorter); an overflow on any rank skips the step on all; O2's checkpoints hold the
-master weights, so that a resumed run goes on bit by bit; a checkpoint that is loaded, or a
-broadcast, after the first step reaches the master weights too.
+Differences from Apex:
+
+- It works on the CPU too.
+- Functions are cast by PyTorch's autocast and its lists (on the CPU these are shorter).
+- An overflow on any rank skips the step on all of them.
+- O2's checkpoints hold the master weights, so that a resumed run continues bit by bit.
+- A checkpoint that is loaded, or a broadcast, after the first step reaches the master weights too.
 """
 
 from __future__ import annotations
@@ -78,19 +81,19 @@ def initialize(
         return given
     if not isinstance(models, nn.Module | list):
         raise TypeError(f"models is a module or a list of modules, not {type(models).__name__}.")
-    if optimizers is not None and not _steps(optimizers):
-        kind = type(optimizers).__name__
-        raise TypeError(f"optimizers is an optimizer or a list of optimizers, not {kind}.")
+    if optimizers is not None and not _are_optimizers(optimizers):
+        given_type = type(optimizers).__name__
+        raise TypeError(f"optimizers is an optimizer or a list of optimizers, not {given_type}.")
     for model in [models] if isinstance(models, nn.Module) else models:
         if isinstance(model, DistributedDataParallel):
             raise PrecisionError.wrapped("in apex.parallel.DistributedDataParallel")
-    say = functools.partial(_say, verbosity)
+    log = functools.partial(_print_on_rank0, verbosity)
     _mixed = prepare(
         models,
         () if optimizers is None else optimizers,
         opt_level,
         num_losses=num_losses,
-        tell=say,
+        tell=log,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
         cast_model_outputs=cast_model_outputs,
@@ -100,22 +103,21 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    say(f"amp: {_mixed.options}")
+    log(f"amp: {_mixed.options}")
     if _mixed.options.patch_torch_functions:
         PatchHandle(_registered)
     return given
 
 
-def _steps(optimizers: Any) -> bool:
+def _are_optimizers(optimizers: Any) -> bool:
     """Whether these are optimizers: torch's, or a wrapper of one such as LARC."""
     listed = optimizers if isinstance(optimizers, list) else [optimizers]
     return all(hasattr(each, "step") and hasattr(each, "param_groups") for each in listed)
 
 
-def _say(verbosity: int, what: str) -> None:
-    """All ranks do the same: one of them says so."""
+def _print_on_rank0(verbosity: int, line: str) -> None:
     if verbosity > 0 and bootstrap.current().rank == 0:
-        print(what, flush=True)
+        print(line, flush=True)
 
 
 @contextmanager
@@ -127,15 +129,15 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give `loss.float()` times its scale; at the end scale the gradients back, or skip the step.
+    """Yield `loss.float()` times its scale; at the end scale the gradients back, or skip the step.
 
-    Arguments are Apex's (`model` means nothing); see `instep.precision.Mixed.scale`. Collective
-    where the scale is dynamic. Raises PrecisionError before `initialize`.
+    Arguments are Apex's (`model` is ignored); see `instep.precision.Mixed.scale`. Collective if the
+    scale is dynamic. Raises PrecisionError before `initialize`.
     """
     if not _enabled:
         yield loss
         return
-    with _session().scale(
+    with _initialized().scale(
         loss,
         optimizers,
         loss_id,
@@ -146,34 +148,36 @@ def scale_loss(
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """What an optimizer steps: with O2 the float32 master weights. For clipping, say."""
+    """The parameters that an optimizer steps: with O2 the float32 master weights."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The scale of each loss, and its good steps in a row."""
-    found = {} if destination is None else destination
+    """The scale of each loss, and the number of its steps since the last overflow."""
+    state = {} if destination is None else destination
     if _mixed is not None:
-        found.update(_mixed.state_dict())
-    return found
+        state.update(_mixed.state_dict())
+    return state
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Set the scales, after `initialize`. Says so where the number of losses differs.
+    """Set the scales, after `initialize`. Prints a line if the number of losses differs.
 
     Raises PrecisionError for keys that are no loss's.
     """
-    mixed = _session()
+    mixed = _initialized()
     unknown = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unknown:
         raise PrecisionError.unknown_keys(unknown)
     if len(state_dict) != len(mixed.scalers):
-        _say(1, f"amp: {len(state_dict)} loss scales saved, {len(mixed.scalers)} losses here.")
+        _print_on_rank0(
+            1, f"amp: {len(state_dict)} loss scales saved, {len(mixed.scalers)} losses here."
+        )
     mixed.load_state_dict(state_dict)
 
 
-def _session() -> Mixed:
+def _initialized() -> Mixed:
     if _mixed is None:
         raise PrecisionError.not_initialized()
     return _mixed
@@ -184,7 +188,7 @@ def _session() -> Mixed:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Let functions compute in the dtype of their inputs for a while (O1)."""
+    """Inside, functions compute in the dtype of their inputs (O1)."""
     with no_cast():
         yield
 
@@ -201,24 +205,24 @@ def float_function(function: F) -> F:
 
 def promote_function(function: F) -> F:
     """`function`, with floating-point arguments cast to the widest dtype among them (O1)."""
-    return _with_casts(function, lambda values, half: _promoted(values))
+    return _with_casts(function, lambda values, half: _promote(values))
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let `module.name` be a half_function once `initialize` chooses O1.
+    """Make `module.name` a half_function when `initialize` chooses O1.
 
-    Raises ValueError where there is no such function.
+    Raises ValueError if there is no such function.
     """
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Let `module.name` be a float_function; see `register_half_function`."""
+    """Make `module.name` a float_function; see `register_half_function`."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Let `module.name` be a promote_function; see `register_half_function`."""
+    """Make `module.name` a promote_function; see `register_half_function`."""
     _register(module, name, promote_function)
 
 
@@ -233,15 +237,15 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 
 def _with_casts(function: F, cast_all: Callable[[Any, torch.dtype], Any]) -> F:
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (half := casting()) is not None:
             args, kwargs = cast_all((args, kwargs), half)
         return function(*args, **kwargs)
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
-def _promoted(values: Any) -> Any:
+def _promote(values: Any) -> Any:
     dtypes = [
         leaf.dtype
         for leaf in torch.utils._pytree.tree_leaves(values)

@@ -3,10 +3,10 @@
     from instep.compat import jittor as jt
     from instep.compat.jittor import mpi
 
-Each has Jittor's name, meaning and gradient; where Jittor is wrong (docs/coming-from.md says
-where), these are right. `in_mpi`, `rank`, `world_size` and `world_rank` are right whenever they are
-asked for, inside a single_process_scope too. `world_rank` is the number of processes, as in
-Jittor's documentation; `mpi.world_rank()` is the rank, as in its code.
+Each has Jittor's name, meaning and gradient, except for the errors of Jittor that
+docs/coming-from.md lists. `in_mpi`, `rank`, `world_size` and `world_rank` are looked up at each
+use, so they are right inside a single_process_scope too. `world_rank` is the number of processes,
+as in Jittor's documentation; `mpi.world_rank()` is the rank, as in its code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
     in_mpi: bool
-    """Whether there are several processes."""
+    """Whether the job has several processes."""
     rank: int
-    """Which of them this is."""
+    """The number of this process in the job."""
     world_size: int
-    """How many there are."""
+    """The number of processes."""
     world_rank: int
-    """How many there are."""
+    """The number of processes."""
 
 __all__ = [
     "add_methods",
@@ -48,7 +48,7 @@ __all__ = [
     "world_size",
 ]
 
-_OF_THE_WORLD = {
+_WORLD_ATTRIBUTES = {
     "in_mpi": "parallel",
     "rank": "rank",
     "world_rank": "size",
@@ -57,8 +57,8 @@ _OF_THE_WORLD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_THE_WORLD:
-        return getattr(bootstrap.current(), _OF_THE_WORLD[name])
+    if name in _WORLD_ATTRIBUTES:
+        return getattr(bootstrap.current(), _WORLD_ATTRIBUTES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -68,9 +68,9 @@ def mpi_param_broadcast(module: nn.Module, root: int = 0) -> None:
 
 
 def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:
-    """Seed random, numpy and torch: with `seed`, or with another seed on each rank.
+    """Seed random, numpy and torch, with `seed` itself or with a different seed on each rank.
 
-    `instep.shard` and `instep.replicate` have the streams of one process either way.
+    `instep.shard` and `instep.replicate` use the random streams of one process in both cases.
     """
     if different_seed_for_mpi:
         seed += 2591 * bootstrap.current().rank
@@ -84,8 +84,8 @@ def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:
 
 
 def add_methods() -> None:
-    """Let tensors have `mpi_all_reduce`, `mpi_reduce` and `mpi_broadcast`, and modules
-    `mpi_param_broadcast`, as methods. Changes torch's classes, for the whole process."""
+    """Add the methods `mpi_all_reduce`, `mpi_reduce` and `mpi_broadcast` to tensors, and
+    `mpi_param_broadcast` to modules. Changes torch's classes, for the whole process."""
     for function in (mpi_all_reduce, mpi_reduce, mpi_broadcast):
         setattr(torch.Tensor, function.__name__, function)
     setattr(nn.Module, mpi_param_broadcast.__name__, mpi_param_broadcast)

@@ -1,4 +1,4 @@
-"""`from jittor import mpi`: who this process is, and numpy arrays between ranks."""
+"""`from jittor import mpi`: the numbers of this process, and collectives without gradients."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 
 
 def world_size() -> int:
-    """How many processes there are; 1 inside a single_process_scope."""
+    """The number of processes; 1 inside a single_process_scope."""
     return bootstrap.current().size
 
 
 def world_rank() -> int:
-    """Which of them this is; 0 inside a single_process_scope."""
+    """The number of this process in the job; 0 inside a single_process_scope."""
     return bootstrap.current().rank
 
 
 def local_rank() -> int:
-    """Which of the processes on this host."""
+    """The number of this process on its host."""
     return bootstrap.current().local_rank
 
 
 def get_state() -> bool:
-    """Whether ranks talk: not inside a single_process_scope."""
+    """Whether ranks communicate: False inside a single_process_scope."""
     return not bootstrap.alone()
 
 
@@ -76,5 +76,5 @@ def var_all_reduce(x: Tensor) -> Tensor:
 
 
 def mpi_barrier() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called this function."""
     collectives.barrier()

@@ -1,7 +1,7 @@
 """`jittor_mpi_core.ops`: collectives with Jittor's names, results and gradients.
 
 The loss that is differentiated is the sum of all ranks' losses, as in Jittor; every rank must run
-the backward. Outside of a job of several processes each is the identity.
+the backward. In a job of one process each is the identity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def mpi_reduce(x: Tensor, op: str = "add", root: int = 0) -> Tensor:
     reduced = reduce(x, _op(op), _root(root))
     if reduced.shape == x.shape:
         return reduced
-    return torch.zeros_like(x) + reduced.sum(dtype=x.dtype)  # of nothing: stays in the graph
+    # `reduced` is empty here; its sum keeps the graph.
+    return torch.zeros_like(x) + reduced.sum(dtype=x.dtype)
 
 
 def mpi_broadcast(x: Tensor, root: int = 0) -> Tensor:
@@ -55,5 +56,5 @@ def _op(op: str) -> str:
 
 
 def _root(root: int) -> int:
-    """In a world of one whoever is asked for is this process."""
+    """In a world of one every root is this process."""
     return root if bootstrap.current().parallel else 0

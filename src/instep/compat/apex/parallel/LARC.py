@@ -12,11 +12,11 @@ from torch import Tensor
 class LARC:
     """An optimizer whose gradients are rescaled before each step, parameter by parameter.
 
-    The local rate is trust_coefficient |p| / (|g| + weight_decay |p| + eps). With `clip` it is at
-    most the group's rate (min(local / lr, 1) of it is taken), without it multiplies that. The
-    group's weight decay enters the gradient here, and not in the optimizer.
+    The local rate is trust_coefficient |p| / (|g| + weight_decay |p| + eps). With `clip` the
+    parameter's rate is the group's times min(local / lr, 1), without it the group's times the local
+    one. The group's weight decay is added to the gradient here, not by the optimizer.
 
-    Anything else is the wrapped optimizer's own: `param_groups`, `state`, `state_dict`...
+    All other attributes are the wrapped optimizer's: `param_groups`, `state`, `state_dict`...
     """
 
     optim: Any
@@ -59,11 +59,11 @@ class LARC:
     def _rescale(self, parameter: Tensor, rate: float, decay: float) -> None:
         grad = parameter.grad
         assert grad is not None
-        size, slope = parameter.norm(), grad.norm()
-        local = self.trust_coefficient * size / (slope + size * decay + self.eps)
+        norm, grad_norm = parameter.norm(), grad.norm()
+        local = self.trust_coefficient * norm / (grad_norm + norm * decay + self.eps)
         if self.clip:
             local = torch.clamp(local / rate, max=1)
-        # Where either is zero the gradient stays. To ask a GPU for that is to wait for it.
-        either, zero = (size == 0) | (slope == 0), torch.zeros_like(size)
-        grad.addcmul_(parameter, torch.where(either, zero, decay))
-        grad.mul_(torch.where(either, zero + 1, local))
+        # The gradient stays if either norm is zero. An `if` would wait for the GPU.
+        unchanged, zero = (norm == 0) | (grad_norm == 0), torch.zeros_like(norm)
+        grad.addcmul_(parameter, torch.where(unchanged, zero, decay))
+        grad.mul_(torch.where(unchanged, zero + 1, local))

@@ -17,27 +17,27 @@ MODULE = "instep.compat.apex.parallel.multiproc"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the launcher, or, in a process that it started, the script."""
+    """Replace this process by the launcher or, in a process that it started, run the script."""
     if "INSTEP_JOB" not in os.environ:
-        size = _told(arguments, "--world-size") or str(max(1, torch.cuda.device_count()))
+        size = _option(arguments, "--world-size") or str(max(1, torch.cuda.device_count()))
         ranks = ("run", "-n", size, "-m", MODULE)
         os.execv(sys.executable, [sys.executable, "-m", "instep", *ranks, *arguments])
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    sys.argv[:] = _with(_with(arguments, "--world-size", size), "--rank", rank)
+    sys.argv[:] = _set_option(_set_option(arguments, "--world-size", size), "--rank", rank)
     sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _told(arguments: Sequence[str], option: str) -> str | None:
+def _option(arguments: Sequence[str], option: str) -> str | None:
     return arguments[arguments.index(option) + 1] if option in arguments else None
 
 
-def _with(arguments: Sequence[str], option: str, value: str) -> list[str]:
-    told = list(arguments)
-    if option in told:
-        told[told.index(option) + 1] = value
-        return told
-    return [*told, option, value]
+def _set_option(arguments: Sequence[str], option: str, value: str) -> list[str]:
+    changed = list(arguments)
+    if option in changed:
+        changed[changed.index(option) + 1] = value
+        return changed
+    return [*changed, option, value]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Ranks = Group | dist.ProcessGroup | None
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks' rows.
 
-    Rows are counted: ranks may hold different numbers of them, or none (as a ghost).
+    Rows are counted: ranks may hold different numbers of them, or none (a placeholder).
 
     Args:
         process_group: the ranks that share statistics, of `create_syncbn_process_group` or of
@@ -45,15 +45,15 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002 (torch's)
         """Normalise `input`; `z` is added before the ReLU."""
-        last = self.channel_last and input.dim() > 2
-        output = self._normalised(input.movedim(-1, 1) if last else input)
-        if last:
+        swap = self.channel_last and input.dim() > 2
+        output = self._normalize(input.movedim(-1, 1) if swap else input)
+        if swap:
             output = output.movedim(1, -1)
         if z is not None:
             output = output + z
         return relu(output) if self.fuse_relu else output
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         training = self.training or self.running_mean is None
         mean, var = self.running_mean, self.running_var
         if not training:
@@ -77,9 +77,9 @@ class SyncBatchNorm(_BatchNorm):
 def convert_syncbn_model(
     module: nn.Module, process_group: Ranks = None, channel_last: bool = False
 ) -> nn.Module:
-    """`module` with every batch normalisation exchanged for a SyncBatchNorm of the same state.
+    """`module` with every batch normalisation replaced by a SyncBatchNorm of the same state.
 
-    Parameters and buffers stay the objects that they were, so the optimizer may exist already.
+    Parameters and buffers stay the same objects, so the optimizer may be made before.
     """
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         synced = SyncBatchNorm(
