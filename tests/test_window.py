@@ -34,4 +34,4 @@ def test_mixed_precision_is_there_without_an_import_of_its_own():
         capture_output=True,
         text=True,
     )
-    assert found.stdout.startswith("instep.precision."), found.stderr
+    assert found.stdout.startswith("instep.training.amp."), found.stderr
