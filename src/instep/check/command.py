@@ -89,4 +89,4 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CommandLineError.report_file(path, error.strerror or str(error)) from None
+        raise CommandLineError(f"cannot write {path}: {error.strerror or error}.") from None

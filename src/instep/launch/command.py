@@ -13,7 +13,7 @@ from instep.errors import CommandLineError
 from instep.launch import supervisor
 from instep.launch.environment import cores
 from instep.launch.job import Job
-from instep.launch.multihost.hosts import ONE_HOST, Hosts, address, of_launcher
+from instep.launch.multihost.hosts import ONE_HOST, Hosts, address, of_launcher, wrong_hosts
 from instep.launch.worker import script_reader
 from instep.process import settings
 
@@ -85,7 +85,7 @@ def add_command(commands: Any) -> None:
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises LaunchError."""
     if asked.n is None:
-        raise CommandLineError.no_number_of_ranks(program)
+        raise _no_number_of_ranks(program)
     load = {settings.LOAD.name: asked.load} if asked.load else {}
     job = Job(
         asked.n,
@@ -99,6 +99,14 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     return supervisor.run(job, started=lambda: _mention_findings(job)).told()
 
 
+def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
+    """There is no -n, or it stands behind the script's name, where it is the script's."""
+    late = next((word for word in program[1:] if word in ("-n", "-np", "--nproc")), None)
+    script = program[0] if program and program[0] != "-m" else "train.py"
+    what = f"{late} comes before the script" if late else "say how many ranks"
+    return CommandLineError(f"{what}: instep run -n 2 {script}")
+
+
 def _hosts(asked: argparse.Namespace) -> Hosts:
     """What the options say, and where they do not, the launcher around this one."""
     if asked.nnodes == 1:
@@ -110,12 +118,12 @@ def _hosts(asked: argparse.Namespace) -> Hosts:
         return of_launcher(environ, asked.n)
     node, nodes = asked.node_rank, asked.nnodes
     if node is None or nodes is None or not 0 <= node < nodes:
-        raise CommandLineError.several_hosts(f"--node-rank {node} of --nnodes {nodes}")
+        raise wrong_hosts(f"--node-rank {node} of --nnodes {nodes}")
     if asked.master:
         return Hosts(node, nodes, address(asked.master))
     if asked.dist_file:
         return Hosts(node, nodes, endpoints.SharedFile(os.path.abspath(asked.dist_file)))
-    raise CommandLineError.several_hosts("the hosts need --master or --dist-file to meet")
+    raise wrong_hosts("the hosts need --master or --dist-file to meet")
 
 
 def _mention_few_cores(ranks: int) -> None:
@@ -150,4 +158,6 @@ def _number_of_ranks(value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise CommandLineError.number_of_ranks(value) from None
+        raise CommandLineError(
+            f"-n takes the number of ranks, a whole number from 1 up, not {value!r}."
+        ) from None

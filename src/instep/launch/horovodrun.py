@@ -94,7 +94,10 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         return _check_build()
     for flag in (*_ABSENT, *_ABSENT_VALUES):
         if given[flag]:
-            raise CommandLineError.not_there(flag)
+            raise CommandLineError(
+                f"{flag} is not there: jobs keep their ranks, and there is no timeline and no "
+                "configuration file. Leave it out."
+            )
     if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
         print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
     size = _size(asked)
@@ -127,7 +130,7 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
         if value is None:
             continue
         if not value.isdecimal():
-            raise CommandLineError.not_a_number(flag, value)
+            raise CommandLineError(f"{flag} is a whole number, not {value!r}.")
         variables[name] = value
     return variables
 
@@ -138,10 +141,15 @@ def _size(asked: argparse.Namespace) -> int:
     if asked.num_proc is None and slots is not None:
         return slots
     if asked.num_proc is None or not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
-        raise CommandLineError.number_of_ranks(asked.num_proc or "nothing", "-np")
+        raise CommandLineError(
+            "-np takes the number of ranks, a whole number from 1 up, not "
+            f"{asked.num_proc or 'nothing'!r}."
+        )
     size = int(asked.num_proc)
     if slots is not None and size > slots:
-        raise CommandLineError.slots(size, slots)
+        raise CommandLineError(
+            f"-np {size}, but the hosts have {slots} slots. Give them more, or start fewer."
+        )
     return size
 
 
@@ -156,9 +164,14 @@ def _slots(asked: argparse.Namespace) -> int | None:
     here = {"localhost", "127.0.0.1", socket.gethostname(), os.uname().nodename}
     for host, count in entries:
         if host not in here:
-            raise CommandLineError.other_host(host)
+            raise CommandLineError(
+                f"instep horovodrun starts ranks on this host only, not on {host}. Start the "
+                "script with srun or mpirun on several: `mpirun -np N python -m instep script.py`."
+            )
         if count and not count.isdecimal():
-            raise CommandLineError.not_a_number(f"the number of slots of {host}", count)
+            raise CommandLineError(
+                f"the number of slots of {host} is a whole number, not {count!r}."
+            )
     return sum(int(count or 1) for _, count in entries)
 
 
@@ -166,7 +179,9 @@ def _read_hosts(path: str) -> list[tuple[str, str]]:
     try:
         lines = [line.partition("#")[0].split() for line in Path(path).read_text().splitlines()]
     except OSError as error:
-        raise CommandLineError.hosts_file(path, error.strerror or str(error)) from None
+        raise CommandLineError(
+            f"cannot read the hosts in {path}: {error.strerror or error}."
+        ) from None
     return [(line[0], line[-1].partition("slots=")[2]) for line in lines if line]
 
 
@@ -178,9 +193,13 @@ def _script(program: Sequence[str]) -> tuple[str, ...]:
         while words[:1] == ["-u"]:  # each line goes out at once anyway
             words.pop(0)
         if words and words[0].startswith("-") and words[0] != "-m":
-            raise CommandLineError.interpreter_option(words[0])
+            raise CommandLineError(
+                f"the ranks' Python takes no {words[0]}; write: python script.py, or python -m."
+            )
     elif words and not words[0].endswith(".py"):
-        raise CommandLineError.not_python(words[0])
+        raise CommandLineError(
+            f"the program is a Python script, as in `python train.py`, not {words[0]!r}."
+        )
     return tuple(words)
 
 

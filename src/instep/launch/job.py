@@ -33,9 +33,11 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise CommandLineError.number_of_ranks(str(self.size))
+            raise CommandLineError(
+                f"-n takes the number of ranks, a whole number from 1 up, not '{self.size}'."
+            )
         if not self.command or self.command == ("-m",):
-            raise CommandLineError.nothing_to_run()
+            raise CommandLineError("nothing to run: name a script.py, or -m and a module.")
         if self.command[0] != "-m":
             check_script(self.command[0])
 
@@ -43,16 +45,20 @@ class Job:
 def check_script(path: str) -> None:
     """Raise CommandLineError unless this is a file that may be a Python script."""
     if os.path.isdir(path):
-        raise CommandLineError.script(path, "it is a directory")
+        raise _cannot_run(path, "it is a directory")
     if not os.path.exists(path):
-        raise CommandLineError.script(path, "there is no such file", _instead_of(path))
+        raise _cannot_run(path, "there is no such file", _instead_of(path))
     if not os.path.isfile(path):  # each rank reads it
-        raise CommandLineError.script(path, "it is no ordinary file")
+        raise _cannot_run(path, "it is no ordinary file")
     if path.endswith(".ipynb"):
         advice = "Call instep.spawn in it, or make a script: jupyter nbconvert --to script."
-        raise CommandLineError.script(path, "it is a notebook", advice)
+        raise _cannot_run(path, "it is a notebook", advice)
     if not os.access(path, os.R_OK):
-        raise CommandLineError.script(path, "it may not be read")
+        raise _cannot_run(path, "it may not be read")
+
+
+def _cannot_run(path: str, why: str, advice: str = "Name a Python script.") -> CommandLineError:
+    return CommandLineError(f"cannot run {path}: {why}. {advice}")
 
 
 def _instead_of(path: str) -> str:

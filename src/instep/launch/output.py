@@ -58,6 +58,12 @@ class OnlyRank0:
         """Nothing to do."""
 
 
+def _cannot_write(path: Path, why: str) -> CommandLineError:
+    return CommandLineError(
+        f"cannot write the ranks' output to {path}: {why}. Choose another folder."
+    )
+
+
 class Folder:
     """Every rank writes to files of its own, rank1.out and rank1.err; earlier ones go."""
 
@@ -67,9 +73,9 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CommandLineError.output_folder(str(path), error.strerror or "") from None
+            raise _cannot_write(path, error.strerror or str(error)) from None
         if not os.access(path, os.W_OK | os.X_OK):
-            raise CommandLineError.output_folder(str(path), "it is not writable")
+            raise _cannot_write(path, "it is not writable")
 
     def streams(self, rank: int) -> Streams:
         """Two new files."""
@@ -80,7 +86,7 @@ class Folder:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
         except OSError as error:
-            raise CommandLineError.output_folder(str(path), error.strerror or "") from None
+            raise _cannot_write(path, error.strerror or str(error)) from None
         self._opened.append(fd)
         return fd
 

@@ -59,7 +59,9 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     for path in (asked.json, asked.plot):
         _check_writable(path)
     if asked.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandLineError.no_matplotlib()
+        raise CommandLineError(
+            "--plot needs matplotlib. Install it with: pip install 'instep[plot]'"
+        )
     # Not on top: it brings torch, and `instep run` starts without.
     from instep.verify.verification import run_and_report
 
@@ -73,7 +75,7 @@ def _difference_cells(value: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise CommandLineError.numbers_of_ranks(value)
+        raise CommandLineError(f"-n takes numbers of ranks such as 1,2,3, not {value!r}.")
     return sizes
 
 
@@ -83,7 +85,7 @@ def _steps(value: str) -> int:
     except ValueError:
         steps = 0
     if steps < 1:
-        raise CommandLineError.steps(value)
+        raise CommandLineError(f"--steps takes a whole number from 1 up, not {value!r}.")
     return steps
 
 
@@ -92,4 +94,6 @@ def _check_writable(path: str | None) -> None:
         return
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(folder, os.W_OK):
-        raise CommandLineError.report_file(path)
+        raise CommandLineError(
+            f"cannot write {path}: its folder may not be written, or it is a folder."
+        )

@@ -83,13 +83,25 @@ def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
     if world.size == 1:
         return ONE_HOST
     if world.local_size > 1:
-        raise CommandLineError.tasks_of_one_host(world.source, world.local_size, ranks)
+        raise CommandLineError(
+            f"{world.source} started {world.local_size} tasks on this host, and each would start "
+            f"{ranks} ranks. Start one task per host (--ntasks-per-node=1), or the script itself "
+            "without `instep run`; with --nnodes 1 each task is a job of its own."
+        )
     both = ("MASTER_ADDR", "MASTER_PORT")
     if all(name in environ for name in both):
         place: endpoints.Place = address("{}:{}".format(*(environ[name] for name in both)))
     else:
         place = launchers.meeting_place(world, environ)
     return Hosts(world.rank, world.size, place, by_hand=False)
+
+
+def wrong_hosts(why: str) -> CommandLineError:
+    """For --nnodes, --node-rank and --master that do not go together."""
+    return CommandLineError(
+        f"{why}. On every host: instep run --nnodes 2 --node-rank K --master HOST:PORT -n 2 "
+        "script.py, with K from 0 up, and an address of host 0."
+    )
 
 
 def address(text: str) -> endpoints.Address:
@@ -100,7 +112,7 @@ def address(text: str) -> endpoints.Address:
     except ValueError:
         host = port = None
     if not host or not port or parts.netloc != text or "@" in text:
-        raise CommandLineError.several_hosts(f"--master takes HOST:PORT, not {text!r}")
+        raise wrong_hosts(f"--master takes HOST:PORT, not {text!r}")
     return endpoints.Address(host, port, "")
 
 

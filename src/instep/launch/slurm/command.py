@@ -89,7 +89,9 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     try:
         return subprocess.run(["sbatch"], input=text, text=True, check=False).returncode
     except FileNotFoundError:
-        raise CommandLineError.no_sbatch() from None
+        raise CommandLineError(
+            "--submit needs sbatch, which is not here. Submit from a login node."
+        ) from None
 
 
 def _count(value: str) -> int:
