@@ -27,7 +27,7 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secret_handover, stores
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.distributed.rendezvous.verified_store import VerifiedStore
-from instep.errors import LaunchVariablesError, RendezvousError, StrangerError
+from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
 from instep.launch.multihost.supervisor_rendezvous import Member, meet
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
@@ -78,14 +78,14 @@ def test_what_a_stranger_writes_is_not_read():
     below.set("moved", below.get("mine"))  # the right mark, of another key's value
     VerifiedStore(below, authentication.new_secret()).set("guessed", "x")
     below.set("torch/bare", pickle.dumps(Code()))
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         dist.PrefixStore("torch", store).get("bare")
     for key in ("bare", "moved", "guessed"):
-        with pytest.raises(StrangerError, match=f"'{key}' was not written by this job"):
+        with pytest.raises(AuthenticationError, match=f"'{key}' was not written by this job"):
             store.get(key)
-        with pytest.raises(StrangerError):
+        with pytest.raises(AuthenticationError):
             store.multi_get([key])
-        with pytest.raises(StrangerError):
+        with pytest.raises(AuthenticationError):
             store.compare_set(key, "", "mine")
 
 
@@ -95,7 +95,7 @@ def test_what_a_stranger_writes_is_not_read():
 @ranks(2)
 def test_a_pickle_without_the_jobs_mark_is_not_loaded():
     for received in (pickle.dumps(Code()), authentication.marked(KEY, pickle.dumps(Code())), b""):
-        with pytest.raises(StrangerError, match="an object of another rank"):
+        with pytest.raises(AuthenticationError, match="an object of another rank"):
             signed_pickle.loads(received)
     assert Code.ran == []
     assert instep.all_gather_object((instep.rank, "x" * instep.rank)) == [(0, ""), (1, "x")]
@@ -109,7 +109,7 @@ def test_all_ranks_of_a_job_have_one_key_and_a_verified_store():
         bare.set("strangers/told", pickle.dumps(Code()))
         store.set("strangers/mine", "mine")
     assert store.get("strangers/mine") == b"mine"
-    with pytest.raises(StrangerError):
+    with pytest.raises(AuthenticationError):
         store.get("strangers/told")
 
 
@@ -147,7 +147,7 @@ def test_a_note_is_read_from_a_private_file_only(tmp_path):
         port_file.read(str(open_to_all))
     other.touch(0o600)
     other.write_text("no note \udc80", errors="surrogateescape")
-    with pytest.raises(RendezvousError, match="it is no note"):
+    with pytest.raises(RendezvousError, match="it is no port file"):
         port_file.read(str(other))
 
 
@@ -245,9 +245,9 @@ def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
     with pytest.raises(ConnectionRefusedError):
         secret_handover.ask("127.0.0.1", port)
     with another_user(held_by_a_stranger, port):
-        with pytest.raises(StrangerError, match="belongs to another process"):
+        with pytest.raises(AuthenticationError, match="belongs to another process"):
             secret_handover.ask("127.0.0.1", port)
-        with pytest.raises(StrangerError, match="or take another port"):
+        with pytest.raises(AuthenticationError, match="or take another port"):
             secret_handover.offer("127.0.0.1", port, secret).__enter__()
 
 
@@ -260,7 +260,9 @@ def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypa
         while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         monkeypatch.delenv("INSTEP_SECRET")
-        with pytest.raises(StrangerError, match=r"rank 0 hands no secret.*the same INSTEP_SECRET"):
+        with pytest.raises(
+            AuthenticationError, match=r"rank 0 hands no secret.*the same INSTEP_SECRET"
+        ):
             stores.open_store(method, World(1, 2, 1, 2), seconds)
         with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
             first.result()
@@ -427,7 +429,7 @@ def test_a_member_without_the_secret_is_told_so(monkeypatch, secrets):
         while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         monkeypatch.setenv("INSTEP_SECRET", secrets[1])
-        with pytest.raises(StrangerError, match="Give all ranks the same one"):
+        with pytest.raises(AuthenticationError, match="Give all ranks the same one"):
             meet(place, Member(1, 2, card, 1), lambda _: {}, 2.0, "host")
         with pytest.raises(RendezvousError, match="host 1 of 2 did not come"):
             first.result(30)

@@ -130,7 +130,7 @@ _HOMES = {
     "SharedMemoryError": "distributed.errors",
     "StartError": "launch.errors",
     "StepsError": "verify.errors",
-    "StrangerError": "distributed.errors",
+    "AuthenticationError": "distributed.errors",
     "UndividedError": "unedited.errors",
     "UneditedError": "unedited.errors",
     "UnknownBatchError": "training.errors",

@@ -43,7 +43,9 @@ class Knob:
         """Its value there, or its default."""
         value = environ.get(self.name) or self.default
         if value != self.default and not self._takes(value):
-            raise LaunchVariablesError.unsuitable(self.name, value, self.takes, self.meaning)
+            raise LaunchVariablesError(
+                f"{self.name} takes {self.takes}, not {value!r}. {self.meaning}"
+            )
         return value
 
     @property
@@ -135,7 +137,7 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     it takes; the error names all that are wrong."""
     known = INTERNAL.union(knob.name for knob in KNOBS)
     wrong = [
-        LaunchVariablesError.unknown(name, _nearest(name))
+        LaunchVariablesError(f"instep has no variable {name}. {_advice(name)}")
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in known
     ]
@@ -148,11 +150,13 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
         raise LaunchVariablesError("\n".join(map(str, wrong)))
 
 
-def _nearest(name: str) -> str | None:
-    """The variable that is spelt nearly so."""
+def _advice(name: str) -> str:
+    """Names the variable that is spelt nearly so, if there is one."""
     ends = [knob.name.removeprefix(PREFIX) for knob in KNOBS]
     near = get_close_matches(name.removeprefix(PREFIX).upper(), ends, n=1, cutoff=0.7)
-    return f"{PREFIX}{near[0]}" if near else None
+    if near:
+        return f"Did you mean {PREFIX}{near[0]}?"
+    return "docs/variables.md lists what there is."
 
 
 def patience() -> timedelta:

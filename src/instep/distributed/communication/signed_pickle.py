@@ -22,7 +22,7 @@ def dumps(value: object) -> bytes:
 
 
 def loads(received: bytes | memoryview) -> Any:
-    """The value that a rank of this job has sent. Raises StrangerError for anything else."""
+    """The value that a rank of this job has sent. Raises AuthenticationError for anything else."""
     return pickle.loads(verified(_key(), bytes(received), _WHAT))
 
 

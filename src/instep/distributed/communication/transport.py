@@ -159,7 +159,7 @@ class ProcessGroupTransport:
             return None
         group = self._held()
         if group is None:
-            raise RendezvousError.parted()
+            raise RendezvousError.group_destroyed()
         return group
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
@@ -273,7 +273,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def _sharing(self) -> shm.InstepProcessGroup:
         group = self._shared()
         if group is None:
-            raise RendezvousError.parted()
+            raise RendezvousError.group_destroyed()
         return group
 
 

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Mapping
 
-from instep.distributed.errors import StrangerError
+from instep.distributed.errors import AuthenticationError
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
 
@@ -54,7 +54,10 @@ def _of_file(path: str) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise LaunchVariablesError.secret_file(path, error.strerror or str(error)) from None
+        raise LaunchVariablesError(
+            f"the secret in {path} cannot be used: {error.strerror or error}. "
+            "chmod 600 keeps it yours."
+        ) from None
     check_length(told, path)
     return told
 
@@ -62,7 +65,10 @@ def _of_file(path: str) -> str | None:
 def check_length(secret: str, where: str) -> None:
     """Raise LaunchVariablesError for a secret that could be guessed."""
     if len(secret) < _SHORTEST:
-        raise LaunchVariablesError.short_secret(where, _SHORTEST)
+        raise LaunchVariablesError(
+            f"the secret in {where} is too short: it takes {_SHORTEST} characters or more. "
+            "`openssl rand -hex 32` makes a good one."
+        )
 
 
 def read_private(path: str) -> str:
@@ -99,11 +105,11 @@ def marked(key: bytes, message: bytes, about: str = "") -> bytes:
 
 
 def verified(key: bytes, received: bytes, about: str = "") -> bytes:
-    """The message, if its mark is right. Raises StrangerError otherwise."""
+    """The message, if its mark is right. Raises AuthenticationError otherwise."""
     message = received[_BEGINNING:]
     right = MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES)
     if not hmac.compare_digest(received[:_BEGINNING], right):
-        raise StrangerError.value(about)
+        raise AuthenticationError.not_of_this_job(about)
     return message
 
 

@@ -24,6 +24,10 @@ from instep.process.procfs import namespace
 
 FIRST_PORT, PORTS = 20_000, 12_763
 """Below Linux's ephemeral ports, which any outgoing connection may hold. PORTS is a prime."""
+_ADVICE = (
+    "Export MASTER_ADDR (an address of rank 0's host) and MASTER_PORT on every rank, or "
+    "INSTEP_DIST_FILE with the path of a file on a file system that all hosts share."
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ Meeting = Callable[[Mapping[str, str], World], Place]
 def as_said(environ: Mapping[str, str], world: World) -> Place:
     """Whoever speaks PyTorch's dialect has to say it."""
     missing = ["MASTER_ADDR", "MASTER_PORT"]
-    raise LaunchVariablesError.half_set(world.source, {"WORLD_SIZE": str(world.size)}, missing)
+    raise LaunchVariablesError.incomplete(world.source, {"WORLD_SIZE": str(world.size)}, missing)
 
 
 def under_mpi(environ: Mapping[str, str], world: World) -> Place:
@@ -74,7 +78,10 @@ def under_mpi(environ: Mapping[str, str], world: World) -> Place:
         return _in_allocation(environ, world)
     launching = launching_process(environ)
     if launching is None:
-        raise RendezvousError.no_master(world.source, world.size)
+        raise RendezvousError(
+            f"{world.source} started {world.size} ranks, but does not say where they meet. "
+            f"{_ADVICE}"
+        )
     return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
 
 
@@ -108,7 +115,7 @@ def under_slurm(environ: Mapping[str, str], world: World) -> Place:
     name = "SLURM_STEP_NODELIST"
     if name not in environ:
         present = {"SLURM_STEP_ID": environ["SLURM_STEP_ID"]}
-        raise LaunchVariablesError.half_set(world.source, present, [name])
+        raise LaunchVariablesError.incomplete(world.source, present, [name])
     host = next(nodelist.hosts(environ[name]))
     return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
 
@@ -126,7 +133,10 @@ def _in_allocation(environ: Mapping[str, str], world: World) -> Place:
         or _host_of_mpirun(environ)
     )
     if found is None:
-        raise RendezvousError.several_hosts(world.source, world.local_size, world.size)
+        raise RendezvousError(
+            f"{world.source} started {world.size} ranks on several hosts ({world.local_size} on "
+            f"this one), but does not say where they meet. {_ADVICE}"
+        )
     host, job = found
     key = f"mpi-{job}-{environ.get('PMIX_NAMESPACE', '')}"
     return Address(host, FIRST_PORT + zlib.crc32(key.encode()) % PORTS, key)

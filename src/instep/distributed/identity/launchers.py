@@ -69,7 +69,7 @@ class Launcher:
         missing = [name for name in pair if name not in environ]
         if missing:
             present = {n: environ[n] for n in (*self.markers, *pair) if n in environ}
-            raise LaunchVariablesError.half_set(self.name, present, missing)
+            raise LaunchVariablesError.incomplete(self.name, present, missing)
         rank, size = _number(environ, self.rank), _number(environ, self.size)
         node_rank = None if self.node_rank is None else _number(environ, self.node_rank, default=0)
         local_size = self._local_size(environ, node_rank or 0, size)
@@ -264,8 +264,8 @@ def master_port(environ: Mapping[str, str] = os.environ) -> int:
     """MASTER_PORT. Raises LaunchVariablesError unless it is a port."""
     port = _number(environ, "MASTER_PORT")
     if not 0 < port < 2**16:
-        raise LaunchVariablesError.unsuitable(
-            "MASTER_PORT", str(port), "a port from 1 to 65535", "Where rank 0 listens."
+        raise LaunchVariablesError(
+            f"MASTER_PORT takes a port from 1 to 65535, not '{port}'. Where rank 0 listens."
         )
     return port
 
@@ -310,6 +310,6 @@ def _contradicts(world: World, launcher: Launcher, environ: Mapping[str, str]) -
         if told != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
             given = _number(environ, name, default=ours)
             if given != ours:
-                raise LaunchVariablesError.impossible(
+                raise LaunchVariablesError.contradiction(
                     launcher.name, f"{name}={given}, but {told}={ours}"
                 )

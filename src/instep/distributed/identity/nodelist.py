@@ -24,7 +24,7 @@ def hosts(text: str) -> Iterator[str]:
     while at < len(text) or at == 0:
         entry = _HOSTS.match(text, at)
         if entry is None or text.endswith(","):
-            raise LaunchVariablesError.node_list(text)
+            raise _not_a_host_list(text)
         at = entry.end()
         pieces = [_spellings(piece, text) for piece in _PIECE.finditer(entry[1])]
         yield from map("".join, product(*pieces))
@@ -38,10 +38,10 @@ def _spellings(piece: re.Match[str], text: str) -> list[str]:
     for part in piece[1].split(","):
         found = _RANGE.fullmatch(part)
         if found is None:
-            raise LaunchVariablesError.node_list(text)
+            raise _not_a_host_list(text)
         first, last = found[1], found[2] or found[1]
         if int(first) > int(last):
-            raise LaunchVariablesError.node_list(text)
+            raise _not_a_host_list(text)
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return numbers
 
@@ -54,8 +54,22 @@ def tasks_on(text: str, node: int) -> int:
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:
-            raise LaunchVariablesError.task_list(text)
+            raise _not_a_task_list(text)
         node -= int(found[2] or 1)
         if node < 0:
             return int(found[1])
-    raise LaunchVariablesError.task_list(text)
+    raise _not_a_task_list(text)
+
+
+def _not_a_host_list(text: str) -> LaunchVariablesError:
+    return LaunchVariablesError(
+        f"SLURM_STEP_NODELIST={text!r} is not a list of hosts such as node[1-3],login. "
+        "Export MASTER_ADDR and MASTER_PORT (an address of rank 0's host) instead."
+    )
+
+
+def _not_a_task_list(text: str) -> LaunchVariablesError:
+    return LaunchVariablesError(
+        f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many tasks this host has; "
+        "it should read like 2(x3),1, with a number for each host of the step."
+    )

@@ -128,7 +128,7 @@ class _Coordinator:
             wishes = [LEAVING]
         for wish in wishes:
             if wish is LEAVING:
-                return NegotiationError.left(rank, len(self._lines))
+                return NegotiationError.rank_left(rank, len(self._lines))
             for verdict in self._ledger.hear(rank, wish, monotonic()):
                 self._tell(verdict)
         return None
@@ -169,5 +169,5 @@ class _Coordinator:
                 print(f"instep: {delay}", file=sys.stderr, flush=True)
         if self._patience.end_after is not None:
             for delay in self._ledger.delays(now, self._patience.end_after):
-                return NegotiationError.stalled(str(delay))
+                return NegotiationError(f"{delay} The job asked to end now rather than wait.")
         return None

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from instep.distributed.errors import DisagreementError
 from instep.distributed.negotiation.errors import NegotiationError
+from instep.process.exit_status import named
 
 Shape = tuple[int, ...]
 Key = tuple[tuple[int, ...], str]
@@ -78,8 +80,8 @@ class Delay:
 
     def __str__(self) -> str:
         return (
-            f"{_named(self.present)} submitted {self.wish.name} {self.seconds:.0f} s ago at "
-            f"{self.wish.line}; {_named(self.missing)} did not yet."
+            f"{named(self.present)} submitted {self.wish.name} {self.seconds:.0f} s ago at "
+            f"{self.wish.line}; {named(self.missing)} did not yet."
         )
 
 
@@ -150,7 +152,11 @@ def _verdict(wishes: Mapping[int, Wish], joined: list[int]) -> Verdict:
     fault = _disagreement(wishes)
     if fault is None and joined and first.kind not in _JOINABLE and first.op not in ("sum", "mean"):
         kind = f"{first.kind} ({first.op})" if first.op else first.kind
-        fault = NegotiationError.joined(first.name, kind, joined, first.line)
+        fault = NegotiationError(
+            f"{first.name} ({first.line}) is of the kind {kind}, and {named(joined)} already "
+            "called join(): a rank that joined can only add zeros to sums and averages. Call it "
+            "before any joins."
+        )
     if fault is not None:
         return Verdict(first, fault=fault)
     given = [wishes[rank] for rank in first.members if rank in wishes]
@@ -169,7 +175,7 @@ def _disagreement(wishes: Mapping[int, Wish]) -> NegotiationError | None:
             seen.setdefault(view(wish), []).append(rank)
         if len(seen) > 1:
             name = wishes[min(wishes)].name
-            return NegotiationError.mismatch(what, name, seen, advice)
+            return NegotiationError(str(DisagreementError(f"{what} of {name}", seen, advice)))
     return None
 
 
@@ -194,7 +200,3 @@ _RESPECTS: tuple[tuple[str, Callable[[Wish], str], str], ...] = (
     ),
 )
 """What the wishes of one name have to agree on: how it is shown, and what to do about it."""
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"

@@ -129,7 +129,7 @@ class Negotiator:
             while isinstance(end := self._line.end.receive(), Verdict):
                 self._settle(end)
         except (EOFError, OSError):
-            end = NegotiationError.left(0, self.world.size)
+            end = NegotiationError.rank_left(0, self.world.size)
         self._line.end.hang_up()
         with self._lock:
             self._end = end
@@ -151,7 +151,9 @@ class Negotiator:
             except InstepError as error:
                 outcome = error
             except Exception as error:  # the one who waits for the task raises it
-                outcome = NegotiationError.failed(wish.name, error)
+                outcome = NegotiationError(
+                    f"{wish.name} broke off: {error}. A rank that ended is the usual cause."
+                )
         with self._lock:
             self._tasks.pop(wish.key, None)
         task.end(outcome)

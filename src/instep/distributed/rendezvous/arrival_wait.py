@@ -62,7 +62,10 @@ class Vigil:
         if self._siblings is not None and (ended := self._siblings.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
         if orphaned():
-            raise RendezvousError.orphaned()
+            raise RendezvousError(
+                "the process that started this rank was ended before all ranks had met, so nobody "
+                "starts those that are missing, or waits for this one."
+            )
         waited = self._waited()
         if waited >= self._seconds + self._grace:
             there = came()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from instep.distributed import shm
-from instep.distributed.errors import DeviceError, RendezvousError, StrangerError
+from instep.distributed.errors import AuthenticationError, DeviceError, RendezvousError
 from instep.distributed.identity import cuda_visible_devices, launchers
 from instep.distributed.identity.authentication import derived, given_secret, new_secret
 from instep.distributed.identity.world import World
@@ -35,6 +35,7 @@ from instep.distributed.watchdog import client
 from instep.errors import InstepWarning
 from instep.process import malloc, settings
 from instep.process.errors import LaunchVariablesError
+from instep.process.exit_status import named
 from instep.process.procfs import read_environ
 
 _ones: list[World] = []
@@ -103,7 +104,7 @@ def init(
     process keeps memory that it has freed (up to 512 MiB, unless MALLOC_TRIM_THRESHOLD_ is set).
 
     Raises MixedJobError where the ranks are not of one job, PortInUseError,
-    LeftoverRendezvousError, RendezvousError, StrangerError, BackendError, DeviceError or
+    LeftoverRendezvousError, RendezvousError, AuthenticationError, BackendError, DeviceError or
     LaunchVariablesError.
     """
     return _init(method, rank, world_size, timeout)
@@ -202,8 +203,8 @@ def key() -> bytes:
     """What marks the messages of the default process group: only its ranks know it. In a world of
     one this process's own.
 
-    Collective the first time in a group that somebody else made. Raises StrangerError where not
-    all of its ranks were given the same secret.
+    Collective the first time in a group that somebody else made. Raises AuthenticationError
+    where not all of its ranks were given the same secret.
     """
     return _trusted().key if dist.is_initialized() else _OWN
 
@@ -230,7 +231,10 @@ def _agreed_key(secret: bytes | None) -> bytes:
     dist.all_gather(heard, sent)
     unlike = [rank for rank, each in enumerate(heard) if not torch.equal(each, heard[0])]
     if unlike:
-        raise StrangerError.unequal(unlike, sorted({*range(len(heard))} - {*unlike}))
+        raise AuthenticationError(
+            f"{named(unlike)} has another INSTEP_SECRET (or ~/.instep/secret), or none, than "
+            f"{named({*range(len(heard))} - {*unlike})}. Give all ranks the same one, or none."
+        )
     return _drawn_key() if secret is None else derived(secret, "group")
 
 
@@ -336,7 +340,10 @@ def claim(store: dist.Store, world: World, device: str) -> None:
     claims = store.multi_get([f"instep/device{rank}" for rank in range(world.size)])
     for claimed, ranks in ranks_by([str(each, "utf-8") for each in claims]).items():
         if len(ranks) > 1:
-            raise DeviceError.shared(claimed, ranks)
+            raise DeviceError(
+                f"{named(ranks)} share one GPU ({claimed}); each rank needs its own. "
+                "Give every task one GPU, or start as many ranks as there are GPUs."
+            )
 
 
 def ranks_by(values: list[str]) -> dict[str, list[int]]:

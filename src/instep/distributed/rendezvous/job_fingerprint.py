@@ -7,10 +7,11 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from instep.distributed.errors import MixedJobError
+from instep.process.exit_status import named
 from instep.process.procfs import boot_id, namespace
 from instep.version import __version__
 
@@ -71,21 +72,38 @@ def announce(command: Sequence[str]) -> None:
     _announced[:] = command
 
 
-def check(cards: Mapping[int, Card], members: str) -> None:
+def check(fingerprints: Mapping[int, Card], members: str) -> None:
     """Raise MixedJobError unless these are of one job; `members` is "rank" or "host"."""
-    for field, error in _MUST_AGREE:
+    for field, problem, advice in _MUST_AGREE:
         holders: dict[str, list[int]] = {}
-        for member, card in sorted(cards.items()):
-            holders.setdefault(str(_shown(getattr(card, field))), []).append(member)
+        for member, fingerprint in sorted(fingerprints.items()):
+            holders.setdefault(str(_shown(getattr(fingerprint, field))), []).append(member)
         if len(holders) > 1:
-            raise error(holders, members)
+            sides = "; ".join(
+                f"{value} on {named(held, members)}" for value, held in holders.items()
+            )
+            raise MixedJobError(f"{problem.format(members)}: {sides}. {advice}")
 
 
-_MUST_AGREE: tuple[tuple[str, Callable[[Mapping[str, list[int]], str], MixedJobError]], ...] = (
-    ("instep", MixedJobError.versions),
-    ("script", MixedJobError.scripts),
-    ("arguments", MixedJobError.arguments),
+_MUST_AGREE = (
+    (
+        "instep",
+        "two versions of instep in one job",
+        "Install the same one everywhere, and start every rank with the same Python.",
+    ),
+    (
+        "script",
+        "the {}s run different scripts",
+        "Every rank must run the same program; bring the copies up to date.",
+    ),
+    (
+        "arguments",
+        "the {}s were started with different arguments",
+        "Start all with the same ones; what depends on the rank belongs into the script "
+        "(instep.rank).",
+    ),
 )
+"""Fields of a fingerprint, the problem if they differ, and what to do about it."""
 
 
 def _shown(value: str | tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.distributed.errors import MixedJobError, RendezvousError, StrangerError
+from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
 from instep.distributed.identity import authentication
 from instep.distributed.identity.local_ranks import Siblings
 from instep.distributed.identity.world import World
@@ -32,7 +32,8 @@ _LINGERS = 1.0
 """Seconds for which a rank keeps the store that rank 0 should have kept."""
 _VERDICT, _ENDED = "instep/verdict", "instep/ended"
 _KINDS = {
-    kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError, StrangerError)
+    kind.__name__: kind
+    for kind in (LaunchError, MixedJobError, RendezvousError, AuthenticationError)
 }
 
 
@@ -62,7 +63,7 @@ def call(
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not come
     within `timeout`, or will not, as one of the `siblings` on any host has ended. Raises
-    StrangerError for what was not written with the `secret`.
+    AuthenticationError for what was not written with the `secret`.
     """
     seconds = timeout.total_seconds()
     store = _of_job(store, secret)
@@ -75,7 +76,7 @@ def call(
         vigil = Vigil(world.size, seconds, speaks=False, grace=_GRACE)
         one_host, numbers = _hear(store, world, vigil, siblings)
         if mine != numbers[world.rank]:  # an earlier job's verdict, repeated
-            raise StrangerError.value(_VERDICT)
+            raise AuthenticationError.not_of_this_job(_VERDICT)
     else:
         try:
             one_host, numbers = _judge(store, world, Vigil(world.size, seconds, siblings))
@@ -158,9 +159,9 @@ def _hear(
     except dist.DistNetworkError:  # rank 0, who keeps the store, has gone
         raise RendezvousError.ended([0], world.size, "its host") from None
     except (TypeError, ValueError):
-        raise StrangerError.value(_VERDICT) from None
+        raise AuthenticationError.not_of_this_job(_VERDICT) from None
     if not isinstance(second, list) or len(second) != world.size:
-        raise StrangerError.value(_VERDICT)
+        raise AuthenticationError.not_of_this_job(_VERDICT)
     return bool(first), [str(number) for number in second]
 
 
@@ -170,14 +171,14 @@ def _card(store: dist.Store, rank: int) -> tuple[Card, str]:
         card, number = _read(store, _key(rank))
         return Card.from_json(card), str(number)
     except (TypeError, ValueError):
-        raise StrangerError.value(_key(rank)) from None
+        raise AuthenticationError.not_of_this_job(_key(rank)) from None
 
 
 def _read(store: dist.Store, key: str) -> Any:
     """As JSON has it. Raises ValueError for what is none."""
     text = store.get(key)
     if text.startswith(authentication.MAGIC):
-        raise StrangerError.no_secret()
+        raise AuthenticationError.secret_missing()
     try:
         return json.loads(text)
     except RecursionError:

@@ -56,7 +56,10 @@ def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(host, port) from None
-        raise RendezvousError.foreign_master(host, port, str(error.strerror)) from None
+        raise RendezvousError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror}); "
+            "the master must be an address of rank 0's own host."
+        ) from None
     return listener
 
 
@@ -87,5 +90,8 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise RendezvousError.unresolved(host, str(error.strerror)) from None
+        raise RendezvousError(
+            f"the master's name {host!r} does not resolve: {error.strerror}. Export MASTER_ADDR "
+            "and MASTER_PORT with an address of rank 0's host that every host knows."
+        ) from None
     return family, address

@@ -47,7 +47,7 @@ def put_up(path: str, port: int, hosts: Sequence[str] = (HOST,)) -> Iterator[byt
     except OSError as error:
         with suppress(OSError):
             os.unlink(draft)
-        raise RendezvousError.private_file(path, str(error.strerror)) from None
+        raise _unusable(path, str(error.strerror)) from None
     try:
         yield secret
     finally:
@@ -65,9 +65,9 @@ def read(path: str) -> Note | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RendezvousError.private_file(path, str(error.strerror)) from None
+        raise _unusable(path, str(error.strerror)) from None
     except ValueError:
-        raise RendezvousError.private_file(path, "it is no note of instep's") from None
+        raise _unusable(path, "it is no port file of instep's") from None
     return next((note for note in notes if answers(note.host, note.port)), None)
 
 
@@ -76,3 +76,10 @@ def answers(host: str, port: int) -> bool:
     with suppress(OSError), socket.create_connection((host, port), _KNOCK):
         return True
     return False
+
+
+def _unusable(path: str, why: str) -> RendezvousError:
+    return RendezvousError(
+        f"cannot meet in the file {path}: {why}. Set TMPDIR to a folder of your own, the same "
+        "on every rank, or export MASTER_ADDR and MASTER_PORT."
+    )

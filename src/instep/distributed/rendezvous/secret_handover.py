@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
 
-from instep.distributed.errors import StrangerError
+from instep.distributed.errors import AuthenticationError
 
 _CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""
@@ -28,7 +28,7 @@ _SECRET_BYTES = 32
 def offer(address: str, port: int, secret: bytes) -> Iterator[None]:
     """Tell this user's processes the `secret` for a while; they know `address` and `port`.
 
-    Raises StrangerError where another process listens at that name.
+    Raises AuthenticationError where another process listens at that name.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -36,7 +36,7 @@ def offer(address: str, port: int, secret: bytes) -> Iterator[None]:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            raise StrangerError.in_place_of_rank_0(port) from None
+            raise _not_rank_0(port) from None
         listener.listen(socket.SOMAXCONN)
         answering = Thread(target=_answer, args=(listener, secret), daemon=True)
         answering.start()
@@ -50,15 +50,15 @@ def offer(address: str, port: int, secret: bytes) -> Iterator[None]:
 def ask(address: str, port: int) -> bytes | None:
     """What rank 0 tells; None where it has not answered, and may when it is asked again.
 
-    Raises ConnectionRefusedError where nobody listens, and StrangerError where the process that
-    listens is another user's.
+    Raises ConnectionRefusedError where nobody listens, and AuthenticationError where the process
+    that listens is another user's.
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(_ANSWERS)
         try:
             line.connect(_name(address, port))
             if not _is_of_this_user(line):
-                raise StrangerError.in_place_of_rank_0(port)
+                raise _not_rank_0(port)
             told = line.recv(_SECRET_BYTES)
         except ConnectionRefusedError:
             raise
@@ -98,3 +98,12 @@ def _may_be_anybody(user: int) -> bool:
             return False
     with open("/proc/self/uid_map") as file:
         return file.read().split() != ["0", "0", "4294967295"]
+
+
+def _not_rank_0(port: int) -> AuthenticationError:
+    return AuthenticationError(
+        "the socket at which rank 0 hands the job's secret to the ranks of this host belongs "
+        "to another process: of another user (or of one that this user namespace does not "
+        f"know), or of another job with the port {port}. "
+        "Nothing of it was used. Give all ranks the same INSTEP_SECRET, or take another port."
+    )

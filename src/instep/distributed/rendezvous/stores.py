@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from instep.distributed.errors import LeftoverRendezvousError, RendezvousError, StrangerError
+from instep.distributed.errors import AuthenticationError, LeftoverRendezvousError, RendezvousError
 from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.authentication import check_private, given_secret, new_secret
 from instep.distributed.identity.local_ranks import Siblings
@@ -143,7 +143,7 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> _Fou
     if not present:
         return _store_at(launchers.meeting_place(world, environ), arrival)
     if missing := [name for name in both if name not in environ]:
-        raise LaunchVariablesError.half_set(world.source, present, missing)
+        raise LaunchVariablesError.incomplete(world.source, present, missing)
     host = environ["MASTER_ADDR"]
     port = launchers.master_port(environ)
     store = again(host, port)
@@ -188,7 +188,11 @@ def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes
         raise RendezvousError.ended([0], size, "its host") from None
     except ConnectionRefusedError:
         if is_there:
-            raise StrangerError.not_handed_over() from None
+            raise AuthenticationError(
+                "rank 0 hands no secret to this rank: it was given one of its own (INSTEP_SECRET, "
+                "or the file ~/.instep/secret), or it is in another network namespace than this "
+                "rank, or it has ended. Give all ranks the same INSTEP_SECRET."
+            ) from None
         return None
 
 

@@ -20,7 +20,7 @@ class VerifiedStore(dist.Store):
     """`store`, with what its values say guaranteed by `key`.
 
     Keep a reference as long as torch may use it: C++ calls these methods, but does not keep the
-    Python object. Reading raises StrangerError for a value that was written without the key.
+    Python object. Reading raises AuthenticationError for a value that was written without the key.
     """
 
     def __init__(self, store: dist.Store, key: bytes) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from instep.distributed.errors import StrangerError
+from instep.distributed.errors import AuthenticationError
 from instep.distributed.identity.authentication import marked, new_secret, verified
 
 PATIENCE = 5.0
@@ -102,7 +102,7 @@ class Callers:
             return None
         try:
             told = understood(bytes(text), self._secret, caller.drawn) if ended else None
-        except StrangerError:
+        except AuthenticationError:
             told = None
             with suppress(OSError):
                 caller.line.send(said(REFUSED, None, ""))
@@ -132,11 +132,12 @@ def said(what: dict[str, Any], secret: bytes | None, about: str) -> bytes:
 
 
 def understood(line: bytes, secret: bytes | None, about: str) -> dict[str, Any]:
-    """What a line says. Raises StrangerError without the right mark, ValueError for no line."""
+    """What a line says. Raises AuthenticationError for one without the right mark, ValueError
+    for no line."""
     if secret is None and not line.startswith(b"{"):
-        raise StrangerError.no_secret()
+        raise AuthenticationError.secret_missing()
     if secret is not None and line.startswith(b"{"):
-        raise StrangerError.value("what the members of the job say")
+        raise AuthenticationError.not_of_this_job("what the members of the job say")
     try:
         text = line if secret is None else verified(secret, bytes.fromhex(line.decode()), about)
         told = json.loads(text)

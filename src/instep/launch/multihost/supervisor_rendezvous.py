@@ -17,7 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from instep.distributed.errors import MixedJobError, RendezvousError, StrangerError
+from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.authentication import derived, given_secret, new_secret
 from instep.distributed.rendezvous import interfaces, job_fingerprint, listening, port_file
@@ -31,7 +31,8 @@ _ANSWER = 2.0
 _LONGEST_ANSWER = 1 << 24
 """Bytes."""
 _KINDS = {
-    kind.__name__: kind for kind in (LaunchError, MixedJobError, RendezvousError, StrangerError)
+    kind.__name__: kind
+    for kind in (LaunchError, MixedJobError, RendezvousError, AuthenticationError)
 }
 
 
@@ -92,7 +93,7 @@ def meet(
                 came = _receive(callers, _job(place), mine, calls, vigil, members)
                 callers.close()
             facts = decide([came[number] for number in range(mine.count)])
-        except (MixedJobError, RendezvousError, StrangerError) as error:
+        except (MixedJobError, RendezvousError, AuthenticationError) as error:
             _tell(calls, {"error": [type(error).__name__, str(error)]}, secret)
             raise
         drawn = new_secret().hex()
@@ -162,10 +163,15 @@ def _receive(
         held = came.get(member.number)
         calls[member.number if held is None else -1] = call
         if held is not None:
-            raise RendezvousError.twice(members, member.number, [held.card.host, member.card.host])
+            raise RendezvousError(
+                f"{members} {member.number} has come twice, from {held.card.host} and from "
+                f"{member.card.host}. Each {members} needs a number of its own, from 0 up."
+            )
         if member.count != mine.count or not 0 < member.number < mine.count:
-            raise RendezvousError.counted_differently(
-                members, mine.count, member.card.host, member.number, member.count
+            raise RendezvousError(
+                f"{members} 0 expects {mine.count} {members}s, but {member.card.host} came as "
+                f"{members} {member.number} of {member.count}. Start all of them with the same "
+                "number."
             )
         came[member.number] = member
     job_fingerprint.check({number: member.card for number, member in came.items()}, members)
@@ -221,7 +227,7 @@ def _join(place: endpoints.Place, mine: Member, seconds: float, members: str) ->
         line.sendall(said(me, secret, str(theirs)))
         answer = read(line, end, _LONGEST_ANSWER, secret, drawn)
         if answer == REFUSED:
-            raise StrangerError.no_secret()
+            raise AuthenticationError.secret_missing()
         error, facts = answer.get("error"), answer.get("facts")
         if error is None:
             job = _of_job(secret, answer["drawn"])
@@ -230,7 +236,7 @@ def _join(place: endpoints.Place, mine: Member, seconds: float, members: str) ->
     except (OSError, ValueError, TypeError, KeyError):
         line.close()
         raise RendezvousError.absent([0], mine.count, seconds, members=members) from None
-    except StrangerError:
+    except AuthenticationError:
         line.close()
         raise
     if error is not None:

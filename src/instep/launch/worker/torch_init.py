@@ -70,6 +70,14 @@ def _check_backend(backend: str | None) -> None:
 
     asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
     if "nccl" in asked and not torch.cuda.is_available():
-        raise BackendError.no_gpu(torch.__version__)
+        raise BackendError(
+            f"the backend 'nccl' needs GPUs, and torch {torch.__version__} sees none on this host. "
+            "Say 'gloo' for CPUs, or no backend at all: then torch takes what the host has. "
+            "On a GPU host, look at CUDA_VISIBLE_DEVICES and at which build of torch this is."
+        )
     if "mpi" in asked and not torch.distributed.is_mpi_available():
-        raise BackendError.no_mpi(torch.__version__)
+        raise BackendError(
+            "the backend 'mpi' needs a torch that was built from source with MPI; torch "
+            f"{torch.__version__} was not. Say 'nccl' (GPUs) or 'gloo' (CPUs): mpirun may start "
+            "the ranks all the same."
+        )
