@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import instep
-from instep.errors import UndividedError
+from instep.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _entries
 from oracle import Log, same_as_one_process
@@ -397,5 +397,5 @@ def test_arguments_that_are_changed_after_the_proof_are_an_error(change: float) 
     with dividing():
         model(x, memory.layers, torch.zeros(6, 1))
         model(x, memory.layers, torch.zeros(6, 1))
-        with pytest.raises(UndividedError, match="ChangingLater began to change its arguments"):
+        with pytest.raises(ShardedCallError, match="ChangingLater began to change its arguments"):
             model(x, memory.layers, torch.full((6, 1), change))

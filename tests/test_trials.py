@@ -6,7 +6,7 @@ import torch
 import instep
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import transport
-from instep.errors import UndividedError
+from instep.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from pool import ranks, run
 
@@ -96,4 +96,4 @@ def test_a_rank_that_fails_says_why_and_the_others_go_on():
         (None, "it cannot be computed for some of its rows (ValueError: so it is)"),
         (None, OTHERS),
     ]
-    assert run(3, fail_on_rank_1, UndividedError("it has reasons"))[1] == (None, "it has reasons")
+    assert run(3, fail_on_rank_1, ShardedCallError("it has reasons"))[1] == (None, "it has reasons")

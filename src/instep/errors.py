@@ -131,7 +131,7 @@ _HOMES = {
     "StartError": "launch.errors",
     "StepsError": "verify.errors",
     "AuthenticationError": "distributed.errors",
-    "UndividedError": "unedited.errors",
+    "ShardedCallError": "unedited.errors",
     "UneditedError": "unedited.errors",
     "UnknownBatchError": "training.errors",
     "UnknownOpError": "distributed.communication.errors",

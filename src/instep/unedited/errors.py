@@ -88,35 +88,8 @@ class UneditedError(LaunchError):
         )
 
 
-class UndividedError(TrainingError):
-    """A module's call cannot be divided among the ranks."""
-
-    @classmethod
-    def began_to_draw(cls, name: str) -> UndividedError:
-        """A module whose calls drew no random numbers draws some, when it is too late."""
-        return cls(
-            f"{name} began to draw random numbers in its forward, which it did not before, and "
-            "has changed its buffers meanwhile. Run this script with --plain, or let it draw from "
-            "the first call on (a dropout of 1e-9, say)."
-        )
-
-    @classmethod
-    def other_outputs(cls, name: str) -> UndividedError:
-        """A planned call returned something of another structure."""
-        return cls(
-            f"{name} returns something else than when its division was proven (another number of "
-            "outputs, or others). Run this script with --plain, or keep what it returns the same "
-            "for the same kind of arguments."
-        )
-
-    @classmethod
-    def changes_arguments(cls, name: str) -> UndividedError:
-        """A planned call has changed what it was called with, which only this rank's copy shows."""
-        return cls(
-            f"{name} began to change its arguments in its forward (a cache, a dict, a tensor in "
-            "place), which it did not do when its division was proven. Run this script with "
-            "--plain, or let it return what is new instead."
-        )
+class ShardedCallError(TrainingError):
+    """A module's call cannot be sharded over the ranks."""
 
 
 class LoadingError(TrainingError, RuntimeError):

@@ -17,7 +17,7 @@ from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_p
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.division import count_rows
 from instep.unedited.sharded_call.plan.module_call import ModuleCall
-from instep.unedited.sharded_call.plan.module_inspection import find_user_hook, ignore_grad_warnings
+from instep.unedited.sharded_call.plan.module_properties import find_user_hook, ignore_grad_warnings
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.execution import run_sharded

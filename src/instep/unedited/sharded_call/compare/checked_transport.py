@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport, use_transport
-from instep.unedited.errors import UndividedError
+from instep.unedited.errors import ShardedCallError
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T |
         why = ""
     except MismatchError:
         pass
-    except UndividedError as error:
+    except ShardedCallError as error:
         why = str(error)
     except Exception as error:  # whatever the script's forward raises on some of its rows
         line = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")

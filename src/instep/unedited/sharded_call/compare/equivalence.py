@@ -4,7 +4,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
+from instep.training.autograd_graph import next_nodes, walk
 from instep.training.pytree import flatten, is_column, unflatten
-from instep.unedited.errors import UndividedError
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.reference import Reference
@@ -22,8 +23,8 @@ from instep.unedited.sharded_call.compare.rounding import output_tolerance, rela
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_call import ModuleCall
-from instep.unedited.sharded_call.plan.module_inspection import (
-    disable_donated_buffers,
+from instep.unedited.sharded_call.plan.module_properties import (
+    allow_repeated_backward,
     is_compiled,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import (
@@ -44,11 +45,11 @@ def find_plan(call: ModuleCall, transport: Transport) -> tuple[ShardingPlan | No
     why not. Side effects are those of one forward. Collective.
     """
     if is_compiled(call.module.modules()):
-        disable_donated_buffers()
+        allow_repeated_backward()
     mismatch = first_mismatch(call.module, call.leaves, transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    if why := mismatch or reference.find_obstacle():
+    if why := mismatch or reference.check_supported():
         return None, reference.value, why
     reasons = []
     for division in candidate_divisions(call.leaves, at_least=transport.size):
@@ -70,7 +71,7 @@ def verify_plan(
     mismatch = first_mismatch(call.module, call.leaves, transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    why = mismatch or reference.find_obstacle()
+    why = mismatch or reference.check_supported()
     if not why:
         if gradients:
             reference.compute_gradients(call)
@@ -99,24 +100,24 @@ def _try(
 def _compare(
     call: ModuleCall, division: Division, reference: Reference, transport: Transport
 ) -> tuple[ShardingPlan, list[Any]]:
-    """Make the call sharded in this way. Raises UndividedError where it is not the same."""
+    """Make the call sharded in this way. Raises ShardedCallError where it is not the same."""
     start = _next_sequence_number()
     region, local, structure = run_local(call, division, transport, is_random=reference.is_random)
     if structure != reference.structure:
-        raise UndividedError("its outputs have another structure for a part of the batch")
+        raise ShardedCallError("its outputs have another structure for a part of the batch")
     after = Snapshot(call.module, call.leaves)
     if why := reference.find_difference(after):
-        raise UndividedError(why)
+        raise ShardedCallError(why)
     if _has_foreign_leaf(local, start):
-        raise UndividedError("its forward uses a tensor from outside that requires a gradient")
+        raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     outputs = tuple(_plan_output(mine, k, reference, region) for k, mine in enumerate(local))
     plan = ShardingPlan(division, outputs, structure, reference.is_random)
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):
-        raise UndividedError("its gradients are not those of the whole batch")
+        raise ShardedCallError("its gradients are not those of the whole batch")
     joined = _join(local, plan, region)
     if plan.has_reductions and not _holds_for_others(call, plan, reference.before, transport):
-        raise UndividedError("it divides by something else than its rows")
+        raise ShardedCallError("it divides by something else than its rows")
     after.restore()  # what was computed since has left traces
     return plan, joined
 
@@ -157,13 +158,13 @@ def _holds_for_others(
 
 
 def _plan_output(local: Any, k: int, reference: Reference, region: Region) -> OutputPlan:
-    """How the ranks' `k`-th outputs become that of the whole forward. Raises UndividedError."""
+    """How the ranks' `k`-th outputs become that of the whole forward. Raises ShardedCallError."""
     whole = reference.outputs[k]
     if is_column(whole) and is_column(local) and _is_concatenated(local, whole, region):
         return OutputPlan("shard")
     if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
         if type(local) is not type(whole) or not _is_equal(local, whole):
-            raise UndividedError(f"it returns a {type(whole).__name__} that depends on the rows")
+            raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
         return OutputPlan("replicate")
     for plan in candidate_outputs(local, whole, region.block):
         joined = join_output(local.detach(), plan, region)
@@ -174,7 +175,7 @@ def _plan_output(local: Any, k: int, reference: Reference, region: Region) -> Ou
             matches = relative_error(joined, whole) <= output_tolerance(whole)
         if matches:
             return plan
-    raise UndividedError("its outputs are not those of the whole batch")
+    raise ShardedCallError("its outputs are not those of the whole batch")
 
 
 def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
@@ -201,16 +202,14 @@ def _next_sequence_number() -> int:
 def _has_foreign_leaf(outputs: Sequence[Any], start: int) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
     argument nor a parameter of the module."""
-    stack = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node: Any = stack.pop()
+    found = False
+
+    def visit(node: Any) -> Iterable[Any]:
+        nonlocal found
         if is_alias(node) or is_region_input(node):
-            continue
-        if hasattr(node, "variable") or node._sequence_nr() < start:
-            return True
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return False
+            return ()
+        found = found or hasattr(node, "variable") or node._sequence_nr() < start
+        return () if found else next_nodes(node)
+
+    walk((out for out in outputs if isinstance(out, Tensor)), visit)
+    return found

@@ -32,7 +32,7 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
         "its parameters are": [*module.parameters(), *module.buffers()],
         "it is called with arguments that are": leaves,
     }
-    mine = [[_sketch(value) for value in values] for values in parts.values()]
+    mine = [[_summary(value) for value in values] for values in parts.values()]
     by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
         first = by_rank[0][k]
@@ -46,7 +46,7 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
 
 
 @dataclass(frozen=True)
-class _Sketch:
+class _Summary:
     """A short description of a value, by which ranks compare it."""
 
     exact: object
@@ -57,7 +57,7 @@ class _Sketch:
     """Of a difference, relative to the norm. Ranks may round differently what each computes for
     itself: on unlike processors, or on GPUs, whose sums have no fixed order."""
 
-    def matches(self, other: _Sketch) -> bool:
+    def matches(self, other: _Summary) -> bool:
         limit = self.tolerance * max(self.norm, other.norm)
         return self.exact == other.exact and all(
             abs(mine - theirs) <= limit
@@ -65,25 +65,25 @@ class _Sketch:
         )
 
 
-def _all_match(left: Sequence[_Sketch], right: Sequence[_Sketch]) -> bool:
-    return len(left) == len(right) and all(map(_Sketch.matches, left, right))
+def _all_match(left: Sequence[_Summary], right: Sequence[_Summary]) -> bool:
+    return len(left) == len(right) and all(map(_Summary.matches, left, right))
 
 
-def _sketch(value: Any) -> _Sketch:
-    """The sketch of a tensor or a plain number; of a sharded output there are no copies."""
+def _summary(value: Any) -> _Summary:
+    """The summary of a tensor or a plain number; of a sharded output there are no copies."""
     if isinstance(value, bool | int | float | str) or is_column(value):
-        return _Sketch(repr(value))
+        return _Summary(repr(value))
     if not isinstance(value, Tensor) or isinstance(value, ShardedOutput):
-        return _Sketch(type(value).__name__)
+        return _Summary(type(value).__name__)
     exact = (tuple(value.shape), str(value.dtype))
     if value.layout is not torch.strided or value.is_quantized:
-        return _Sketch(exact)
+        return _Summary(exact)
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):
-        return _Sketch((*exact, crc32(flat.cpu().view(torch.uint8).numpy().data)))
+        return _Summary((*exact, crc32(flat.cpu().view(torch.uint8).numpy().data)))
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
     tolerance = torch.finfo(flat.dtype).eps ** 0.5
-    return _Sketch(exact, *_project(flat), tolerance=tolerance)
+    return _Summary(exact, *_project(flat), tolerance=tolerance)
 
 
 def _project(flat: Tensor) -> tuple[float, tuple[float, ...]]:

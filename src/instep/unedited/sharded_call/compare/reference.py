@@ -12,13 +12,13 @@ from instep.unedited.sharded_call.compare.rounding import (
     MAX_ERROR,
     MAX_GRADIENT_ERROR,
     VectorJacobianProduct,
+    allowed_error,
     gradient_errors,
     gradient_tolerance,
     output_tolerance,
     perturbed,
     relative_error,
     tolerance,
-    widen,
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.module_call import ModuleCall
@@ -60,7 +60,7 @@ class Reference:
         self.in_doubt = False
         """Whether a sharded call was so near that rounding may be what separates them."""
 
-    def find_obstacle(self) -> str:
+    def check_supported(self) -> str:
         """Say what rules out sharding before it is tried; "" if nothing does."""
         opaque = [out for out in self.outputs if not isinstance(out, Tensor) and find_tensors(out)]
         if opaque:
@@ -97,7 +97,7 @@ class Reference:
         devices = {buffer.device.type for buffer, _ in self.after.buffers.values()}
         limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
         self._is_close(local.buffer_error(self.after), limit, noise, MAX_ERROR)
-        return local.find_difference(self.after, widen(limit, noise, MAX_ERROR))
+        return local.find_difference(self.after, allowed_error(limit, noise, MAX_ERROR))
 
     def matches_gradients(self, outputs: list[Any]) -> bool:
         """Whether these outputs give the same gradients, if they were computed."""
@@ -113,7 +113,7 @@ class Reference:
         return all(close)
 
     def _is_close(self, error: float, limit: float, noise: float, max_error: float) -> bool:
-        if error <= widen(limit, noise, max_error):
+        if error <= allowed_error(limit, noise, max_error):
             return True
         self.in_doubt |= self.noise is None and error <= max_error
         return False

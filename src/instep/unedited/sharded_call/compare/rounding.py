@@ -74,7 +74,7 @@ def gradient_tolerance(outputs: Sequence[Any]) -> float:
     return HALF_GRADIENT_TOLERANCE if half else GRADIENT_TOLERANCE
 
 
-def widen(limit: float, noise: float, max_error: float) -> float:
+def allowed_error(limit: float, noise: float, max_error: float) -> float:
     """The tolerance for forwards of a call that is `noise` from itself."""
     return max(limit, min(NOISE_FACTOR * noise, max_error))
 

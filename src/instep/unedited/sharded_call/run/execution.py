@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
-from instep.unedited.errors import UndividedError
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.module_call import ModuleCall
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
@@ -36,7 +36,7 @@ def run_sharded(
 ) -> tuple[ShardingPlan, Any]:
     """Make the call as planned; returns the plan for the next call, and this one's output.
 
-    Collective. Raises UndividedError.
+    Collective. Raises ShardedCallError.
     """
     name = type(call.module).__name__
     generators = TorchGeneratorStates()
@@ -44,11 +44,19 @@ def run_sharded(
     region, local, structure = run_local(call, plan.division, transport, is_random=plan.is_random)
     if not plan.is_random and not generators.same(TorchGeneratorStates()):
         if versions != [buffer._version for buffer in call.module.buffers()]:
-            raise UndividedError.began_to_draw(name)
+            raise ShardedCallError(
+                f"{name} began to draw random numbers in its forward, which it did not before, "
+                "and has changed its buffers meanwhile. Run this script with --plain, or let it "
+                "draw from the first call on (a dropout of 1e-9, say)."
+            )
         generators.restore()
         return run_sharded(call, replace(plan, is_random=True), transport)
     if structure != plan.structure:
-        raise UndividedError.other_outputs(name)
+        raise ShardedCallError(
+            f"{name} returns something else than when its calls were first divided (another "
+            "number of outputs, or others). Run this script with --plain, or keep what it returns "
+            "the same for the same kind of arguments."
+        )
     joined = [
         join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
     ]
@@ -61,7 +69,7 @@ def run_local(
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
-    Raises UndividedError where it changes its arguments, which the script would not see.
+    Raises ShardedCallError where it changes its arguments, which the script would not see.
     """
     block = division.block(call.leaves, transport.rank, transport.size)
     assert block is not None
@@ -77,7 +85,11 @@ def run_local(
     with region.entered(), _aliased_parameters(call.module, region):
         output = call.original(call.module, *args, **kwargs)
     if not all(unchanged) or before != versions(call.leaves):
-        raise UndividedError.changes_arguments(type(call.module).__name__)
+        raise ShardedCallError(
+            f"{type(call.module).__name__} began to change its arguments in its forward (a cache, "
+            "a dict, a tensor in place), which it did not do when its calls were first divided. "
+            "Run this script with --plain, or let it return what is new instead."
+        )
     return region, *flatten(output)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.distributed.communication.rank_local import rank_local
 from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
+from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
@@ -68,12 +69,9 @@ def is_inside() -> bool:
 _TAG = "instep.region"
 
 
-def tag_outputs(outputs: Sequence[Any], region: Region) -> None:
+def tag_outputs(outputs: Iterable[Any], region: Region) -> None:
     """Write down in the autograd graph that these outputs come from this sharded call."""
-    for output in outputs:
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            metadata: Any = output.grad_fn.metadata
-            metadata[_TAG] = region
+    tag((output for output in outputs if isinstance(output, Tensor)), _TAG, region)
 
 
 def find_regions(roots: Iterable[Tensor]) -> list[Region]:
@@ -83,20 +81,15 @@ def find_regions(roots: Iterable[Tensor]) -> list[Region]:
     of their calls.
     """
     found: dict[Region, None] = {}
-    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+
+    def visit(node: Any) -> Iterable[Any]:
         region = node.metadata.get(_TAG)
         if region is None:
-            below = [child for child, _ in node.next_functions]
-        elif region in found:
-            continue
-        else:
-            found[region] = None
-            below = [x.grad_fn for x in region.inputs]
-        for child in below:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
+            return next_nodes(node)
+        if region in found:
+            return ()
+        found[region] = None
+        return [x.grad_fn for x in region.inputs]
+
+    walk(roots, visit)
     return list(found)

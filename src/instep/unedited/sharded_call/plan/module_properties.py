@@ -43,7 +43,7 @@ def is_compiled(parts: Iterable[nn.Module]) -> bool:
     return any(hasattr(part, "dynamo_ctx") or part._compiled_call_impl for part in parts)
 
 
-def disable_donated_buffers() -> None:
+def allow_repeated_backward() -> None:
     """Let torch.compile make backward functions that can be called more than once."""
     from torch._functorch import config  # heavy; there by now, as something is compiled
 
