@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import instep
 from instep.training.reducer import reducer_of
 from pool import ranks, talking_over
-from test_divided_calls import dividing
+from sharded_training import sharding
 
 PARTS = 12
 
@@ -35,7 +35,7 @@ def trained_by_turns(unedited: bool) -> None:
         instep.replicate(model)
     before = size_of_all(model)
     x = torch.randn(4, 200)
-    with dividing() if unedited else nullcontext():
+    with sharding() if unedited else nullcontext():
         for frozen in [*model, *model]:
             model.requires_grad_(True)
             frozen.requires_grad_(False)

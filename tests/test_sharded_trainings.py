@@ -1,13 +1,10 @@
-"""Unedited trainings: the script sees whole batches, the outermost module calls are divided."""
+"""Unedited trainings: the script sees whole batches, the outermost module calls are sharded."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,124 +15,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
-import instep
-from instep.distributed.communication.transport import transport
-from instep.errors import MixedSumsError
-from instep.process.patching import PatchHandle
-from instep.training.blocks import Block
-from instep.unedited.patch_table import SHARDED_CALL_PATCHES
-from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
-from instep.unedited.sharded_call.compare.rounding import tolerance
-from instep.unedited.sharded_call.run import sharded_output
-from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from oracle import Log, same_as_one_process
-from pool import ranks, talking_over
+from pool import talking_over
+from sharded_training import (
+    SHARDED,
+    WHOLE,
+    Around,
+    Normed,
+    Training,
+    With,
+    batches,
+    mlp,
+    sharded,
+    train,
+    unedited,
+    whole,
+)
 
-Training = Callable[[Log], None]
-DIVIDED: list[Training] = []
-WHOLE: list[Training] = []
-
-
-def divided(training: Training) -> Training:
-    """The numbers of one process, and every module of it divided."""
-    DIVIDED.append(training)
-    return training
-
-
-def whole(training: Training) -> Training:
-    """The numbers of one process, and its module computed whole on every rank."""
-    WHOLE.append(training)
-    return training
-
-
-LARGE = {
-    "large_outputs_that_only_a_loss_looks_at": 0,
-    "large_outputs_that_everybody_looks_at": 0,
-    "outputs_just_large_enough": 13 * 3 * 8,  # of 13 rows, but not of 12
-}
+# -------------------------------------------------------------------- sharded
 
 
-def unedited(log: Log, training: Training, is_divided: bool) -> None:
-    """Play `training` as `instep run` would: divided where there are other ranks."""
-    ranks = torch.distributed.is_initialized()
-    patched = PatchHandle(SHARDED_CALL_PATCHES if ranks else ())
-    modules.reset()
-    sharded_output.LARGE = LARGE.get(training.__name__, 2**20)
-    try:
-        training(log)
-    finally:
-        patched.remove()
-    if ranks:
-        work = modules.call_counts
-        assert (work.whole == 0) == is_divided, work
-        assert work.sharded > 0 or not is_divided, work
-
-
-@pytest.mark.parametrize("training", DIVIDED, ids=lambda t: t.__name__)
-def test_it_is_divided_and_has_the_numbers_of_one_process(training: Training) -> None:
-    sizes = (2, 3) if training is classifier else (3,)
-    same_as_one_process(unedited, training, True, sizes=sizes, dtype=torch.float64, nudge=True)
-
-
-@pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)
-def test_what_cannot_be_divided_is_whole_on_every_rank(training: Training) -> None:
-    same_as_one_process(unedited, training, False, sizes=(3,), dtype=torch.float64, nudge=True)
-
-
-def batches(steps: int = 4, *, rows: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for k in range(steps):
-        x = torch.randn(rows + k % 2, 6, generator=generator).double()
-        yield x, torch.randint(3, (rows + k % 2,), generator=generator)
-
-
-def train(
-    log: Log,
-    model: nn.Module,
-    step: Callable[[Tensor, Tensor], Tensor],
-    *others: nn.Module,
-    rows: int = 12,
-    steps: int = 4,
-    lr: float = 0.1,
-    fused: bool | None = None,
-) -> None:
-    """The loop that most scripts have."""
-    everything = (model.double(), *(other.double() for other in others))
-    parameters = [p for m in everything for p in m.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=fused)
-    log.begin(*everything)
-    for x, y in batches(steps, rows=rows):
-        optimizer.zero_grad()
-        loss = step(x, y)
-        loss.backward()
-        log.loss(loss)
-        log.step(optimizer, *everything)
-
-
-def mlp(*middle: nn.Module, out: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, out))
-
-
-class Around(nn.Module):
-    """An mlp, for a forward of its own."""
-
-    def __init__(self, *middle: nn.Module, out: int = 3) -> None:
-        super().__init__()
-        self.body = mlp(*middle, out=out)
-
-
-# -------------------------------------------------------------------- divided
-
-
-@divided
+@sharded
 def classifier(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.3))
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def a_model_that_gets_another_dtype_after_its_first_step(log: Log) -> None:
     model = mlp()
     model(torch.ones(12, 6)).sum().backward()
@@ -143,7 +50,7 @@ def a_model_that_gets_another_dtype_after_its_first_step(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
     class VAE(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +72,7 @@ def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
     train(log, model, step, lr=1e-3)
 
 
-@divided
+@sharded
 def transforms_of_functions(log: Log) -> None:
     """torch.func's transforms see the model whole; what calls it without them is divided."""
     model = mlp()
@@ -183,7 +90,7 @@ def transforms_of_functions(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def generative_adversarial_networks(log: Log) -> None:
     generator = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6)
@@ -208,7 +115,7 @@ def generative_adversarial_networks(log: Log) -> None:
         log.step(of_g, generator, critic)
 
 
-@divided
+@sharded
 def gradient_penalty(log: Log) -> None:
     critic = mlp(out=1)
 
@@ -221,7 +128,7 @@ def gradient_penalty(log: Log) -> None:
     train(log, critic, step)
 
 
-@divided
+@sharded
 def gradient_penalty_through_batch_statistics(log: Log) -> None:
     critic = mlp(nn.BatchNorm1d(8), out=1)
 
@@ -233,7 +140,7 @@ def gradient_penalty_through_batch_statistics(log: Log) -> None:
     train(log, critic, step, lr=1e-3)
 
 
-@divided
+@sharded
 def meta_learning(log: Log) -> None:
     model = mlp()
 
@@ -245,7 +152,7 @@ def meta_learning(log: Log) -> None:
     train(log, model, step, lr=1e-2)
 
 
-@divided
+@sharded
 def backward_with_a_graph(log: Log) -> None:
     model = mlp()
 
@@ -260,7 +167,7 @@ def backward_with_a_graph(log: Log) -> None:
     train(log, model, step, lr=1e-2)
 
 
-@divided
+@sharded
 def backward_to_some_of_the_parameters(log: Log) -> None:
     model = mlp()
 
@@ -274,7 +181,7 @@ def backward_to_some_of_the_parameters(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def language_model_with_carried_state(log: Log) -> None:
     class Language(nn.Module):
         def __init__(self) -> None:
@@ -304,7 +211,7 @@ def language_model_with_carried_state(log: Log) -> None:
         log.step(optimizer, model)
 
 
-@divided
+@sharded
 def dropout_inside_of_a_recurrent_layer(log: Log) -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
@@ -318,7 +225,7 @@ def dropout_inside_of_a_recurrent_layer(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def transformer_with_dropout(log: Log) -> None:
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -329,7 +236,7 @@ def transformer_with_dropout(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def loss_over_kept_tokens_inside_of_forward(log: Log) -> None:
     class Own(Around):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,7 +247,7 @@ def loss_over_kept_tokens_inside_of_forward(log: Log) -> None:
     train(log, model, lambda x, y: model(x, y)[1])
 
 
-@divided
+@sharded
 def weighted_loss_and_a_penalty_inside_of_forward(log: Log) -> None:
     class Own(Around):
         def __init__(self) -> None:
@@ -355,7 +262,7 @@ def weighted_loss_and_a_penalty_inside_of_forward(log: Log) -> None:
     train(log, model, lambda x, y: model(x, y))
 
 
-@divided
+@sharded
 def mean_by_hand_inside_of_forward(log: Log) -> None:
     class Own(Around):
         def forward(self, x: Tensor) -> Tensor:
@@ -365,7 +272,7 @@ def mean_by_hand_inside_of_forward(log: Log) -> None:
     train(log, model, lambda x, y: model(x))
 
 
-@divided
+@sharded
 def penalty_computed_by_the_script(log: Log) -> None:
     model = mlp()
 
@@ -376,7 +283,7 @@ def penalty_computed_by_the_script(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def accumulation(log: Log) -> None:
     model = mlp().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -390,7 +297,7 @@ def accumulation(log: Log) -> None:
             optimizer.zero_grad(set_to_none=k > 2)
 
 
-@divided
+@sharded
 def closures_of_lbfgs(log: Log) -> None:
     model = mlp().double()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
@@ -407,19 +314,19 @@ def closures_of_lbfgs(log: Log) -> None:
         log.step(optimizer, model, closure=closure)
 
 
-@divided
+@sharded
 def siamese_calls_in_one_backward(log: Log) -> None:
     model = mlp()
     train(log, model, lambda x, y: (model(x) - model(x.flip(1))).square().mean())
 
 
-@divided
+@sharded
 def encoder_and_decoder_called_apart(log: Log) -> None:
     encoder, decoder = mlp(nn.BatchNorm1d(8), out=4), nn.Linear(4, 6)
     train(log, encoder, lambda x, y: F.mse_loss(decoder(encoder(x)), x), decoder)
 
 
-@divided
+@sharded
 def adversarial_examples(log: Log) -> None:
     model = mlp()
 
@@ -433,7 +340,7 @@ def adversarial_examples(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def a_loss_that_couples_the_batch(log: Log) -> None:
     model = mlp()
 
@@ -444,7 +351,7 @@ def a_loss_that_couples_the_batch(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def normed_weights(log: Log) -> None:
     model = nn.Sequential(
         parametrizations.weight_norm(nn.Linear(6, 8)),
@@ -456,7 +363,7 @@ def normed_weights(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def moving_average_of_the_weights(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8)).double()
     average = copy.deepcopy(model).requires_grad_(False)
@@ -471,7 +378,7 @@ def moving_average_of_the_weights(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def update_by_hand(log: Log) -> None:
     model = mlp().double()
     nothing = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -498,7 +405,7 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * 0.5
 
 
-@divided
+@sharded
 def own_autograd_function(log: Log) -> None:
     class Half(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -527,7 +434,7 @@ class _Adjoint(torch.autograd.Function):
         return None, None, None, *(gradient.detach() for gradient in found)
 
 
-@divided
+@sharded
 def gradients_that_a_backward_asks_for(log: Log) -> None:
     model = mlp(out=6)
 
@@ -538,14 +445,14 @@ def gradients_that_a_backward_asks_for(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def hooks_on_gradients(log: Log) -> None:
     model = mlp()
     model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def sparse_embedding(log: Log) -> None:
     table = nn.Embedding(6, 3, sparse=True).double()
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
@@ -558,7 +465,7 @@ def sparse_embedding(log: Log) -> None:
         log.step(optimizer, table)
 
 
-@divided
+@sharded
 def channels_last_under_a_fused_optimizer(log: Log) -> None:
     model = nn.Sequential(
         nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 3, (1, 2)), nn.Conv2d(3, 3, (1, 2)), nn.Flatten()
@@ -574,7 +481,7 @@ class FusedDropout(nn.Module):
         return torch.native_dropout(x, 0.3, self.training)[0]
 
 
-@divided
+@sharded
 def fused_dropout_of_channels_last(log: Log) -> None:
     model = nn.Sequential(
         nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 3, (1, 2)), FusedDropout(), nn.Flatten()
@@ -583,7 +490,7 @@ def fused_dropout_of_channels_last(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def checkpointed_layers(log: Log) -> None:
     class Saving(Around):
         def __init__(self) -> None:
@@ -598,14 +505,14 @@ def checkpointed_layers(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@divided
+@sharded
 def frozen_backbone(log: Log) -> None:
     backbone, head = mlp(nn.BatchNorm1d(8), out=8), nn.Linear(8, 3)
     backbone.requires_grad_(False)
     train(log, backbone, lambda x, y: F.cross_entropy(head(backbone(x)), y), head)
 
 
-@divided
+@sharded
 def evaluation_in_between(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5))
 
@@ -619,7 +526,7 @@ def evaluation_in_between(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def data_parallel(log: Log) -> None:
     model = nn.DataParallel(mlp(nn.BatchNorm1d(8)))
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
@@ -639,7 +546,7 @@ def tokens(y: Tensor) -> Tensor:
     return torch.stack((y, y + 1, y * 2), 1)
 
 
-@divided
+@sharded
 def large_outputs_that_only_a_loss_looks_at(log: Log) -> None:
     model = Speaking()
 
@@ -653,7 +560,7 @@ def large_outputs_that_only_a_loss_looks_at(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def large_outputs_that_everybody_looks_at(log: Log) -> None:
     model, other = Speaking(), nn.Linear(7, 2)
 
@@ -681,7 +588,7 @@ class Shift(nn.Module):
         return x + self.by
 
 
-@divided
+@sharded
 def one_gradient_for_a_parameter_and_for_the_call_before(log: Log) -> None:
     before, shift, after = nn.Linear(6, 8), Shift(), nn.Linear(8, 3)
 
@@ -691,7 +598,7 @@ def one_gradient_for_a_parameter_and_for_the_call_before(log: Log) -> None:
     train(log, before, step, shift, after, rows=3)
 
 
-@divided
+@sharded
 def one_gradient_for_a_parameter_and_for_the_script(log: Log) -> None:
     shift, after, seen = Shift(), nn.Linear(8, 3), [torch.zeros(1)]
 
@@ -704,7 +611,7 @@ def one_gradient_for_a_parameter_and_for_the_script(log: Log) -> None:
     train(log, shift, step, after, rows=3)
 
 
-@divided
+@sharded
 def one_gradient_for_a_parameter_and_for_the_layer_before(log: Log) -> None:
     model = mlp(Shift())
     with pytest.MonkeyPatch.context() as patch:
@@ -712,7 +619,7 @@ def one_gradient_for_a_parameter_and_for_the_layer_before(log: Log) -> None:
         train(log, model, lambda x, y: F.cross_entropy(model(x), y), rows=3)
 
 
-@divided
+@sharded
 def outputs_just_large_enough(log: Log) -> None:
     model = mlp()
 
@@ -728,7 +635,7 @@ def outputs_just_large_enough(log: Log) -> None:
 # ---------------------------------------------------- whole on every rank
 
 
-@divided
+@sharded
 def units_that_are_drawn(log: Log) -> None:
     class Boltzmann(nn.Module):
         def __init__(self) -> None:
@@ -746,7 +653,7 @@ def units_that_are_drawn(log: Log) -> None:
     train(log, model, lambda x, y: F.mse_loss(model(x), x))
 
 
-@divided
+@sharded
 def a_parameter_that_comes_in_as_an_argument(log: Log) -> None:
     class Scaled(Around):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -837,21 +744,11 @@ def keeps_a_mean_of_its_rows(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-class _Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] / grads[0].norm()
-
-
 @whole
 def couples_the_batch_in_its_backward(log: Log) -> None:
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return _Normed.apply(x)
+            return Normed.apply(x)
 
     model = mlp(Layer())
     train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)
@@ -969,7 +866,7 @@ def fails_for_some_numbers_of_rows(log: Log) -> None:
     train(log, model, lambda x, y: model(x).exp().mean(), lr=1e-2)
 
 
-@divided
+@sharded
 def dropout_that_begins_late(log: Log) -> None:
     dropout = nn.Dropout(0.0)
     model = mlp(dropout)
@@ -982,7 +879,7 @@ def dropout_that_begins_late(log: Log) -> None:
     train(log, model, step)
 
 
-@divided
+@sharded
 def half_precision_with_a_scaler(log: Log) -> None:
     model, scaler = mlp(nn.LayerNorm(8)).double(), torch.amp.GradScaler("cpu", init_scale=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1001,305 +898,246 @@ def half_precision_with_a_scaler(log: Log) -> None:
             optimizer.zero_grad()
 
 
-@divided
+@sharded
 def compiled(log: Log) -> None:
     model = mlp(nn.BatchNorm1d(8))
     fast = torch.compile(model, backend="eager")
     train(log, model, lambda x, y: F.cross_entropy(fast(x), y))
 
 
-@ranks(2)
-def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
-    whole = torch.arange(20.0).view(5, 4)
-    block = Block(instep.rank, instep.world_size, 5)
-
-    def fresh() -> ShardedOutput:
-        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, transport())
-
-    assert fresh().shape == (5, 4)
-    assert len(fresh()) == 5
-    assert fresh().view(-1).full is None
-    assert torch.equal(fresh(), whole)
-    assert torch.equal(fresh().view(-1)[3:8], whole.view(-1)[3:8])
-    assert torch.equal(torch.cat((fresh(), fresh())), torch.cat((whole, whole)))
-    assert (fresh().numpy() == whole.numpy()).all()
-    assert (np.asarray(fresh()) == whole.numpy()).all()
-    assert fresh().tolist() == whole.tolist()
-    assert repr(fresh()) == repr(whole)
-    for again in (pickle.loads(pickle.dumps(fresh())), copy.deepcopy(fresh()), fresh().clone()):
-        assert type(again) is Tensor
-        assert torch.equal(again, whole)
-    changed = fresh()
-    changed[0] = 0.0
-    changed.mul_(2)
-    assert changed.sum() == 2 * whole[1:].sum()
+# ------------------------------------------------------------------------------- losses
 
 
-class CouplesLater(nn.Linear):
-    """After some calls its rows begin to depend on each other."""
-
-    calls = 0
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-        y = super().forward(input)
-        self.__class__.calls += 1
-        return y - y.mean(0) if self.calls > 10 else y
+def legacy(scores: Tensor, y: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return F.cross_entropy(scores, y, size_average=False)
 
 
-@ranks(2)
-def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
-    CouplesLater.calls = 0
-    model, x = CouplesLater(4, 3), torch.randn(6, 4)
-    with dividing() as log:
-        outputs = [model(x) for _ in range(11)]
-    for found in outputs[-2:]:
-        assert found.shape == (6, 3)
-        assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 2)
-    if instep.rank == 0:
-        assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
-        assert "(calls 2 to 9 were divided)" in log.getvalue()
+WEIGHT = torch.tensor([0.5, 2.0, 1.0]).double()
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda scores, y: F.cross_entropy(scores, y),
+    "sum": lambda scores, y: F.cross_entropy(scores, y, reduction="sum"),
+    "none": lambda scores, y: F.cross_entropy(scores, y, reduction="none").square().mean(),
+    "ignored": lambda scores, y: F.cross_entropy(scores, y, ignore_index=0),
+    "weighted": lambda scores, y: F.cross_entropy(scores, y, WEIGHT, ignore_index=0),
+    "likelihood": lambda scores, y: F.nll_loss(scores.log_softmax(1), y, WEIGHT),
+    "probabilities": lambda scores, y: F.cross_entropy(scores, F.one_hot(y, 3).double()),
+    "positions": lambda scores, y: F.cross_entropy(
+        scores[:, :, None] * WEIGHT[:2], torch.stack((y, 2 - y), 1)
+    ),
+    "batchmean": lambda scores, y: F.kl_div(
+        scores.log_softmax(1), (F.one_hot(y, 3) + 1.0).double() / 6, reduction="batchmean"
+    ),
+    "elements": lambda scores, y: F.mse_loss(scores, F.one_hot(y, 3).double()),
+    "for each class": lambda scores, y: F.binary_cross_entropy_with_logits(
+        scores, F.one_hot(y, 3).double(), pos_weight=WEIGHT
+    ),
+    "pairs": lambda scores, y: F.cosine_embedding_loss(scores, scores.roll(1, 1), y.sign() * 2 - 1),
+    "triples": lambda scores, y: F.triplet_margin_loss(scores, scores * 2, scores.roll(1, 1)),
+    "labels": lambda scores, y: F.multilabel_soft_margin_loss(scores, F.one_hot(y, 3).double()),
+    "labels by index": lambda scores, y: F.multilabel_margin_loss(scores, F.one_hot(y, 3)),
+    "ranked": lambda scores, y: F.multi_margin_loss(scores, y, weight=WEIGHT),
+    "legacy": legacy,
+}
 
 
-@contextlib.contextmanager
-def dividing() -> Iterator[io.StringIO]:
-    """Inside, module calls are divided; gives what is said about it."""
-    log = io.StringIO()
-    patched = PatchHandle(SHARDED_CALL_PATCHES)
-    modules.reset()
-    try:
-        with contextlib.redirect_stderr(log):
-            yield log
-    finally:
-        patched.remove()
+def every_loss(scores: Tensor, y: Tensor) -> Tensor:
+    return sum((k + 1) * loss(scores, y) for k, loss in enumerate(LOSSES.values()))  # type: ignore[return-value]
 
 
-@ranks(3)
-def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
-    """Normalisation of features that are nearly alike enlarges rounding."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12), nn.Linear(32, 4)
-    )
-    x = torch.rand(64) + 1e-3 * torch.randn(9, 64)
-    exact = copy.deepcopy(model).double()(x.double())
-    before = [parameter.clone() for parameter in model.parameters()]
-    with dividing():
-        y = model(x)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
-    assert 1e-5 < (y - exact).norm() / exact.norm() < 1e-1
-    assert all(map(torch.equal, before, model.parameters()))
-    y.sum().backward()
+@sharded
+def losses_inside_of_forward(log: Log) -> None:
+    """What has no reduction is this rank's rows'; the others are the whole batch's already."""
+
+    def inside(scores: Tensor, y: Tensor) -> list[Tensor]:
+        losses = {name: loss(scores, y) for name, loss in LOSSES.items() if name != "none"}
+        return [*losses.values(), LOSSES["none"](scores, y)]
+
+    model = With(inside)
+    train(log, model, lambda x, y: sum(model(x, y)), lr=1e-3)  # type: ignore[arg-type]
 
 
-def refused(module: nn.Module, x: Tensor, what: str) -> None:
-    """Its outputs or gradients are seen not to be the same when it is divided."""
-    with dividing() as log:
-        module(x)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
-    if instep.rank == 0:
-        name = type(module).__name__
-        assert f"computes {name} whole: its {what} are not those of the whole" in log.getvalue()
+@sharded
+def losses_of_large_outputs(log: Log) -> None:
+    model = mlp()
+    train(log, model, lambda x, y: every_loss(model(x), y), lr=1e-3)
 
 
-@pytest.mark.parametrize(("dtype", "little"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
-@ranks(2)
-def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding(
-    dtype: torch.dtype, little: float
-) -> None:
-    class Coupled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-            y = super().forward(input)
-            return y - little * y.mean(0)
-
-    refused(Coupled(6, 3, dtype=dtype), torch.randn(8, 6, dtype=dtype), "outputs")
+FROM_OWN_ROWS = {"mean", "sum", "ignored", "weighted", "probabilities", "elements", "legacy"}
+"""Losses for which the rows stay where they are."""
 
 
-@ranks(3)
-def test_where_little_but_rounding_is_left_every_rank_computes_whole() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12))
-    with dividing(), torch.no_grad():
-        model(torch.rand(64) + 1e-6 * torch.randn(9, 64))
-    assert modules.call_counts.whole > 0
+@sharded
+def losses_of_large_outputs_one_by_one(log: Log) -> None:
+    """Nobody looks at the rows before the loss."""
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(()).double()
+        for name, loss in LOSSES.items():
+            scores = model(x)
+            total = total + loss(scores, y)
+            if isinstance(scores, ShardedOutput):
+                assert (scores.full is None) == (name in FROM_OWN_ROWS), name
+        return total
+
+    train(log, model, step, lr=1e-3)
 
 
-@pytest.mark.parametrize("learning", [range(5), range(5, 9)])
-@ranks(2)
-def test_a_gradient_that_only_the_whole_or_only_its_parts_have_is_noticed(learning: range) -> None:
-    class Fickle(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-            bias = self.bias if len(input) in learning else self.bias.detach()
-            return F.linear(input, self.weight, bias)
+@sharded
+def losses_of_two_large_outputs(log: Log) -> None:
+    model, other = mlp(), mlp()
 
-    refused(Fickle(6, 3), torch.randn(8, 6), "gradients")
-
-
-@ranks(2)
-def test_a_wrong_gradient_of_what_came_in_is_noticed() -> None:
-    class Coupled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-            return super().forward(_Normed.apply(input))
-
-    refused(Coupled(6, 3), torch.randn(8, 6, requires_grad=True), "gradients")
-
-
-@ranks(2)
-def test_a_wrong_gradient_is_not_taken_for_that_of_half_precision() -> None:
-    class Coupled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
-            return _Normed.apply(super().forward(input))
-
-    with torch.autocast("cpu", torch.bfloat16):
-        refused(Coupled(6, 3), torch.randn(8, 6), "gradients")
-
-
-@ranks(2)
-def each_rank_another() -> None:
-    models, x = [nn.Linear(4, 3) for _ in range(2)], torch.randn(6, 4)
-    with dividing():
-        outputs = [model(x) for model in models]
-        with pytest.raises(MixedSumsError, match="another rank"):
-            outputs[instep.rank].sum().backward()
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
-    with talking_over(backend):
-        each_rank_another()
-
-
-def test_rounding_on_a_gpu_is_that_of_tf32_unless_the_script_forbids_it() -> None:
-    assert tolerance(torch.float32, "cuda") == tolerance(torch.float16)
-    assert tolerance(torch.float64, "cuda") == tolerance(torch.float64)
-    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
-    try:
-        assert tolerance(torch.float32, "cuda") == tolerance(torch.float32)
-    finally:
-        convolutions.fp32_precision = before
-
-
-def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:
-    q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
-    expected = F.scaled_dot_product_attention(q, k, v)
-    with GlobalBatchRandomMode(Block(0, 2, 4), 0, None):  # type: ignore[arg-type]  # no way to ask anybody
-        assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
-
-
-@ranks(2)
-def channels_last() -> None:
-    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    with dividing():
-        model(torch.randn(4, 3, 5, 5)).square().mean().backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.stride() == parameter.stride()
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_gradients_lie_in_memory_as_their_parameters_do(backend: str) -> None:
-    with talking_over(backend):
-        channels_last()
-
-
-@ranks(3)
-def test_evaluation_in_inference_mode_is_divided() -> None:
-    model, x = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
-    whole = model(x)
-    with dividing(), torch.inference_mode():
-        assert torch.allclose(model(x), whole)
-        assert torch.allclose(model(x), whole)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
-
-
-@ranks(3)
-def test_one_row_tells_nothing_of_batches_of_many() -> None:
-    model, many = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
-    with dividing() as log, torch.no_grad():
-        for x in (many[:1], many, many[:1], many):
-            model(x)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 2)
-    if instep.rank == 0:
-        assert log.getvalue().count("\n") == 1
-        assert "whole where a batch has fewer rows than there are ranks;" in log.getvalue()
-
-
-@ranks(2)
-def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
-    model, x = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), mlp(nn.ReLU())), torch.randn(1, 6)
-    with dividing() as log:
-        for _ in range(3):
-            model(x)
-    if instep.rank == 0:
-        assert log.getvalue() == (
-            "instep: every rank computes Sequential whole where a batch has fewer rows than "
-            "there are ranks; other batches are not affected.\n"
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        one, two = model(x), other(x)
+        first = F.mse_loss(one, two)
+        if isinstance(one, ShardedOutput):
+            assert one.full is None
+            assert two.full is None
+        changed = model(x)
+        changed.mul_(2)
+        return (
+            first
+            + F.mse_loss(two, changed)
+            + F.l1_loss(model(x).view(-1), other(x).flatten())
+            + F.cross_entropy(model(x).view(-1, 1, 3).transpose(1, 2), tokens(y)[:, :1])
+            + F.mse_loss(model(x), torch.ones(()).double().expand(len(x), 3))
+            + F.mse_loss(model(x).reshape(3, -1), other(x).reshape(3, -1))
         )
 
-
-@ranks(2)
-def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
-    with dividing() as log:
-        nn.Linear(6, 3)(torch.randn(6))  # no batch, but one sample
-    if instep.rank == 0:
-        assert log.getvalue() == (
-            "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
-            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)).\n"
-        )
+    train(log, model, step, other, lr=1e-2)
 
 
-@ranks(2)
-def test_ranks_that_differ_are_told_so() -> None:
-    x = torch.randn(6, 4)
-    torch.manual_seed(instep.rank)  # as from the clock
-    model = nn.Linear(4, 3)
-    with dividing() as log:
-        assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
-        model.load_state_dict(instep.broadcast_object(model.state_dict()))
-        model.train(False)(x + instep.rank)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 2)
-    if instep.rank == 0:
-        said = log.getvalue()
-        assert "Linear whole: its parameters are not the same on rank 1 as on rank 0 (" in said
-        assert "it is called with arguments that are not the same on rank 1 as on rank 0 (" in said
+# -------------------------------------------------------------------------------- draws
 
 
-@ranks(2)
-def test_ranks_that_round_differently_are_alike() -> None:
-    """On unlike processors, or on GPUs, what each rank computes for itself has other bits."""
-    x = torch.randn(6, 4)
-    model = nn.Sequential(nn.Linear(4, 30_000), nn.Linear(30_000, 3))
-    with dividing() as log, torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + 1e-6 * instep.rank)
-        model(x * (1 + 1e-6 * instep.rank))
-    assert log.getvalue() == ""
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+def noisy(y: Tensor) -> Tensor:
+    n = len(y)
+    y = y + torch.rand(n, 3).double() + torch.randn(3, n).double().t()
+    y = y * torch.randint(1, 3, (n, 1)) + torch.randn(2 * n, 3).double().view(n, 2, 3).sum(1)
+    y = y + torch.rand(3).double() + torch.randperm(3) + torch.bernoulli(torch.full((3,), 0.5))
+    y = y + torch.randn(()).double() + torch.rand_like(y) + torch.randn_like(y[:, :1])
+    y = F.dropout(F.dropout(y, 1.0).square() + y, 0.5)
+    return F.feature_alpha_dropout(y[:, :, None], 0.5, training=True)[:, :, 0]
 
 
-@pytest.mark.parametrize(
-    ("value", "other", "same"),
-    [
-        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
-        (torch.tensor([True]), torch.tensor([False]), False),
-        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
-        (torch.ones(70_000), torch.ones(70_000).index_fill(0, torch.tensor([69_999]), 2.0), False),
-        (torch.ones(3), torch.ones(3, 1), False),
-        (torch.ones(3), torch.ones(3).double(), False),
-        (torch.zeros(3), torch.zeros(3), True),
-        (torch.zeros(3), torch.tensor([0.0, 1e-9, 0.0]), False),
-        (torch.ones(2) * 1j, torch.ones(2) * -1j, False),
-        (torch.empty(0), torch.empty(0), True),
-        (1.0, 1.0 + 1e-9, False),
-        ("train", "train", True),
-        ("train", 3, False),
-        (["a", "b"], ["a", "b"], True),
-        (["a", "b"], ["a", "c"], False),
-    ],
-)
-@ranks(2)
-def test_what_counts_as_the_same_on_all_ranks(value: Any, other: Any, same: bool) -> None:
-    mine = [torch.ones(2), other if instep.rank else value]
-    why = first_mismatch(nn.Linear(1, 1), mine, transport())
-    assert (why is None) is same
+@sharded
+def draws_of_every_kind(log: Log) -> None:
+    model = With(noisy)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)
+
+
+@whole
+def draws_that_are_not_those_of_the_batch(log: Log) -> None:
+    def drawn(y: Tensor) -> Tensor:
+        return y + torch.normal(0.0, 1.0, (len(y), 3)).double()
+
+    model = With(drawn)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)
+
+
+# ------------------------------------------------------------------------- kept by a module
+
+
+class Keeping(Around):
+    """Counts its calls in attributes of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(8))
+        self.calls, self.seen, self.last = 0, ["begun"], {"call": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append("again")
+        self.last["call"] = self.calls
+        self.latest = {"its": self.calls}
+        self.last.setdefault("first", self.calls)
+        return self.body(x)
+
+
+@sharded
+def counters(log: Log) -> None:
+    model = Keeping()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+    assert (model.calls, len(model.seen), model.last) == (4, 5, {"call": 4, "first": 1})
+    assert model.latest == {"its": 4}
+
+
+# ------------------------------------------------------------------------------- outputs
+
+
+@sharded
+def outputs_of_every_kind(log: Log) -> None:
+    def returned(y: Tensor, scale: float) -> dict[str, Any]:
+        sums = {"sum": y.square().sum(), "mean": y.square().mean(), "most": [y.t()]}
+        return {"rows": y * scale, "always": ("the same", 3, None), **sums}
+
+    model = With(returned)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        got = model(x, 2.0)
+        assert got["always"] == ("the same", 3, None)
+        loss = F.cross_entropy(got["rows"], y) + 0.01 * got["sum"] + got["mean"]
+        return loss + got["most"][0].tanh().mean()
+
+    train(log, model, step)
+
+
+@whole
+def outputs_that_depend_on_the_rows(log: Log) -> None:
+    model = With(lambda y: (y, len(y)))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        scores, count = model(x)
+        assert count == len(x)
+        return F.cross_entropy(scores, y)
+
+    train(log, model, step)
+
+
+@whole
+def outputs_of_another_structure_for_a_part(log: Log) -> None:
+    model = With(lambda y: [y, y] if len(y) > 6 else [y])
+    train(log, model, lambda x, y: F.cross_entropy(model(x)[0], y))
+
+
+@sharded
+def synchronised_batch_statistics(log: Log) -> None:
+    class Sync(nn.SyncBatchNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.distributed.is_initialized():
+                return super().forward(x)
+            return nn.modules.batchnorm._BatchNorm.forward(self, x)
+
+    model = mlp(Sync(8))
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@sharded
+def twice_in_one_backward_by_buckets(log: Log) -> None:
+    shared = nn.Linear(8, 8)
+    model = mlp(shared, nn.Tanh(), shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_BUCKET_MIB", "0")
+        train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model(x * 2).square().mean())
+
+
+# ------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("training", SHARDED, ids=lambda t: t.__name__)
+def test_it_is_sharded_and_has_the_numbers_of_one_process(training: Training) -> None:
+    sizes = (2, 3) if training is classifier else (3,)
+    same_as_one_process(unedited, training, True, sizes=sizes, dtype=torch.float64, nudge=True)
+
+
+@pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)
+def test_what_cannot_be_divided_is_whole_on_every_rank(training: Training) -> None:
+    same_as_one_process(unedited, training, False, sizes=(3,), dtype=torch.float64, nudge=True)
+
+
+@pytest.mark.parametrize("training", [twice_in_one_backward_by_buckets, losses_inside_of_forward])
+def test_over_gloo_as_well(training: Training) -> None:
+    with talking_over("gloo"):
+        same_as_one_process(unedited, training, True, sizes=(2,), dtype=torch.float64, nudge=True)

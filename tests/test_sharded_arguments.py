@@ -22,7 +22,7 @@ from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _entries
 from oracle import Log, same_as_one_process
 from pool import ranks
-from test_divided_calls import Around, dividing, train, unedited
+from sharded_training import Around, sharding, train, unedited
 
 
 @dataclass
@@ -108,11 +108,11 @@ def test_outputs_in_containers_of_many_kinds(maker: str) -> None:
     )
 
 
-def _with_arguments(log: Log, training: Callable[..., None], is_divided: bool, *args: Any) -> None:
+def _with_arguments(log: Log, training: Callable[..., None], is_sharded: bool, *args: Any) -> None:
     def trained(log: Log) -> None:
         training(log, *args)
 
-    unedited(log, trained, is_divided)
+    unedited(log, trained, is_sharded)
 
 
 @ranks(2)
@@ -121,7 +121,7 @@ def test_an_object_into_which_nobody_looks_is_named() -> None:
         def forward(self, input: Tensor) -> Any:  # noqa: A002  (torch's name)
             return len(input)
 
-    with dividing() as log:
+    with sharding() as log:
         Giving("an object")(torch.randn(6, 6))
         Counting(6, 6)(torch.randn(6, 6))
     if instep.rank == 0:
@@ -208,7 +208,7 @@ def test_each_value_of_a_flag_is_proven_for_itself() -> None:
     model, x = Switching(coupled=("centred",)), torch.randn(6, 6)
     flags = ["sum", "mean", "plain", "centred"] * 2
     expected = [model(x, how) for how in flags]
-    with dividing():
+    with sharding():
         outputs = [model(x, how) for how in flags]
     assert all(map(torch.allclose, outputs, expected))
     parts = 1  # of the second call that is whole, its body is divided
@@ -225,7 +225,7 @@ class Kind(Enum):
 def test_booleans_and_enums_are_flags(flags: tuple[Any, Any]) -> None:
     model, x = Switching(coupled=flags[1:]), torch.randn(6, 6)
     expected = [model(x, how) for how in flags]
-    with dividing():
+    with sharding():
         outputs = [model(x, how) for how in flags]
     assert all(map(torch.allclose, outputs, expected))
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
@@ -238,7 +238,7 @@ class Sized(Around):
 
 @ranks(2)
 def test_numbers_that_only_happen_to_be_as_many_as_the_rows_are_not_divided() -> None:
-    with dividing():
+    with sharding():
         Sized()(torch.randn(2, 6), [2, 3])
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
 
@@ -256,7 +256,7 @@ def test_strings_of_all_rows_that_are_needed_on_every_rank_are_not_taken_for_pro
     model, x = ReadingAll(), torch.randn(6, 6)
     captions = [[f"caption {k}"] * 5 + [end] for k, end in enumerate(["a", "b", "centred"])]
     expected = [model(x, each) for each in captions]
-    with dividing():
+    with sharding():
         outputs = [model(x, each) for each in captions]
     assert all(map(torch.allclose, outputs, expected))
     assert modules.call_counts.whole == 3
@@ -282,7 +282,7 @@ def test_ever_new_strings_cost_neither_two_forwards_nor_memory() -> None:
     model, x = Switching(coupled=("47",)), torch.randn(6, 6)
     expected = model(x, "47")
     counted = Counted(model)
-    with dividing() as log:
+    with sharding() as log:
         outputs = [model(x, str(k)) for k in range(48)]
     assert torch.allclose(outputs[-1], expected)
     later = 48 - MAX_TEXTS  # are whole, but for the part that sees no strings
@@ -306,7 +306,7 @@ def test_ever_new_kinds_of_arguments_are_computed_once_in_the_end() -> None:
 
     model, x = Taking(), torch.randn(6, 6)
     counted = Counted(model)
-    with dividing(), torch.no_grad():
+    with sharding(), torch.no_grad():
         for k in range(MAX_ENTRIES + 8):
             model(x, **{f"name{k}": x})
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (
@@ -322,7 +322,7 @@ def test_coupling_that_begins_with_an_epoch_is_seen_at_its_first_call() -> None:
     model, x = Switching(coupled=(9, 10)), torch.randn(6, 6)
     epochs = [epoch for epoch in range(11) for _ in range(12)]
     expected = [model(x, epoch) for epoch in epochs]
-    with dividing():
+    with sharding():
         outputs = [model(x, epoch) for epoch in epochs]
     assert all(map(torch.allclose, outputs, expected))
     parts = 23  # all but the first of the last two epochs
@@ -333,7 +333,7 @@ def test_coupling_that_begins_with_an_epoch_is_seen_at_its_first_call() -> None:
 def test_a_step_counter_is_proven_ever_more_seldom() -> None:
     model, x = Switching(), torch.randn(6, 6)
     counted = Counted(model)
-    with dividing():
+    with sharding():
         for step in range(128):
             model(x, step / 128)
     proven = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
@@ -371,7 +371,7 @@ def test_what_a_forward_adds_to_its_arguments_is_added_once(kind: str) -> None:
         return [model(x, memory) for _ in range(4)], memory
 
     expected, _ = played()
-    with dividing() as log:
+    with sharding() as log:
         outputs, memory = played()
     layers = memory.layers if kind == "object" else memory["layers"]
     assert all(map(torch.equal, outputs, expected))
@@ -394,7 +394,7 @@ class ChangingLater(Around):
 @ranks(2)
 def test_arguments_that_are_changed_after_the_proof_are_an_error(change: float) -> None:
     model, memory, x = ChangingLater(), Cache(), torch.randn(6, 6)
-    with dividing():
+    with sharding():
         model(x, memory.layers, torch.zeros(6, 1))
         model(x, memory.layers, torch.zeros(6, 1))
         with pytest.raises(ShardedCallError, match="ChangingLater began to change its arguments"):

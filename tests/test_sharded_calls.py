@@ -1,0 +1,355 @@
+"""Sharded calls one by one: outputs that stay on their ranks, comparisons, and what is printed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import instep
+from instep.distributed.communication.transport import transport
+from instep.errors import MixedSumsError
+from instep.training.blocks import Block
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
+from instep.unedited.sharded_call.compare.rounding import tolerance
+from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from pool import ranks, talking_over
+from sharded_training import Normed, With, mlp, sharding
+
+
+@ranks(2)
+def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
+    whole = torch.arange(20.0).view(5, 4)
+    block = Block(instep.rank, instep.world_size, 5)
+
+    def fresh() -> ShardedOutput:
+        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, transport())
+
+    assert fresh().shape == (5, 4)
+    assert len(fresh()) == 5
+    assert fresh().view(-1).full is None
+    assert torch.equal(fresh(), whole)
+    assert torch.equal(fresh().view(-1)[3:8], whole.view(-1)[3:8])
+    assert torch.equal(torch.cat((fresh(), fresh())), torch.cat((whole, whole)))
+    assert (fresh().numpy() == whole.numpy()).all()
+    assert (np.asarray(fresh()) == whole.numpy()).all()
+    assert fresh().tolist() == whole.tolist()
+    assert repr(fresh()) == repr(whole)
+    for again in (pickle.loads(pickle.dumps(fresh())), copy.deepcopy(fresh()), fresh().clone()):
+        assert type(again) is Tensor
+        assert torch.equal(again, whole)
+    changed = fresh()
+    changed[0] = 0.0
+    changed.mul_(2)
+    assert changed.sum() == 2 * whole[1:].sum()
+
+
+class CouplesLater(nn.Linear):
+    """After some calls its rows begin to depend on each other."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        y = super().forward(input)
+        self.__class__.calls += 1
+        return y - y.mean(0) if self.calls > 10 else y
+
+
+@ranks(2)
+def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
+    CouplesLater.calls = 0
+    model, x = CouplesLater(4, 3), torch.randn(6, 4)
+    with sharding() as log:
+        outputs = [model(x) for _ in range(11)]
+    for found in outputs[-2:]:
+        assert found.shape == (6, 3)
+        assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 2)
+    if instep.rank == 0:
+        assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
+        assert "(calls 2 to 9 were divided)" in log.getvalue()
+
+
+@ranks(3)
+def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
+    """Normalisation of features that are nearly alike enlarges rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12), nn.Linear(32, 4)
+    )
+    x = torch.rand(64) + 1e-3 * torch.randn(9, 64)
+    exact = copy.deepcopy(model).double()(x.double())
+    before = [parameter.clone() for parameter in model.parameters()]
+    with sharding():
+        y = model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+    assert 1e-5 < (y - exact).norm() / exact.norm() < 1e-1
+    assert all(map(torch.equal, before, model.parameters()))
+    y.sum().backward()
+
+
+def refused(module: nn.Module, x: Tensor, what: str) -> None:
+    """Its outputs or gradients are seen not to be the same when it is divided."""
+    with sharding() as log:
+        module(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
+    if instep.rank == 0:
+        name = type(module).__name__
+        assert f"computes {name} whole: its {what} are not those of the whole" in log.getvalue()
+
+
+@pytest.mark.parametrize(("dtype", "little"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+@ranks(2)
+def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding(
+    dtype: torch.dtype, little: float
+) -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            y = super().forward(input)
+            return y - little * y.mean(0)
+
+    refused(Coupled(6, 3, dtype=dtype), torch.randn(8, 6, dtype=dtype), "outputs")
+
+
+@ranks(3)
+def test_where_little_but_rounding_is_left_every_rank_computes_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.BatchNorm1d(32, eps=1e-12))
+    with sharding(), torch.no_grad():
+        model(torch.rand(64) + 1e-6 * torch.randn(9, 64))
+    assert modules.call_counts.whole > 0
+
+
+@pytest.mark.parametrize("learning", [range(5), range(5, 9)])
+@ranks(2)
+def test_a_gradient_that_only_the_whole_or_only_its_parts_have_is_noticed(learning: range) -> None:
+    class Fickle(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            bias = self.bias if len(input) in learning else self.bias.detach()
+            return F.linear(input, self.weight, bias)
+
+    refused(Fickle(6, 3), torch.randn(8, 6), "gradients")
+
+
+@ranks(2)
+def test_a_wrong_gradient_of_what_came_in_is_noticed() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            return super().forward(Normed.apply(input))
+
+    refused(Coupled(6, 3), torch.randn(8, 6, requires_grad=True), "gradients")
+
+
+@ranks(2)
+def test_a_wrong_gradient_is_not_taken_for_that_of_half_precision() -> None:
+    class Coupled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            return Normed.apply(super().forward(input))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        refused(Coupled(6, 3), torch.randn(8, 6), "gradients")
+
+
+@ranks(2)
+def each_rank_another() -> None:
+    models, x = [nn.Linear(4, 3) for _ in range(2)], torch.randn(6, 4)
+    with sharding():
+        outputs = [model(x) for model in models]
+        with pytest.raises(MixedSumsError, match="another rank"):
+            outputs[instep.rank].sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_sums_of_different_modules_gradients_are_an_error(backend: str) -> None:
+    with talking_over(backend):
+        each_rank_another()
+
+
+def test_rounding_on_a_gpu_is_that_of_tf32_unless_the_script_forbids_it() -> None:
+    assert tolerance(torch.float32, "cuda") == tolerance(torch.float16)
+    assert tolerance(torch.float64, "cuda") == tolerance(torch.float64)
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
+    try:
+        assert tolerance(torch.float32, "cuda") == tolerance(torch.float32)
+    finally:
+        convolutions.fp32_precision = before
+
+
+def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() -> None:
+    q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
+    expected = F.scaled_dot_product_attention(q, k, v)
+    with GlobalBatchRandomMode(Block(0, 2, 4), 0, None):  # type: ignore[arg-type]  # no way to ask anybody
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
+
+
+@ranks(2)
+def channels_last() -> None:
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    with sharding():
+        model(torch.randn(4, 3, 5, 5)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_gradients_lie_in_memory_as_their_parameters_do(backend: str) -> None:
+    with talking_over(backend):
+        channels_last()
+
+
+@ranks(3)
+def test_evaluation_in_inference_mode_is_sharded() -> None:
+    model, x = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
+    whole = model(x)
+    with sharding(), torch.inference_mode():
+        assert torch.allclose(model(x), whole)
+        assert torch.allclose(model(x), whole)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
+
+
+@ranks(3)
+def test_one_row_tells_nothing_of_batches_of_many() -> None:
+    model, many = mlp(nn.BatchNorm1d(8)).eval(), torch.randn(7, 6)
+    with sharding() as log, torch.no_grad():
+        for x in (many[:1], many, many[:1], many):
+            model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 2)
+    if instep.rank == 0:
+        assert log.getvalue().count("\n") == 1
+        assert "whole where a batch has fewer rows than there are ranks;" in log.getvalue()
+
+
+@ranks(2)
+def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), mlp(nn.ReLU())), torch.randn(1, 6)
+    with sharding() as log:
+        for _ in range(3):
+            model(x)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Sequential whole where a batch has fewer rows than "
+            "there are ranks; other batches are not affected.\n"
+        )
+
+
+@ranks(2)
+def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
+    with sharding() as log:
+        nn.Linear(6, 3)(torch.randn(6))  # no batch, but one sample
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
+            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)).\n"
+        )
+
+
+@ranks(2)
+def test_ranks_that_differ_are_told_so() -> None:
+    x = torch.randn(6, 4)
+    torch.manual_seed(instep.rank)  # as from the clock
+    model = nn.Linear(4, 3)
+    with sharding() as log:
+        assert torch.equal(model(x), nn.functional.linear(x, model.weight, model.bias))
+        model.load_state_dict(instep.broadcast_object(model.state_dict()))
+        model.train(False)(x + instep.rank)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 2)
+    if instep.rank == 0:
+        said = log.getvalue()
+        assert "Linear whole: its parameters are not the same on rank 1 as on rank 0 (" in said
+        assert "it is called with arguments that are not the same on rank 1 as on rank 0 (" in said
+
+
+@ranks(2)
+def test_ranks_that_round_differently_are_alike() -> None:
+    """On unlike processors, or on GPUs, what each rank computes for itself has other bits."""
+    x = torch.randn(6, 4)
+    model = nn.Sequential(nn.Linear(4, 30_000), nn.Linear(30_000, 3))
+    with sharding() as log, torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-6 * instep.rank)
+        model(x * (1 + 1e-6 * instep.rank))
+    assert log.getvalue() == ""
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "same"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
+        (torch.tensor([True]), torch.tensor([False]), False),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.ones(70_000), torch.ones(70_000).index_fill(0, torch.tensor([69_999]), 2.0), False),
+        (torch.ones(3), torch.ones(3, 1), False),
+        (torch.ones(3), torch.ones(3).double(), False),
+        (torch.zeros(3), torch.zeros(3), True),
+        (torch.zeros(3), torch.tensor([0.0, 1e-9, 0.0]), False),
+        (torch.ones(2) * 1j, torch.ones(2) * -1j, False),
+        (torch.empty(0), torch.empty(0), True),
+        (1.0, 1.0 + 1e-9, False),
+        ("train", "train", True),
+        ("train", 3, False),
+        (["a", "b"], ["a", "b"], True),
+        (["a", "b"], ["a", "c"], False),
+    ],
+)
+@ranks(2)
+def test_what_counts_as_the_same_on_all_ranks(value: Any, other: Any, same: bool) -> None:
+    mine = [torch.ones(2), other if instep.rank else value]
+    why = first_mismatch(nn.Linear(1, 1), mine, transport())
+    assert (why is None) is same
+
+
+@ranks(2)
+def test_a_model_that_was_made_in_inference_mode_is_sharded() -> None:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model = mlp(nn.BatchNorm1d(8)).eval()
+        expected = model(x)
+        with sharding() as said:
+            torch.testing.assert_close(model(x), expected)
+            assert (modules.call_counts.sharded, said.getvalue()) == (1, "")
+
+
+@ranks(2)
+def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_outside() -> None:
+    entered: list[str] = []
+
+    class Noted(AbstractContextManager[None]):
+        def __init__(self, what: str) -> None:
+            self.what = what
+
+        def __enter__(self) -> None:
+            entered.append(self.what)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def saving(function: Callable[..., Any], x: Tensor) -> Tensor:
+        contexts = (Noted("forward"), Noted("again"))
+        result: Tensor = torch.utils.checkpoint.checkpoint(
+            function, x, use_reentrant=False, context_fn=lambda: contexts
+        )
+        return result
+
+    with sharding():
+        model = With(lambda y: saving(torch.sin, y))
+        model(torch.ones(12, 6)).sum().backward()
+        assert modules.call_counts.sharded == 1
+        del entered[:]
+        model(torch.ones(12, 6)).sum().backward()
+        assert entered == ["forward", "again"]
+        saving(torch.sin, torch.ones(3, requires_grad=True)).sum().backward()
+        assert entered == ["forward", "again"] * 2
