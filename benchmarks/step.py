@@ -30,8 +30,7 @@ import instep
 import instep.compat.horovod as hvd
 from instep.distributed.communication.transport import transport
 from instep.process.patching import PatchHandle
-from instep.training.reducer import Backward as Collected
-from instep.training.reducer import Reducer, collecting
+from instep.training.reducer import BackwardState, Reducer, reduce_during_backward
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.backward import backward as sharded_backward
@@ -68,7 +67,7 @@ def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
     Reducer(list(model.parameters()), transport())
 
     def backward(loss: Tensor) -> None:
-        with collecting(Collected(is_placeholder=False, communicating=True)):
+        with reduce_during_backward(BackwardState(is_placeholder=False, sync=True)):
             engine(loss / dist.get_world_size())
 
     return model, backward

@@ -105,7 +105,7 @@ def test_half_precision_is_added_up_in_float32_when_asked():
 def test_trigger_parameters_close_the_buckets():
     module = small_model()
     model = DistributedDataParallel(module, allreduce_trigger_params=[module[2].weight])
-    assert [len(cargo.plan.slots) for cargo in model._cargoes] == [2, 2]
+    assert [len(bucket.layout.slots) for bucket in model._buckets] == [2, 2]
     x = rows()
     model(x[instep.rank]).square().mean().backward()
     assert_grads(model, averages(x))

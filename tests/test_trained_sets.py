@@ -59,5 +59,5 @@ def test_two_sets_that_are_trained_by_turns_keep_their_buckets() -> None:
         model.requires_grad_(True)
         model[k % 2].requires_grad_(False)
         model(torch.randn(4, 6)).sum().backward()
-        buckets.append(reducer_of[model[0].weight]._cargoes[0])
+        buckets.append(reducer_of[model[0].weight]._buckets[0])
     assert buckets[2:] == buckets[:2] * 2

@@ -23,9 +23,9 @@ from instep.training import batches, forward_calls
 from instep.training.blocks import Block
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls
-from instep.training.reducer import Backward, collecting, reducer_of, under_way
+from instep.training.reducer import BackwardState, is_reducing, reduce_during_backward, reducer_of
 
-_communicating = True
+_sync = True
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
@@ -40,12 +40,12 @@ def no_sync() -> Iterator[None]:
     Between the two `.grad` is this rank's part of the sum. Saves messages in accumulation;
     the gradient in the end is the same.
     """
-    global _communicating
-    before, _communicating = _communicating, False
+    global _sync
+    before, _sync = _sync, False
     try:
         yield
     finally:
-        _communicating = before
+        _sync = before
 
 
 def weight(count: Tensor | float | None) -> None:
@@ -121,7 +121,7 @@ PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 
 
 def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
-    if not under_way() and reducer_of and find_calls(roots, reducer_of)[1]:
+    if not is_reducing() and reducer_of and find_calls(roots, reducer_of)[1]:
         raise TrainingError(
             "a replicated model was called inside of a reentrant checkpoint, where its gradients "
             "are not summed over the ranks; use use_reentrant=False, or replicate the model that "
@@ -165,7 +165,7 @@ def _run(
         anything = whose.is_placeholder and torch.is_anomaly_enabled()
         with (
             torch.autograd.set_detect_anomaly(False) if anything else nullcontext(),
-            collecting(Backward(is_placeholder=whose.is_placeholder, communicating=_communicating)),
+            reduce_during_backward(BackwardState(is_placeholder=whose.is_placeholder, sync=_sync)),
         ):
             original(roots, weighted, *rest)
     finally:

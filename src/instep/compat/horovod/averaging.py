@@ -18,10 +18,9 @@ from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
-from instep.process import settings
 from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients
-from instep.training.buckets.layout import Bucket, plan_buckets
+from instep.training.buckets.layout import BucketLayout, plan_tensors
 from instep.training.reducer import reducer_of
 
 
@@ -206,17 +205,12 @@ class Averaging:
         self._buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(indices, bucket))
 
-    def _sized(self, indices: list[int]) -> list[Bucket]:
-        """Of one dtype each; not too large, unless the user has said what belongs together."""
-        parameters = [self._parameters[index] for index in indices]
-        widest = max((p.element_size() for p in parameters), default=1)
-        everything = sum(p.numel() for p in parameters)
-        limit = int(settings.BUCKET_MIB) * 2**20 // widest
-        return plan_buckets(
-            [(index, p.numel()) for index, p in zip(indices, parameters, strict=True)],
-            [(p.dtype, p.device) for p in parameters],
-            capacity=limit if self._terms.groups is None else everything,
-        )
+    def _sized(self, indices: list[int]) -> list[BucketLayout]:
+        """Buckets of one dtype each, limited in size unless the user has chosen the groups."""
+        parameters = {index: self._parameters[index] for index in indices}
+        by_size = self._terms.groups is None
+        total = sum(parameter.numel() for parameter in parameters.values())
+        return plan_tensors(parameters, capacity=None if by_size else total)
 
     def _grouped(self, indices: list[int]) -> list[list[int]]:
         groups = self._terms.groups

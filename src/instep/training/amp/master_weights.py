@@ -77,7 +77,7 @@ class Master:
         reducer = reducer_of.get(self.parameter)
         if reducer is None:
             return transport().size == 1
-        return not reducer.holds_part_of(self.parameter)
+        return not reducer.has_partial_grad(self.parameter)
 
 
 # --------------------------------------------------------------- a model's state is in float32

@@ -1,8 +1,8 @@
-"""Do all ranks sum the same gradients? What travels behind a sum to tell.
+"""A checksum that travels behind each sum and tells whether all ranks summed the same gradients.
 
-A mark is 32 zeros and ones, and their opposites. Where all ranks mean the same, the sum over ranks
-of each of these, or of its opposite, is zero; where any two differ, there is one of which neither
-is. That holds at any number of ranks and in any dtype on the way: in 16 bits a sum of larger
+A checksum is 32 zeros and ones, followed by their complements. If all ranks have the same one, then
+for each bit either the sum over ranks or the sum of its complement is zero. If two ranks differ in
+a bit, neither is. This holds at any number of ranks and in any dtype: in 16 bits a sum of larger
 numbers would be rounded.
 """
 
@@ -18,40 +18,41 @@ from torch import Tensor
 from instep.training.errors import MixedSumsError
 
 LENGTH = 64
-"""Of a mark."""
+"""The number of elements of a checksum."""
 
 
-def mark(like: Tensor, *meant: int) -> Tensor:
-    """What is to travel behind a sum that means these numbers, as `like` in dtype and device.
+def bucket_checksum(like: Tensor, *ids: int) -> Tensor:
+    """The checksum of these ids, with the dtype and device of `like`.
 
-    Other numbers have another mark, but for one pair in four thousand million.
+    Distinct ids collide with probability 2**-32.
     """
-    return _mark(meant, like.dtype, like.device)
+    return _checksum(ids, like.dtype, like.device)
 
 
-def all_present(count: int, mark: Tensor) -> Tensor:
-    """What travels behind `count` gradients where a rank has them all: a one for each, the mark."""
-    return torch.cat([mark.new_ones(count), mark])
+def flags_and_checksum(count: int, checksum: Tensor) -> Tensor:
+    """What travels behind `count` gradients if this rank has all of them: a one for each of them,
+    then the checksum."""
+    return torch.cat([checksum.new_ones(count), checksum])
 
 
-@cache  # for a GPU would be waited for
-def _mark(meant: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    number = crc32(repr(meant).encode())
+@cache  # to make one on a GPU would wait for the GPU
+def _checksum(ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    number = crc32(repr(ids).encode())
     bits = [number >> place & 1 for place in range(LENGTH // 2)]
     return torch.tensor([*bits, *(1 - bit for bit in bits)], dtype=dtype, device=device)
 
 
-def check(total: Tensor, otherwise: MixedSumsError) -> None:
-    """Raise `otherwise` on every rank, unless all ranks have added the same mark to `total`.
+def verify_checksum(total: Tensor, error: MixedSumsError) -> None:
+    """Raise `error` on every rank, unless all ranks have added the same checksum to `total`.
 
-    On a GPU nobody waits for the answer: the device asserts it by itself. Then CUDA's error comes
-    with the next thing that the script asks of the device, and these words with the device's own
-    message; nothing that was computed from the sum, or will be, can be read any more.
+    On a GPU this does not wait for the result: the device itself asserts it. Then CUDA's error is
+    raised by the next operation of the script on that device, and `error`'s message is printed
+    with the device's own. Nothing that was or will be computed from the sum can be read any more.
     """
     if total.is_cuda:
         mixed = torch.dot(*total.real.chunk(2))
-        torch._assert_async(mixed == 0, str(otherwise)[:250])  # it takes no more than 254
+        torch._assert_async(mixed == 0, str(error)[:250])  # it takes no more than 254
         return
     bits = total.real.tolist()
     if any(map(mul, bits[: LENGTH // 2], bits[LENGTH // 2 :])):
-        raise otherwise
+        raise error

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport
-from instep.training.buckets.grad_buckets import Whole, Wire, real
-from instep.training.buckets.layout import Bucket
+from instep.process import settings
+from instep.training.buckets.grad_buckets import BucketCodec, NoCompression, as_real
+from instep.training.buckets.layout import BucketLayout
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class PowerSGD:
     M. Jaggi: PowerSGD, NeurIPS 2019). Gradients of one dimension, complex ones, and those that
     would not become smaller travel whole.
 
-    `.grad` is an approximation, the same bits on all ranks of one kind (processor, threads). What
-    is kept takes as much memory as the gradients, and is in no checkpoint: a training that resumes
-    begins with nothing kept. Of sets of parameters that are trained together it is kept for the
-    last two. Where a loss is scaled it is in the unit of its own step; after a
-    gradient that is not finite it is dropped. Each backward sends two messages for each bucket,
-    the second when the first has come.
+    `.grad` is an approximation. It has the same bits on all ranks with the same kind of processor
+    and the same number of threads. The error that is kept takes as much memory as the gradients.
+    It is in no checkpoint: a training that resumes begins with nothing kept. It is kept for the
+    last two sets of parameters that were trained together. Where a loss is scaled, the error has
+    the scale of its own step; after a gradient that is not finite it is dropped. Each backward
+    sends two messages for each bucket, the second when the first has arrived.
 
     Raises ValueError for numbers out of range.
     """
@@ -51,179 +52,193 @@ class PowerSGD:
 
 
 Compression = Literal["fp16", "bf16"] | PowerSGD | None
-_NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check_compression(compression: object) -> None:
-    """Raise ValueError for what `instep.replicate` does not know."""
-    if not (compression is None or isinstance(compression, PowerSGD) or compression in _NARROW):
+    """Raise ValueError unless `instep.replicate` takes this."""
+    if not (compression is None or isinstance(compression, PowerSGD) or compression in _DTYPES):
         raise ValueError(
             f"compression is None, 'fp16', 'bf16' or an instep.PowerSGD, not {compression!r}."
         )
 
 
-def wire(
-    plan: Bucket, parameters: Mapping[int, nn.Parameter], compression: Compression
-) -> Wire | None:
-    """How a bucket travels, whose indices are those of `parameters`; None for as it is."""
-    like = parameters[plan.slots[0].index]
+def compression_setting() -> Compression:
+    """What INSTEP_COMPRESSION asks for, in scripts that do not call `instep.replicate`."""
+    value = str(settings.COMPRESSION)
+    settable: dict[str, Compression] = {"fp16": "fp16", "bf16": "bf16", "powersgd": PowerSGD()}
+    return settable.get(value)
+
+
+def make_codec(
+    layout: BucketLayout, parameters: Mapping[int, Tensor], compression: Compression
+) -> BucketCodec | None:
+    """What compresses a bucket of these parameters; None if it travels as it is."""
     if isinstance(compression, PowerSGD):
-        matrices = any(_pays(parameters[slot.index], compression.rank) for slot in plan.slots)
-        return _LowRank(plan, parameters, compression) if matrices else None
-    if compression is None or real(like.detach()).itemsize <= 2:
+        compressible = any(
+            _is_compressible(parameters[slot.index], compression.rank) for slot in layout.slots
+        )
+        return _PowerSGDCodec(layout, parameters, compression) if compressible else None
+    first = parameters[layout.slots[0].index]
+    if compression is None or as_real(first.detach()).itemsize <= 2:
         return None
-    return _Narrow(_NARROW[compression])
+    return _HalfPrecisionCodec(_DTYPES[compression])
 
 
-class _Narrow:
-    """Travels in 16 bits, and is added up so."""
+class _HalfPrecisionCodec:
+    """Sends 16 bits for each number. The sum is rounded to 16 bits too."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._narrow = torch.empty(0)
+        self._half = torch.empty(0)
         self._pending: Pending | None = None
 
-    def launch(self, flat: Tensor, way: Transport) -> None:
-        self._narrow = real(flat).to(self._dtype)
-        self._pending = way.all_reduce(self._narrow, "sum")
+    def start(self, flat: Tensor, transport: Transport) -> None:
+        self._half = as_real(flat).to(self._dtype)
+        self._pending = transport.all_reduce(self._half, "sum")
 
-    def follow(self, flat: Tensor, way: Transport) -> None:
+    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
         return None
 
-    def arrive(self, flat: Tensor) -> None:
+    def wait(self, flat: Tensor) -> None:
         assert self._pending is not None
         self._pending.wait()
-        real(flat).copy_(self._narrow)
+        as_real(flat).copy_(self._half)
 
     def reset(self) -> None:
         self._pending = None
 
 
-class _Matrix:
-    """One gradient as a matrix, and what PowerSGD remembers of it.
+class _LowRankMatrix:
+    """One gradient as a matrix, and PowerSGD's state for it.
 
-    Whether a sum is finite, and whether any rank has the gradient, is decided where the tensors
-    are: nobody waits for a GPU.
+    Whether a sum is finite, and whether any rank has the gradient, is decided on the device of the
+    tensors, so that nothing waits for a GPU.
     """
 
-    def __init__(self, like: nn.Parameter, options: PowerSGD, seed: int) -> None:
+    def __init__(self, like: Tensor, options: PowerSGD, seed: int) -> None:
         self.rows, self.rank = like.shape[0], options.rank
         self.columns = like.numel() // self.rows
-        kind = torch.promote_types(like.dtype, torch.float32)
-        generator = torch.Generator().manual_seed(seed)  # all ranks begin with the same
-        begin = torch.randn(self.columns, self.rank, generator=generator, dtype=kind)
-        self._right = begin.to(like.device)
-        self._left = self._part = self._right
-        self._rest = torch.zeros(self.rows, self.columns, dtype=kind, device=like.device)
-        """This rank's part of what was never sent; under way, with its part of the gradient."""
-        self._under_way = False
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        generator = torch.Generator().manual_seed(seed)  # all ranks begin with the same factor
+        initial = torch.randn(self.columns, self.rank, generator=generator, dtype=dtype)
+        self._right = initial.to(like.device)
+        self._left = self._own_right = self._right
+        self._error = torch.zeros(self.rows, self.columns, dtype=dtype, device=like.device)
+        """This rank's part of what was never sent; during a step, plus its part of the gradient."""
+        self._in_step = False
 
-    def left(self, gradient: Tensor) -> Tensor:
+    def project(self, gradient: Tensor) -> Tensor:
         """This rank's part of the left factor, rows x rank."""
-        self._under_way = True
-        self._rest += gradient.view_as(self._rest)
-        with self._exactly():
-            return self._rest @ self._right
+        self._in_step = True
+        self._error += gradient.view_as(self._error)
+        with self._no_autocast():
+            return self._error @ self._right
 
-    def right(self, left: Tensor) -> Tensor:
-        """This rank's part of the right factor, columns x rank, by the sum of the left ones."""
+    def project_back(self, left: Tensor) -> Tensor:
+        """This rank's part of the right factor, columns x rank, from the sum of the left ones."""
         self._left = torch.linalg.qr(left.view(self.rows, self.rank)).Q
-        with self._exactly():
-            self._part = self._rest.T @ self._left
-        return self._part
+        with self._no_autocast():
+            self._own_right = self._error.T @ self._left
+        return self._own_right
 
-    def product(self, right: Tensor, has: Tensor) -> Tensor:
-        """The gradient, flat, by the sum of the right factors.
+    def reconstruct(self, right: Tensor, flag: Tensor) -> Tensor:
+        """The gradient, flat, from the sum of the right factors.
 
-        Where no rank `has` one, nothing is remembered of it.
+        If no rank has a gradient (`flag` is 0), the state stays as it was.
         """
         right = right.view(self.columns, self.rank)
-        fine = right.isfinite().all()
-        sent = torch.where(has > 0, self._part, 0)
-        with self._exactly():
-            self._rest.addmm_(self._left, sent.T, alpha=-1)
+        finite = right.isfinite().all()
+        sent = torch.where(flag > 0, self._own_right, 0)
+        with self._no_autocast():
+            self._error.addmm_(self._left, sent.T, alpha=-1)
             product = self._left @ right.T
-        self._rest.masked_fill_(~fine, 0)
-        self._right = torch.where(fine & (has > 0), right, self._right)
-        self._under_way = False
+        self._error.masked_fill_(~finite, 0)
+        self._right = torch.where(finite & (flag > 0), right, self._right)
+        self._in_step = False
         return product.view(-1)
 
     def reset(self) -> None:
-        """Forget what a backward that was interrupted has added."""
-        if self._under_way:
-            self._rest.zero_()
-            self._under_way = False
+        """Drop the gradient of a backward that was interrupted, and the error with it."""
+        if self._in_step:
+            self._error.zero_()
+            self._in_step = False
 
-    def _exactly(self) -> torch.autocast:
+    def _no_autocast(self) -> torch.autocast:
         """Backward may be called where autocast is on, which would round the factors."""
-        return torch.autocast(self._rest.device.type, enabled=False)
+        return torch.autocast(self._error.device.type, enabled=False)
 
 
-class _LowRank:
-    """Matrices travel as two factors, one after the other; all else goes with the first."""
+class _PowerSGDCodec:
+    """Sends matrices as two factors, one after the other; all else goes with the first."""
 
     def __init__(
-        self, plan: Bucket, parameters: Mapping[int, nn.Parameter], options: PowerSGD
+        self, layout: BucketLayout, parameters: Mapping[int, Tensor], options: PowerSGD
     ) -> None:
-        matrices = [slot for slot in plan.slots if _pays(parameters[slot.index], options.rank)]
-        self._matrices = [
-            _Matrix(parameters[slot.index], options, seed=slot.index) for slot in matrices
+        matrices = [
+            slot
+            for slot in layout.slots
+            if _is_compressible(parameters[slot.index], options.rank)
         ]
-        self._places = [slice(slot.start, slot.stop) for slot in matrices]
-        self._flags = [plan.numel + plan.slots.index(slot) for slot in matrices]
-        others = [slice(slot.start, slot.stop) for slot in plan.slots if slot not in matrices]
-        self._others = [*others, slice(plan.numel, None)]
+        self._matrices = [
+            _LowRankMatrix(parameters[slot.index], options, seed=slot.index) for slot in matrices
+        ]
+        self._slices = [slice(slot.start, slot.stop) for slot in matrices]
+        self._flags = [layout.numel + layout.slots.index(slot) for slot in matrices]
+        others = [slice(slot.start, slot.stop) for slot in layout.slots if slot not in matrices]
+        self._others = [*others, slice(layout.numel, None)]
         self._warm_up = options.warm_up
-        self._whole: Whole | None = None
+        self._uncompressed: NoCompression | None = None
         self._factors = torch.empty(0)
         self._pending: Pending | None = None
 
-    def launch(self, flat: Tensor, way: Transport) -> None:
+    def start(self, flat: Tensor, transport: Transport) -> None:
         if self._warm_up > 0:
             self._warm_up -= 1
-            self._whole = Whole()
-            self._whole.launch(flat, way)
+            self._uncompressed = NoCompression()
+            self._uncompressed.start(flat, transport)
             return
-        placed = zip(self._matrices, self._places, strict=True)
-        lefts = [matrix.left(flat[place]) for matrix, place in placed]
-        self._send([*lefts, *(flat[other] for other in self._others)], way)
+        pairs = zip(self._matrices, self._slices, strict=True)
+        lefts = [matrix.project(flat[place]) for matrix, place in pairs]
+        self._send([*lefts, *(flat[other] for other in self._others)], transport)
 
-    def follow(self, flat: Tensor, way: Transport) -> None:
-        if self._whole is not None:
+    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
+        if self._uncompressed is not None:
             return
         others = [flat[other] for other in self._others]
         lengths = [matrix.rows * matrix.rank for matrix in self._matrices]
-        parts = self._sums([*lengths, *map(len, others)])
-        for other, total in zip(others, parts[len(lengths) :], strict=True):
+        sums = self._wait_for([*lengths, *map(len, others)])
+        for other, total in zip(others, sums[len(lengths) :], strict=True):
             other.copy_(total)
-        self._send([m.right(left) for m, left in zip(self._matrices, parts, strict=False)], way)
+        pairs = zip(self._matrices, sums, strict=False)
+        self._send([matrix.project_back(left) for matrix, left in pairs], transport)
 
-    def arrive(self, flat: Tensor) -> None:
-        if self._whole is not None:
-            self._whole.arrive(flat)
+    def wait(self, flat: Tensor) -> None:
+        if self._uncompressed is not None:
+            self._uncompressed.wait(flat)
             return
-        rights = self._sums([matrix.columns * matrix.rank for matrix in self._matrices])
+        rights = self._wait_for([matrix.columns * matrix.rank for matrix in self._matrices])
         for matrix, right, place, flag in zip(
-            self._matrices, rights, self._places, self._flags, strict=True
+            self._matrices, rights, self._slices, self._flags, strict=True
         ):
-            flat[place] = matrix.product(right, flat[flag])
+            flat[place] = matrix.reconstruct(right, flat[flag])
 
     def reset(self) -> None:
-        self._whole = self._pending = None
+        self._uncompressed = self._pending = None
         for matrix in self._matrices:
             matrix.reset()
 
-    def _send(self, parts: Sequence[Tensor], way: Transport) -> None:
+    def _send(self, parts: Sequence[Tensor], transport: Transport) -> None:
         self._factors = torch.cat([part.reshape(-1) for part in parts])
-        self._pending = way.all_reduce(self._factors, "sum")
+        self._pending = transport.all_reduce(self._factors, "sum")
 
-    def _sums(self, lengths: Sequence[int]) -> list[Tensor]:
+    def _wait_for(self, lengths: Sequence[int]) -> list[Tensor]:
         assert self._pending is not None
         self._pending.wait()
         return list(torch.split(self._factors, list(lengths)))
 
 
-def _pays(parameter: nn.Parameter, rank: int) -> bool:
+def _is_compressible(parameter: Tensor, rank: int) -> bool:
     """Whether two factors are smaller than the gradient."""
     if parameter.dim() < 2 or parameter.is_complex() or parameter.numel() == 0:
         return False

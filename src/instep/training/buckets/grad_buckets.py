@@ -1,266 +1,382 @@
-"""What happens to the gradients of one bucket, by how tensors travel best.
+"""The gradients of one bucket on their way from autograd over all ranks into `.grad`.
 
 Between CPU ranks of one host a gradient stays where autograd has put it, and is summed there: its
-values pass through the shared mapping chunk by chunk, and nothing is packed. Elsewhere gradients
-are packed into one flat tensor, which travels while backward goes on.
+values pass through shared memory chunk by chunk, and nothing is packed. Elsewhere gradients are
+packed into one flat tensor, which travels while backward goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport
-from instep.training.buckets.checksum import LENGTH, all_present, check, mark
-from instep.training.buckets.layout import Bucket
+from instep.training.buckets.checksum import (
+    LENGTH,
+    bucket_checksum,
+    flags_and_checksum,
+    verify_checksum,
+)
+from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
 
-class Cargo(Protocol):
-    """The gradients of one bucket, from autograd's hands into `.grad`.
+class BucketCodec(Protocol):
+    """How the flat tensor of a bucket is sent and becomes its sum over the ranks.
 
-    Beside the gradients travels one number per slot, "this rank has it": what no rank has keeps
-    `.grad` as it was, as in one process. Behind these is the bucket's mark.
+    Behind the gradients it holds one flag per slot, then the bucket's checksum.
     """
 
-    parameters: Mapping[int, nn.Parameter]
-    """Those in the bucket, by index."""
-    filled: set[int]
-    """Of which of them this rank has a gradient."""
+    def start(self, flat: Tensor, transport: Transport) -> None:
+        """Start the sum. Collective."""
 
-    @property
-    def full(self) -> bool:
-        """Whether it can travel already, while backward still runs."""
+    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
+        """Send what depends on the first sums, if anything does. Collective."""
 
-    def take(self, index: int, grad: Tensor, partial: bool) -> None:
-        """Autograd is about to add `grad` to `.grad`.
-
-        What is there belongs to the sum that is made now if it is `partial`, else to the past.
-        """
-
-    def take_kept(self, index: int) -> None:
-        """There is a partial `.grad`, and this backward did not come by."""
-
-    def launch(self, way: Transport) -> None:
-        """Start to sum over the ranks. Collective."""
-
-    def follow(self, way: Transport) -> None:
-        """Start what can be sent only when the first sums are there, if anything. Collective."""
-
-    def deliver(self, elsewhere: Set[int]) -> None:
-        """Wait, and put the sums into `.grad`, but for the parameters that are dealt with.
-
-        Raises MixedSumsError where another rank has sent another bucket (see `marks.check`).
-        """
-
-    def reset(self) -> None:
-        """Forget this backward."""
-
-
-class Wire(Protocol):
-    """How one flat tensor travels, which is to become its sum over the ranks.
-
-    Its last elements are what the cargo adds: "this rank has it", for each slot, and a mark.
-    """
-
-    def launch(self, flat: Tensor, way: Transport) -> None:
-        """Start. Collective."""
-
-    def follow(self, flat: Tensor, way: Transport) -> None:
-        """Start what can be sent only when the first sums are there, if anything. Collective."""
-
-    def arrive(self, flat: Tensor) -> None:
+    def wait(self, flat: Tensor) -> None:
         """Wait, and leave the sums in `flat`."""
 
     def reset(self) -> None:
         """Forget this backward, which may have been interrupted."""
 
 
-def load(
-    plan: Bucket,
-    parameters: Mapping[int, nn.Parameter],
-    way: Transport,
-    wire: Wire | None,
-    number: int,
-) -> Cargo:
-    """An empty cargo for the slots of `plan`, whose indices are those of `parameters`.
-
-    With a `wire` it is packed in any case. `number` tells models apart.
-    """
-    in_bucket = {slot.index: parameters[slot.index] for slot in plan.slots}
-    own = mark(next(iter(in_bucket.values())), number, *in_bucket)
-    if way.in_place and wire is None:
-        return _InPlace(in_bucket, own)
-    return _Packed(plan, in_bucket, own, wire or Whole())
-
-
-class _InPlace:
-    """Gradients stay where they are; the caller itself sums them, when backward has ended."""
-
-    full = False  # the last gradient comes into `.grad` only after its hook
-
-    def __init__(self, parameters: Mapping[int, nn.Parameter], mark: Tensor) -> None:
-        self.parameters = parameters
-        self._full = all_present(len(parameters), mark)
-        self._before: dict[int, Tensor] = {}
-        self._sums: dict[int, Tensor] = {}
-        self._has = torch.empty(0)
-        self.filled: set[int] = set()
-
-    def take(self, index: int, grad: Tensor, partial: bool) -> None:
-        parameter = self.parameters[index]
-        if parameter.grad is not None and not partial:
-            self._before[index] = parameter.grad
-            parameter.grad = None
-        self.filled.add(index)
-
-    def take_kept(self, index: int) -> None:
-        self.filled.add(index)
-
-    def launch(self, way: Transport) -> None:
-        self._has = self._full.clone()
-        taken: set[int] = set()
-        for k, (index, parameter) in enumerate(self.parameters.items()):
-            if index not in self.filled:
-                self._sums[index] = torch.zeros_like(parameter)
-                self._has[k] = 0
-                continue
-            grad = _present(parameter)
-            memory = grad.untyped_storage().data_ptr()
-            # Backward of a view of a parameter may leave one memory in two gradients.
-            self._sums[index] = grad.clone() if memory in taken else grad
-            taken.add(memory)
-        travelling = [real(tensor) for tensor in (self._has, *self._sums.values())]
-        way.all_reduce_each(travelling, "sum")
-
-    def follow(self, way: Transport) -> None:
-        return None
-
-    def deliver(self, elsewhere: Set[int]) -> None:
-        check(self._has[-LENGTH:], MixedSumsError.of_models())
-        held = self._has[:-LENGTH].real.tolist()
-        for (index, total), ranks in zip(self._sums.items(), held, strict=True):
-            if index in elsewhere or not ranks:
-                continue
-            parameter = self.parameters[index]
-            before = self._before.get(index)
-            if before is None and index not in self.filled:
-                before = parameter.grad
-            parameter.grad = total if before is None else before.add_(total)
-
-    def reset(self) -> None:
-        self.filled.clear()
-        self._before.clear()
-        self._sums = {}
-
-
-def _present(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-class _Packed:
-    """One flat tensor travels; behind the gradients lies "this rank has it", and the mark."""
-
-    def __init__(
-        self, plan: Bucket, parameters: Mapping[int, nn.Parameter], mark: Tensor, wire: Wire
-    ) -> None:
-        self.parameters = parameters
-        self._wire = wire
-        self._slots = {slot.index: slot for slot in plan.slots}
-        self._full = all_present(len(plan.slots), mark)
-        self._flat = mark.new_zeros(plan.numel + len(self._full))
-        self._has = self._flat[plan.numel :]
-        self._before: dict[int, Tensor] = {}
-        self.filled: set[int] = set()
-
-    @property
-    def full(self) -> bool:
-        return len(self.filled) == len(self._slots)
-
-    def take(self, index: int, grad: Tensor, partial: bool) -> None:
-        parameter, place = self.parameters[index], self._place(index)
-        place.copy_(grad)
-        if parameter.grad is not None:
-            if partial:
-                place.add_(parameter.grad)
-            else:
-                self._before[index] = parameter.grad
-            parameter.grad = None
-        self.filled.add(index)
-
-    def take_kept(self, index: int) -> None:
-        self._place(index).copy_(_present(self.parameters[index]))
-        self.filled.add(index)
-
-    def launch(self, way: Transport) -> None:
-        self._has.copy_(self._full)
-        for k, index in enumerate(self._slots):
-            if index not in self.filled:
-                self._place(index).zero_()
-                self._has[k] = 0
-        self._wire.launch(self._flat, way)
-
-    def follow(self, way: Transport) -> None:
-        self._wire.follow(self._flat, way)
-
-    def deliver(self, elsewhere: Set[int]) -> None:
-        self._wire.arrive(self._flat)
-        check(self._has[-LENGTH:], MixedSumsError.of_models())
-        # Asking a GPU means to wait for it: only about what this rank has not, and once.
-        held = [1.0] * len(self._slots) if self.full else self._has[:-LENGTH].real.tolist()
-        for index, ranks in zip(self._slots, held, strict=True):
-            if ranks and index not in elsewhere:
-                self._deliver(index)
-
-    def reset(self) -> None:
-        self.filled.clear()
-        self._before.clear()
-        self._wire.reset()
-
-    def _place(self, index: int) -> Tensor:
-        slot = self._slots[index]
-        return self._flat[slot.start : slot.stop].view(self.parameters[index].shape)
-
-    def _deliver(self, index: int) -> None:
-        parameter, total = self.parameters[index], self._place(index)
-        before = self._before.get(index)
-        if before is not None:
-            parameter.grad = before.add_(total)
-        elif parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter).copy_(total)
-        elif index not in self.filled:
-            parameter.grad.add_(total)
-        else:
-            parameter.grad.copy_(total)
-
-
-class Whole:
-    """The flat tensor travels as it is."""
+class NoCompression:
+    """Sends the flat tensor as it is."""
 
     def __init__(self) -> None:
         self._pending: Pending | None = None
 
-    def launch(self, flat: Tensor, way: Transport) -> None:
+    def start(self, flat: Tensor, transport: Transport) -> None:
         """Start the sum."""
-        self._pending = way.all_reduce(real(flat), "sum")
+        self._pending = transport.all_reduce(as_real(flat), "sum")
 
-    def follow(self, flat: Tensor, way: Transport) -> None:
+    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
         """Nothing."""
 
-    def arrive(self, flat: Tensor) -> None:
+    def wait(self, flat: Tensor) -> None:
         """Wait for the sum."""
         assert self._pending is not None
         self._pending.wait()
 
     def reset(self) -> None:
-        """Let go of the sum."""
+        """Drop the sum."""
         self._pending = None
 
 
-def real(tensor: Tensor) -> Tensor:
+def make_bucket(
+    layout: BucketLayout,
+    parameters: Mapping[int, Tensor],
+    transport: Transport,
+    ids: Sequence[int],
+    codec: BucketCodec | None = None,
+    *,
+    grads_as_views: bool = False,
+) -> GradBucket:
+    """An empty bucket for the slots of `layout`.
+
+    Args:
+        parameters: by the indices of the slots. One that is gone is missing.
+        transport: a bucket is packed unless `transport.in_place`.
+        ids: equal on all ranks for the same bucket, and different for different buckets.
+        codec: compresses what is sent. A bucket with a codec is always packed.
+        grads_as_views: `.grad` becomes a view of the packed bucket, which is then allocated anew
+            in each backward (as DDP's gradient_as_bucket_view).
+    """
+    if transport.in_place and codec is None:
+        return _InPlaceBucket(layout, parameters, ids)
+    return PackedBucket(
+        layout,
+        parameters,
+        ids,
+        codec,
+        starts_early=not transport.in_place,
+        grads_as_views=grads_as_views,
+    )
+
+
+class GradBucket(ABC):
+    """The gradients of some parameters.
+
+    Beside each gradient travels a flag, 1 if this rank has that gradient: if no rank has it, `.grad`
+    stays as it was, as in one process.
+    """
+
+    starts_early: bool
+    """Whether it can be sent while backward still runs."""
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Mapping[int, Tensor], ids: Sequence[int]
+    ) -> None:
+        self.layout = layout
+        self.ids = tuple(ids)
+        self.filled: set[int] = set()
+        """The indices whose gradient this rank has."""
+        self._parameters = parameters
+        like = next(iter(parameters.values()))
+        self._trailer = flags_and_checksum(len(layout.slots), bucket_checksum(like, *ids))
+        self._before: dict[int, Tensor | None] = {}
+        """What `.grad` was, of parameters in whose `.grad` autograd leaves this rank's gradient."""
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices of its parameters, in its order."""
+        return [slot.index for slot in self.layout.slots]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this rank has all gradients."""
+        return len(self.filled) == len(self.layout.slots)
+
+    @abstractmethod
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add a part of a gradient of which `.grad` has nothing."""
+
+    @abstractmethod
+    def add_accumulated(self, index: int) -> None:
+        """Add what is in `.grad`, all of which is this rank's part of the sum."""
+
+    @abstractmethod
+    def intercept(self, index: int, grad: Tensor, partial: bool) -> None:
+        """Add `grad`, which autograd is about to accumulate into `.grad`.
+
+        `partial`: what is in `.grad` already is this rank's part of the same sum.
+        """
+
+    @abstractmethod
+    def start(self, transport: Transport) -> None:
+        """Start the sum over the ranks. Collective."""
+
+    @abstractmethod
+    def start_second_phase(self, transport: Transport) -> None:
+        """Send what depends on the first sums, if anything does. Collective."""
+
+    def wait(self) -> None:
+        """Wait for the sums.
+
+        Raises MixedSumsError where another rank has sent another bucket (see `verify_checksum`).
+        """
+        verify_checksum(self._sums()[1][-LENGTH:], MixedSumsError.of_models())
+
+    def write_grads(self, skip: Container[int] = ()) -> None:
+        """Add the sums to `.grad`, except of the indices in `skip`."""
+        totals, trailer = self._sums()
+        # To read the flags waits for a GPU: only where this rank lacks a gradient, and once.
+        flags = repeat(1.0) if self.is_full else trailer[:-LENGTH].real.tolist()
+        for slot, total, flag in zip(self.layout.slots, totals, flags, strict=False):
+            if flag and slot.index not in skip:
+                self._write(slot.index, total)
+
+    @abstractmethod
+    def _sums(self) -> tuple[Iterable[Tensor], Tensor]:
+        """The sums of the gradients, in the order of the slots, and the sum of the trailer."""
+
+    @abstractmethod
+    def _can_give(self, index: int, total: Tensor, parameter: Tensor) -> bool:
+        """Whether `.grad` can be this very tensor."""
+
+    def reset(self) -> None:
+        """Forget this backward."""
+        self.filled.clear()
+        self._before.clear()
+
+    def _write(self, index: int, total: Tensor) -> None:
+        parameter = self._parameters.get(index)
+        if parameter is None:
+            return
+        if index in self._before:
+            parameter.grad = self._before[index]
+        if total.shape != parameter.shape:
+            total = total.view(parameter.shape)
+        if parameter.grad is not None:
+            parameter.grad.add_(total)
+        elif self._can_give(index, total, parameter):
+            parameter.grad = total
+        else:  # in the parameter's own layout, as autograd's: fused optimizers rely on that
+            parameter.grad = torch.empty_like(parameter).copy_(total)
+
+    def _accumulated(self, index: int) -> Tensor:
+        grad = self._parameters[index].grad
+        assert grad is not None
+        return grad
+
+
+class _InPlaceBucket(GradBucket):
+    """Gradients stay where they are; the caller's thread sums them when backward has ended.
+
+    All ranks lay them out in memory as the parameter is.
+    """
+
+    # Autograd puts the last gradient into `.grad` only after its hook. And a gradient that was
+    # handed over may still be needed for what is before the parameter.
+    starts_early = False
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Mapping[int, Tensor], ids: Sequence[int]
+    ) -> None:
+        super().__init__(layout, parameters, ids)
+        self._grads: dict[int, Tensor] = {}
+        self._totals: list[Tensor] = []
+        self._flags = self._trailer
+
+    def add(self, index: int, grad: Tensor) -> None:
+        if index in self.filled:
+            grad = self._grads[index] + grad
+        self._grads[index] = _with_layout_of(self._parameters[index], grad)
+        self.filled.add(index)
+
+    def add_accumulated(self, index: int) -> None:
+        self._before[index] = None
+        self.filled.add(index)
+
+    def intercept(self, index: int, grad: Tensor, partial: bool) -> None:
+        parameter = self._parameters[index]
+        self._before[index] = None
+        if parameter.grad is not None and not partial:
+            self._before[index] = parameter.grad
+            parameter.grad = None
+        self.filled.add(index)
+
+    def start(self, transport: Transport) -> None:
+        self._flags = self._trailer.clone()
+        storages: set[int] = set()
+        for k, slot in enumerate(self.layout.slots):
+            if slot.index not in self.filled:
+                self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
+                self._flags[k] = 0
+                continue
+            grad = self._grads.get(slot.index)
+            if grad is None:
+                grad = self._accumulated(slot.index)
+            storage = grad.untyped_storage()
+            # A gradient may be a part of another tensor, such as the gradient of the whole batch's
+            # outputs, and two parameters that are added up have one gradient.
+            if storage.data_ptr() in storages or storage.nbytes() != grad.nbytes:
+                grad = grad.clone()
+            storages.add(storage.data_ptr())
+            self._totals.append(grad)
+        tensors = [as_real(tensor) for tensor in (self._flags, *self._totals)]
+        transport.all_reduce_each(tensors, "sum")
+
+    def start_second_phase(self, transport: Transport) -> None:
+        return None
+
+    def reset(self) -> None:
+        super().reset()
+        self._grads, self._totals = {}, []
+
+    def _sums(self) -> tuple[Iterable[Tensor], Tensor]:
+        return self._totals, self._flags
+
+    def _can_give(self, index: int, total: Tensor, parameter: Tensor) -> bool:
+        return index in self._before or total.stride() == parameter.stride()
+
+    def _zeros(self, index: int, numel: int) -> Tensor:
+        parameter = self._parameters.get(index)
+        return self._trailer.new_zeros(numel) if parameter is None else torch.zeros_like(parameter)
+
+
+class PackedBucket(GradBucket):
+    """One flat tensor, which holds the gradients, the flags and the checksum."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Mapping[int, Tensor],
+        ids: Sequence[int],
+        codec: BucketCodec | None = None,
+        *,
+        starts_early: bool,
+        grads_as_views: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(layout, parameters, ids)
+        self._trailer = self._trailer.to(dtype or self._trailer.dtype)
+        self.starts_early = starts_early
+        self._codec = codec or NoCompression()
+        self._grads_as_views = grads_as_views
+        self._slot_of = {slot.index: slot for slot in layout.slots}
+        self._flat: Tensor | None = None
+
+    @property
+    def grads(self) -> Tensor:
+        """All gradients, one after the other."""
+        return self._allocated()[: self.layout.numel]
+
+    def add(self, index: int, grad: Tensor) -> None:
+        part = self._part(index).view(grad.shape)
+        if index in self.filled:
+            part.add_(grad)
+        else:
+            part.copy_(grad)
+            self.filled.add(index)
+
+    def add_accumulated(self, index: int) -> None:
+        self.add(index, self._accumulated(index))
+        self._before[index] = None
+
+    def intercept(self, index: int, grad: Tensor, partial: bool) -> None:
+        parameter = self._parameters[index]
+        self.add(index, grad)
+        self._before[index] = None
+        if parameter.grad is not None:
+            if partial:
+                self.add(index, parameter.grad)
+            else:
+                self._before[index] = parameter.grad
+            parameter.grad = None
+
+    def start(self, transport: Transport) -> None:
+        flags = self._allocated()[self.layout.numel :].copy_(self._trailer)
+        for k, index in enumerate(self._slot_of):
+            if index not in self.filled:
+                self._part(index).zero_()
+                flags[k] = 0
+        self._codec.start(self._allocated(), transport)
+
+    def start_second_phase(self, transport: Transport) -> None:
+        self._codec.start_second_phase(self._allocated(), transport)
+
+    def wait(self) -> None:
+        self._codec.wait(self._allocated())
+        super().wait()
+
+    def reset(self) -> None:
+        super().reset()
+        self._codec.reset()
+        if self._grads_as_views:
+            self._flat = None
+
+    def _sums(self) -> tuple[Iterable[Tensor], Tensor]:
+        return map(self._part, self._slot_of), self._allocated()[self.layout.numel :]
+
+    def _can_give(self, index: int, total: Tensor, parameter: Tensor) -> bool:
+        return self._grads_as_views and total.stride() == parameter.stride()
+
+    def _allocated(self) -> Tensor:
+        if self._flat is None:
+            self._flat = self._trailer.new_empty(self.layout.numel + len(self._trailer))
+        return self._flat
+
+    def _part(self, index: int) -> Tensor:
+        slot = self._slot_of[index]
+        return self._allocated()[slot.start : slot.stop]
+
+
+def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """`grad`, or a copy of it, in the parameter's order in memory."""
+    if grad.is_contiguous() and parameter.is_contiguous():
+        return grad
+    steps = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
+    if all(size == 1 or mine == its for size, mine, its in steps):
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
+
+
+def as_real(tensor: Tensor) -> Tensor:
     """The same memory without complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

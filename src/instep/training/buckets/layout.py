@@ -1,14 +1,18 @@
-"""Which tensors travel together. Pure: no process is needed to plan."""
+"""Which tensors travel together. Pure: planning needs no process group."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from instep.process import settings
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket."""
+    """The place of one tensor in its bucket."""
 
     index: int
     """Which of the planned tensors."""
@@ -19,7 +23,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketLayout:
     """Tensors that travel in one message."""
 
     slots: tuple[Slot, ...]
@@ -30,28 +34,45 @@ class Bucket:
         return self.slots[-1].stop
 
 
+def bucket_capacity(tensors: Iterable[Tensor]) -> int:
+    """The number of elements at which a bucket is full: INSTEP_BUCKET_MIB of the widest element."""
+    widest = max((tensor.element_size() for tensor in tensors), default=1)
+    return int(settings.BUCKET_MIB) * 2**20 // widest
+
+
+def plan_tensors(
+    tensors: Mapping[int, Tensor], capacity: int | None = None
+) -> list[BucketLayout]:
+    """Buckets for tensors given by their indices, of one dtype and device each."""
+    return plan_buckets(
+        [(index, tensor.numel()) for index, tensor in tensors.items()],
+        [(tensor.dtype, tensor.device) for tensor in tensors.values()],
+        bucket_capacity(tensors.values()) if capacity is None else capacity,
+    )
+
+
 def plan_buckets(
-    sizes: Sequence[tuple[int, int]], kinds: Sequence[Hashable], capacity: int
-) -> list[Bucket]:
+    sizes: Sequence[tuple[int, int]], keys: Sequence[Hashable], capacity: int
+) -> list[BucketLayout]:
     """Fill buckets in the order given.
 
     Args:
-        sizes: of each tensor, its index and its number of elements.
-        kinds: what must be equal within a bucket (dtype and device).
+        sizes: the index and the number of elements of each tensor.
+        keys: what must be equal within a bucket (dtype and device).
         capacity: elements at which a bucket is full; a larger tensor has one of its own.
 
     Returns:
-        Buckets whose slots cover every tensor once; each kind's tensors stay in order.
+        Buckets whose slots cover every tensor once; tensors with the same key stay in order.
     """
     filling: dict[Hashable, list[Slot]] = {}
-    buckets: list[Bucket] = []
-    for (index, size), kind in zip(sizes, kinds, strict=True):
-        slots = filling.setdefault(kind, [])
+    buckets: list[BucketLayout] = []
+    for (index, size), key in zip(sizes, keys, strict=True):
+        slots = filling.setdefault(key, [])
         start = slots[-1].stop if slots else 0
         if slots and start + size > capacity:
-            buckets.append(Bucket(tuple(slots)))
+            buckets.append(BucketLayout(tuple(slots)))
             slots, start = [], 0
-            filling[kind] = slots
+            filling[key] = slots
         slots.append(Slot(index, start, start + size))
-    buckets.extend(Bucket(tuple(slots)) for slots in filling.values() if slots)
+    buckets.extend(BucketLayout(tuple(slots)) for slots in filling.values() if slots)
     return buckets

@@ -13,19 +13,16 @@ from torch.autograd import Variable
 
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import (
-    Pending,
-    Transport,
     broadcast_coalesced,
     overlap_group,
     transport,
 )
 from instep.errors import InstepWarning, TrainingError
-from instep.training.buckets.checksum import LENGTH, check, mark
-from instep.training.buckets.layout import Bucket, plan_buckets
-from instep.training.errors import MixedSumsError
+from instep.training.buckets.grad_buckets import PackedBucket
+from instep.training.buckets.layout import plan_buckets
 
-_numbers = count()
-"""Of the buckets, in the order in which all ranks make them."""
+_bucket_numbers = count()
+"""All ranks make their buckets in the same order."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -83,23 +80,35 @@ class DistributedDataParallel(nn.Module):
         self.delay_allreduce = delay_allreduce
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_buffers: list[Tensor] = []
-        self._way = transport()
-        self._aside = overlap_group(self._way)
-        """Where the buckets travel: SyncBatchNorm talks in between, and where in between a bucket
-        is full depends on what this rank has used."""
-        self._before = 1.0 / gradient_predivide_factor
-        self._after = gradient_predivide_factor / self._way.size if gradient_average else 1.0
-        self._off = False
-        self._under_way = False
-        self._launched = 0
+        world = transport()
+        # SyncBatchNorm sends its own messages in between, and at which point of backward a bucket
+        # is full depends on which parameters this rank has used.
+        self._transport = overlap_group(world)
+        self._predivide = 1.0 / gradient_predivide_factor
+        self._postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
+        self._disabled = False
+        self._in_backward = False
+        self._started = 0
         for parameter in module.parameters():
             check_reachable(parameter)
         broadcast_coalesced(list(module.parameters()))
         self._trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self._cargoes = _load(self._trained, message_size, triggers, allreduce_always_fp32)
-        self._cargo_of = {slot.index: c for c in self._cargoes for slot in c.plan.slots}
+        self._buckets = _make_buckets(
+            self._trained,
+            message_size,
+            triggers,
+            always_fp32=allreduce_always_fp32,
+            starts_early=not (delay_allreduce or world.in_place),
+        )
+        self._bucket_number = {
+            index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices
+        }
+        self._ready: list[set[int]] = [set() for _ in self._buckets]
+        """The parameters of each bucket whose gradient this backward has computed."""
         for index, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, index=index: self._on_grad(index)
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
@@ -107,107 +116,64 @@ class DistributedDataParallel(nn.Module):
 
     def enable_allreduce(self) -> None:
         """Average gradients again, with what has been added up since."""
-        self._off = False
+        self._disabled = False
 
     def disable_allreduce(self) -> None:
         """Leave in `.grad` what this rank adds up."""
-        self._off = True
+        self._disabled = True
 
-    def _ready(self, index: int) -> None:
-        """A parameter's gradient is in `.grad`: autograd calls this."""
-        if self._off:
+    def _on_grad(self, index: int) -> None:
+        """Autograd calls this when a parameter's gradient is in `.grad`."""
+        if self._disabled:
             return
-        if not self._under_way:
-            self._under_way = True
+        if not self._in_backward:
+            self._in_backward = True
             Variable._execution_engine.queue_callback(self._finish)
-        cargo = self._cargo_of[index]
-        if cargo.pending is not None:
+        number = self._bucket_number[index]
+        if number < self._started:
             shape = tuple(self._trained[index].shape)
             raise TrainingError(
                 f"a parameter of shape {shape} got another gradient in one backward after the "
                 "first was sent (reentrant checkpointing); use delay_allreduce=True."
             )
-        cargo.ready.add(index)
-        if not self.delay_allreduce and self._aside is not self._way:
-            self._launch(full_only=True)
+        self._ready[number].add(index)
+        while self._started < len(self._buckets) and self._can_start(self._started):
+            self._start_next()
 
-    def _launch(self, *, full_only: bool) -> None:
-        """Start the buckets in their order: the same on all ranks."""
-        while self._launched < len(self._cargoes):
-            cargo = self._cargoes[self._launched]
-            if full_only and not cargo.full:
-                return
-            cargo.launch(self._trained, self._before, self._aside)
-            self._launched += 1
+    def _can_start(self, number: int) -> bool:
+        bucket = self._buckets[number]
+        return bucket.starts_early and len(self._ready[number]) == len(bucket.layout.slots)
+
+    def _start_next(self) -> None:
+        """Start the next bucket, with every `.grad` there is. All ranks have the same order."""
+        bucket = self._buckets[self._started]
+        for index in bucket.indices:
+            if self._trained[index].grad is not None:
+                bucket.add_accumulated(index)
+        if self._predivide != 1.0:
+            bucket.grads.mul_(self._predivide)
+        bucket.start(self._transport)
+        self._started += 1
 
     def _finish(self) -> None:
         """Backward has ended."""
         try:
-            self._launch(full_only=False)
-            for cargo in self._cargoes:
-                cargo.deliver(self._trained, self._after)
+            while self._started < len(self._buckets):
+                self._start_next()
+            for bucket in self._buckets:
+                bucket.wait()
+                bucket.grads.mul_(self._postdivide)
+                bucket.write_grads()
             if self.retain_allreduce_buffers:
-                self.allreduce_buffers = [c.flat[: c.plan.numel].clone() for c in self._cargoes]
+                self.allreduce_buffers = [bucket.grads.clone() for bucket in self._buckets]
         finally:
-            self._under_way, self._launched = False, 0
-            for cargo in self._cargoes:
-                cargo.reset()
+            self._in_backward, self._started = False, 0
+            for bucket, ready in zip(self._buckets, self._ready, strict=True):
+                bucket.reset()
+                ready.clear()
 
 
-class _Cargo:
-    """A bucket on its way: one flat tensor, behind whose gradients lies "this rank has it" and the
-    bucket's mark."""
-
-    def __init__(self, plan: Bucket, dtype: torch.dtype, device: torch.device) -> None:
-        self.plan = plan
-        self._mark = mark(torch.empty(0, dtype=dtype, device=device), next(_numbers))
-        self.flat = self._mark.new_zeros(plan.numel + len(plan.slots) + LENGTH)
-        self.ready: set[int] = set()
-        """Of which parameters this backward has made a gradient."""
-        self._sent: list[bool] = []
-        """Of which slots this rank had a gradient: what it sent, it need not ask for."""
-        self.pending: Pending | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing more will come."""
-        return len(self.ready) == len(self.plan.slots)
-
-    def launch(self, parameters: list[nn.Parameter], factor: float, way: Transport) -> None:
-        """Send every `.grad` there is, times `factor`, and zeros for the rest."""
-        self.flat.zero_()
-        self.flat[-LENGTH:] = self._mark
-        self._sent = [parameters[slot.index].grad is not None for slot in self.plan.slots]
-        for k, slot in enumerate(self.plan.slots):
-            grad = parameters[slot.index].grad
-            if grad is not None:
-                self.flat[slot.start : slot.stop].view(grad.shape).copy_(grad)
-                self.flat[self.plan.numel + k] = 1
-        if factor != 1.0:
-            self.flat[: self.plan.numel].mul_(factor)
-        self.pending = way.all_reduce(self.flat, "sum")
-
-    def deliver(self, parameters: list[nn.Parameter], factor: float) -> None:
-        """Wait, and put the sums, times `factor`, into `.grad` of what any rank has."""
-        assert self.pending is not None
-        self.pending.wait()
-        check(self.flat[-LENGTH:], MixedSumsError.of_models())
-        self.flat[: self.plan.numel].mul_(factor)
-        # Asking a GPU means to wait for it.
-        asked = not all(self._sent)
-        held = self.flat[self.plan.numel : -LENGTH].tolist() if asked else self._sent
-        for slot, ranks in zip(self.plan.slots, held, strict=True):
-            parameter = parameters[slot.index]
-            if not ranks:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(self.flat[slot.start : slot.stop].view(parameter.shape))
-
-    def reset(self) -> None:
-        """Forget this backward."""
-        self.ready.clear()
-        self.pending = None
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _check_options(delay: bool, shared: object, triggers: object, streams: int) -> None:
@@ -219,34 +185,39 @@ def _check_options(delay: bool, shared: object, triggers: object, streams: int) 
         raise ValueError("num_allreduce_streams has no meaning with delay_allreduce=True.")
 
 
-def _load(
+def _make_buckets(
     parameters: list[nn.Parameter],
     message_size: int,
     triggers: Iterable[Tensor] | None,
+    *,
     always_fp32: bool,
-) -> list[_Cargo]:
+    starts_early: bool,
+) -> list[PackedBucket]:
     """Buckets in the order of backward, closed by size or behind a trigger."""
     closing = {id(parameter) for parameter in triggers or ()}
     closed = 0
-    kinds = []
+    keys = []
     for parameter in parameters:
-        kinds.append((closed, parameter.dtype, parameter.device))
+        keys.append((closed, parameter.dtype, parameter.device))
         closed += id(parameter) in closing
-    plans = plan_buckets(
+    layouts = plan_buckets(
         [(k, p.numel()) for k, p in enumerate(parameters)],
-        kinds,
+        keys,
         capacity=message_size if triggers is None else sum(p.numel() for p in parameters),
     )
-    cargoes = []
-    for plan in plans:
-        first = parameters[plan.slots[0].index]
-        half = first.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half and always_fp32 else first.dtype
-        cargoes.append(_Cargo(plan, dtype, first.device))
-    return cargoes
-
-
-# ------------------------------------------------------------------------------- when asked
+    buckets = []
+    for layout in layouts:
+        members = {slot.index: parameters[slot.index] for slot in layout.slots}
+        dtype = parameters[layout.slots[0].index].dtype
+        bucket = PackedBucket(
+            layout,
+            members,
+            ids=(next(_bucket_numbers),),
+            starts_early=starts_early,
+            dtype=torch.float32 if always_fp32 and dtype in _HALF else dtype,
+        )
+        buckets.append(bucket)
+    return buckets
 
 
 class Reducer:
@@ -269,16 +240,15 @@ class Reducer:
         """Replace each gradient by its mean over the ranks. Collective."""
         of_module = () if self.module is None else self.module.parameters()
         grads = self.grads or [p.grad for p in of_module if p.grad is not None]
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for grad in grads:
-            kinds.setdefault((grad.dtype, grad.device), []).append(grad.detach())
-        for group in kinds.values():
+            groups.setdefault((grad.dtype, grad.device), []).append(grad.detach())
+        world = transport()
+        for group in groups.values():
             flat = torch.cat([grad.reshape(-1) for grad in group])
-            way = transport()
-            way.all_reduce(flat, "sum").wait()
-            for grad, mean in zip(
-                group, (flat / way.size).split([grad.numel() for grad in group]), strict=True
-            ):
+            world.all_reduce(flat, "sum").wait()
+            means = (flat / world.size).split([grad.numel() for grad in group])
+            for grad, mean in zip(group, means, strict=True):
                 grad.copy_(mean.view(grad.shape))
 
 

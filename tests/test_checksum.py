@@ -1,4 +1,4 @@
-"""Marks tell whether all ranks summed the same, in every dtype and at any number of ranks."""
+"""Checksums tell whether all ranks summed the same, in every dtype and at any number of ranks."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from instep.errors import MixedSumsError
-from instep.training.buckets.checksum import check, mark
+from instep.training.buckets.checksum import bucket_checksum, verify_checksum
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 ERROR = MixedSumsError.of_models()
@@ -15,15 +15,15 @@ ERROR = MixedSumsError.of_models()
 
 def added(dtype, *meant):
     """The sum of the marks of so many ranks."""
-    total = mark(torch.empty(0, dtype=dtype), *meant[0])
+    total = bucket_checksum(torch.empty(0, dtype=dtype), *meant[0])
     for other in meant[1:]:
-        total = total + mark(total, *other)
+        total = total + bucket_checksum(total, *other)
     return total
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_ones_add_up_to_no_error(dtype):
-    check(added(dtype, *[(3, 0, 1)] * 3000), ERROR)
+    verify_checksum(added(dtype, *[(3, 0, 1)] * 3000), ERROR)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,19 +32,19 @@ def test_one_other_among_thousands_is_an_error(dtype, place):
     meant = [(3, 0, 1)] * 3000
     meant[place] = (3, 0, 2)
     with pytest.raises(MixedSumsError, match="another rank"):
-        check(added(dtype, *meant), ERROR)
+        verify_checksum(added(dtype, *meant), ERROR)
 
 
 ON_A_GPU = """
 import sys
 sys.path.append("tests")
 import torch
-from test_marks import ERROR, check, mark
+from test_checksum import ERROR, bucket_checksum, verify_checksum
 
 like = torch.empty(0, device="cuda")
-check(mark(like, 1) + mark(like, 1), ERROR)
+verify_checksum(bucket_checksum(like, 1) + bucket_checksum(like, 1), ERROR)
 torch.cuda.synchronize()
-check(mark(like, 1) + mark(like, 2), ERROR)
+verify_checksum(bucket_checksum(like, 1) + bucket_checksum(like, 2), ERROR)
 print("nobody has waited")
 torch.cuda.synchronize()
 print("nothing has happened")
