@@ -93,6 +93,12 @@ BUCKET_MIB = Knob(
     "Gradients that travel together, in MiB; 0: each on its own.",
     numbers=range(2**20 + 1),
 )
+COMPRESSION = Knob(
+    "INSTEP_COMPRESSION",
+    "none",
+    "How an unedited script's gradients are sent; all but none make them inexact.",
+    choices=("none", "fp16", "bf16", "powersgd"),
+)
 SEED = Knob(
     "INSTEP_SEED",
     "",
@@ -125,7 +131,10 @@ WATCH = Knob(
     choices=("on", "off"),
 )
 
-KNOBS = (DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, SEED, LOAD, DIST_FILE, SECRET, WATCH)
+KNOBS = (
+    *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
+    *(SEED, LOAD, DIST_FILE, SECRET, WATCH),
+)
 """What a user may set; docs/variables.md shows it."""
 
 INTERNAL = frozenset({"INSTEP_FAILURE_FILE", "INSTEP_JOB", "INSTEP_SOURCE", "INSTEP_STORE_FD"})

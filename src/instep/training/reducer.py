@@ -85,9 +85,7 @@ class _BucketSet:
 
     def __init__(self, buckets: Sequence[GradBucket]) -> None:
         self.buckets = buckets
-        self.bucket_of = {
-            slot.index: bucket for bucket in buckets for slot in bucket.layout.slots
-        }
+        self.bucket_of = {slot.index: bucket for bucket in buckets for slot in bucket.layout.slots}
 
 
 class Reducer:

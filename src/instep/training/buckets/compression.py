@@ -176,9 +176,7 @@ class _PowerSGDCodec:
         self, layout: BucketLayout, parameters: Mapping[int, Tensor], options: PowerSGD
     ) -> None:
         matrices = [
-            slot
-            for slot in layout.slots
-            if _is_compressible(parameters[slot.index], options.rank)
+            slot for slot in layout.slots if _is_compressible(parameters[slot.index], options.rank)
         ]
         self._matrices = [
             _LowRankMatrix(parameters[slot.index], options, seed=slot.index) for slot in matrices

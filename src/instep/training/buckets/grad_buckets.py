@@ -89,7 +89,7 @@ def make_bucket(
     """
     if transport.in_place and codec is None:
         return _InPlaceBucket(layout, parameters, ids)
-    return PackedBucket(
+    return _PackedBucket(
         layout,
         parameters,
         ids,
@@ -102,8 +102,8 @@ def make_bucket(
 class GradBucket(ABC):
     """The gradients of some parameters.
 
-    Beside each gradient travels a flag, 1 if this rank has that gradient: if no rank has it, `.grad`
-    stays as it was, as in one process.
+    Beside each gradient travels a flag, 1 if this rank has that gradient. If no rank has it,
+    `.grad` stays as it was, as in one process.
     """
 
     starts_early: bool
@@ -280,7 +280,7 @@ class _InPlaceBucket(GradBucket):
         return self._trailer.new_zeros(numel) if parameter is None else torch.zeros_like(parameter)
 
 
-class PackedBucket(GradBucket):
+class _PackedBucket(GradBucket):
     """One flat tensor, which holds the gradients, the flags and the checksum."""
 
     def __init__(
@@ -292,20 +292,13 @@ class PackedBucket(GradBucket):
         *,
         starts_early: bool,
         grads_as_views: bool = False,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(layout, parameters, ids)
-        self._trailer = self._trailer.to(dtype or self._trailer.dtype)
         self.starts_early = starts_early
         self._codec = codec or NoCompression()
         self._grads_as_views = grads_as_views
         self._slot_of = {slot.index: slot for slot in layout.slots}
         self._flat: Tensor | None = None
-
-    @property
-    def grads(self) -> Tensor:
-        """All gradients, one after the other."""
-        return self._allocated()[: self.layout.numel]
 
     def add(self, index: int, grad: Tensor) -> None:
         part = self._part(index).view(grad.shape)

@@ -40,9 +40,7 @@ def bucket_capacity(tensors: Iterable[Tensor]) -> int:
     return int(settings.BUCKET_MIB) * 2**20 // widest
 
 
-def plan_tensors(
-    tensors: Mapping[int, Tensor], capacity: int | None = None
-) -> list[BucketLayout]:
+def plan_tensors(tensors: Mapping[int, Tensor], capacity: int | None = None) -> list[BucketLayout]:
     """Buckets for tensors given by their indices, of one dtype and device each."""
     return plan_buckets(
         [(index, tensor.numel()) for index, tensor in tensors.items()],

@@ -13,13 +13,14 @@ from torch.autograd import Variable
 
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import (
+    Transport,
     broadcast_coalesced,
     overlap_group,
     transport,
 )
 from instep.errors import InstepWarning, TrainingError
-from instep.training.buckets.grad_buckets import PackedBucket
-from instep.training.buckets.layout import plan_buckets
+from instep.training.buckets.grad_buckets import NoCompression, make_bucket
+from instep.training.buckets.layout import BucketLayout, plan_buckets
 
 _bucket_numbers = count()
 """All ranks make their buckets in the same order."""
@@ -84,8 +85,8 @@ class DistributedDataParallel(nn.Module):
         # SyncBatchNorm sends its own messages in between, and at which point of backward a bucket
         # is full depends on which parameters this rank has used.
         self._transport = overlap_group(world)
-        self._predivide = 1.0 / gradient_predivide_factor
-        self._postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
+        predivide = 1.0 / gradient_predivide_factor
+        postdivide = gradient_predivide_factor / world.size if gradient_average else 1.0
         self._disabled = False
         self._in_backward = False
         self._started = 0
@@ -93,13 +94,21 @@ class DistributedDataParallel(nn.Module):
             check_reachable(parameter)
         broadcast_coalesced(list(module.parameters()))
         self._trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self._buckets = _make_buckets(
-            self._trained,
-            message_size,
-            triggers,
-            always_fp32=allreduce_always_fp32,
-            starts_early=not (delay_allreduce or world.in_place),
-        )
+        layouts = _plan(self._trained, message_size, triggers)
+        self._codecs = [
+            _AveragingCodec(layout.numel, predivide, postdivide, always_fp32=allreduce_always_fp32)
+            for layout in layouts
+        ]
+        self._buckets = [
+            make_bucket(
+                layout,
+                {slot.index: self._trained[slot.index] for slot in layout.slots},
+                self._transport,
+                ids=(next(_bucket_numbers),),
+                codec=codec,
+            )
+            for layout, codec in zip(layouts, self._codecs, strict=True)
+        ]
         self._bucket_number = {
             index: k for k, bucket in enumerate(self._buckets) for index in bucket.indices
         }
@@ -142,7 +151,9 @@ class DistributedDataParallel(nn.Module):
 
     def _can_start(self, number: int) -> bool:
         bucket = self._buckets[number]
-        return bucket.starts_early and len(self._ready[number]) == len(bucket.layout.slots)
+        if self.delay_allreduce or not bucket.starts_early:
+            return False
+        return len(self._ready[number]) == len(bucket.layout.slots)
 
     def _start_next(self) -> None:
         """Start the next bucket, with every `.grad` there is. All ranks have the same order."""
@@ -150,8 +161,6 @@ class DistributedDataParallel(nn.Module):
         for index in bucket.indices:
             if self._trained[index].grad is not None:
                 bucket.add_accumulated(index)
-        if self._predivide != 1.0:
-            bucket.grads.mul_(self._predivide)
         bucket.start(self._transport)
         self._started += 1
 
@@ -162,10 +171,9 @@ class DistributedDataParallel(nn.Module):
                 self._start_next()
             for bucket in self._buckets:
                 bucket.wait()
-                bucket.grads.mul_(self._postdivide)
                 bucket.write_grads()
             if self.retain_allreduce_buffers:
-                self.allreduce_buffers = [bucket.grads.clone() for bucket in self._buckets]
+                self.allreduce_buffers = [codec.sums.clone() for codec in self._codecs]
         finally:
             self._in_backward, self._started = False, 0
             for bucket, ready in zip(self._buckets, self._ready, strict=True):
@@ -173,7 +181,32 @@ class DistributedDataParallel(nn.Module):
                 ready.clear()
 
 
-_HALF = (torch.float16, torch.bfloat16)
+class _AveragingCodec(NoCompression):
+    """Multiplies before and after the sum, and can sum half precision in float32."""
+
+    def __init__(
+        self, numel: int, predivide: float, postdivide: float, *, always_fp32: bool
+    ) -> None:
+        super().__init__()
+        self.sums = self._sent = torch.empty(0)
+        """The gradients of the bucket; what is sent has flags and a checksum behind them."""
+        self._numel = numel
+        self._predivide, self._postdivide = predivide, postdivide
+        self._always_fp32 = always_fp32
+
+    def start(self, flat: Tensor, transport: Transport) -> None:
+        half = flat.dtype in (torch.float16, torch.bfloat16)
+        self._sent = flat.float() if half and self._always_fp32 else flat
+        self.sums = self._sent[: self._numel]
+        if self._predivide != 1.0:
+            self.sums.mul_(self._predivide)
+        super().start(self._sent, transport)
+
+    def wait(self, flat: Tensor) -> None:
+        super().wait(flat)
+        self.sums.mul_(self._postdivide)
+        if self._sent is not flat:
+            flat.copy_(self._sent)
 
 
 def _check_options(delay: bool, shared: object, triggers: object, streams: int) -> None:
@@ -185,14 +218,9 @@ def _check_options(delay: bool, shared: object, triggers: object, streams: int) 
         raise ValueError("num_allreduce_streams has no meaning with delay_allreduce=True.")
 
 
-def _make_buckets(
-    parameters: list[nn.Parameter],
-    message_size: int,
-    triggers: Iterable[Tensor] | None,
-    *,
-    always_fp32: bool,
-    starts_early: bool,
-) -> list[PackedBucket]:
+def _plan(
+    parameters: list[nn.Parameter], message_size: int, triggers: Iterable[Tensor] | None
+) -> list[BucketLayout]:
     """Buckets in the order of backward, closed by size or behind a trigger."""
     closing = {id(parameter) for parameter in triggers or ()}
     closed = 0
@@ -200,24 +228,11 @@ def _make_buckets(
     for parameter in parameters:
         keys.append((closed, parameter.dtype, parameter.device))
         closed += id(parameter) in closing
-    layouts = plan_buckets(
+    return plan_buckets(
         [(k, p.numel()) for k, p in enumerate(parameters)],
         keys,
         capacity=message_size if triggers is None else sum(p.numel() for p in parameters),
     )
-    buckets = []
-    for layout in layouts:
-        members = {slot.index: parameters[slot.index] for slot in layout.slots}
-        dtype = parameters[layout.slots[0].index].dtype
-        bucket = PackedBucket(
-            layout,
-            members,
-            ids=(next(_bucket_numbers),),
-            starts_early=starts_early,
-            dtype=torch.float32 if always_fp32 and dtype in _HALF else dtype,
-        )
-        buckets.append(bucket)
-    return buckets
 
 
 class Reducer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import overlap_group, transport
 from instep.process.patching import Function
-from instep.unedited.sharded_call.run.grad_sums import collecting
+from instep.unedited.sharded_call.run.grad_sums import reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions
 
 _callbacks: list[Callable[[], None]] = []
@@ -49,5 +49,5 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     buckets = [region.buckets for region in find_regions(roots)]
     main = transport()
-    with collecting(roots, buckets, overlap_group(main) if buckets else main):
+    with reduce_in_buckets(roots, buckets, overlap_group(main) if buckets else main):
         original(tensors, *rest)

@@ -18,7 +18,7 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.module_call import ModuleCall
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
-from instep.unedited.sharded_call.run.grad_sums import aliases
+from instep.unedited.sharded_call.run.grad_sums import alias_parameters
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
     gather_from_region,
@@ -130,7 +130,7 @@ def _aliased_parameters(module: nn.Module, region: Region) -> Iterator[None]:
     if not parameters:
         yield
         return
-    made, region.buckets = aliases(parameters, region.transport)
+    made, region.buckets = alias_parameters(parameters, region.transport)
     alias_of: dict[int, Any] = {id(p): alias for p, alias in zip(parameters, made, strict=True)}
     for table, name, parameter in slots:
         table[name] = alias_of[id(parameter)]

@@ -1,95 +1,125 @@
 """Sums over the ranks of what each one's rows add to a parameter's gradient.
 
-Inside of a divided call a parameter is represented by an alias. What reaches the alias in backward
-is this rank's part and is summed over the ranks; what reaches the parameter by other ways, from a
-penalty that the script computes, is whole already and is not.
+Inside of a sharded call an alias stands in for each parameter. The gradient that reaches the alias
+is this rank's part and is summed over the ranks. A gradient that reaches the parameter by another
+path, from a penalty that the script computes, is whole already and is not summed.
 
 In the script's `backward()` the sums travel in buckets while the rest of it still runs. Where a
-gradient is asked for as a value, or is to be differentiated again, it is summed on the spot.
+gradient is asked for as a value, or is to be differentiated again, it is summed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
-from instep.process import settings
-from instep.training.buckets.layout import plan_buckets
+from instep.training.buckets.compression import compression_setting, make_codec
+from instep.training.buckets.grad_buckets import GradBucket, make_bucket
+from instep.training.buckets.layout import plan_tensors
 from instep.training.reducer import all_reduce_sparse
-from instep.unedited.sharded_call.run.grad_buckets import Cargo, load
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 
-_AT_ONCE = 2**64 - 1
-"""The sequence number that autograd gives to what must not wait: its queue runs the highest
+_FIRST = 2**64 - 1
+"""The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
 
-_place_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of each parameter its cargo, its place there, and of which kind it was then."""
+_bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The bucket of each parameter, its index there, and the parameter's type when it was planned."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that had a sparse gradient, which does not travel in a bucket."""
+_bucket_numbers = count()
+"""All ranks make their buckets in the same order."""
 
 
-def aliases(parameters: Sequence[Tensor], way: Transport) -> tuple[list[Tensor], list[Cargo]]:
-    """Tensors that stand for these parameters in one divided call, and what they will travel in.
+def alias_parameters(
+    parameters: Sequence[Tensor], transport: Transport
+) -> tuple[list[Tensor], list[GradBucket]]:
+    """Aliases of these parameters for one sharded call, and the buckets of their gradients.
 
-    They share the parameters' memory, and count as nn.Parameter.
+    The aliases share the parameters' memory, and count as nn.Parameter.
     """
-    travelling = [p for p in parameters if not _summed_at_once(p)]
-    unplaced = [p for p in travelling if p not in _place_of or _place_of[p][2] != _kind(p)]
-    if unplaced:
-        _place(unplaced, way)
-    groups: dict[Cargo | None, list[int]] = {}
+    unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
+    if unplanned:
+        _make_buckets(unplanned, transport)
+    groups: dict[GradBucket | None, list[int]] = {}
     for k, parameter in enumerate(parameters):
-        at_once = _summed_at_once(parameter)
-        groups.setdefault(None if at_once else _place_of[parameter][0], []).append(k)
+        bucket = None if _is_reduced_now(parameter) else _bucket_of[parameter][0]
+        groups.setdefault(bucket, []).append(k)
     found: dict[int, Tensor] = {}
-    for cargo, members in groups.items():
+    for bucket, members in groups.items():
         own = [parameters[k] for k in members]
-        places = [0 if cargo is None else _place_of[p][1] for p in own]
-        made = apply(_Alias, cargo, places, way, *own)
-        made[0].grad_fn._set_sequence_nr(_AT_ONCE)
-        for k, alias in zip(members, made, strict=True):
+        indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
+        aliases = apply(_Alias, bucket, indices, transport, *own)
+        aliases[0].grad_fn._set_sequence_nr(_FIRST)
+        for k, alias in zip(members, aliases, strict=True):
             alias._is_param = True
             found[k] = alias
-    cargoes = sorted((c for c in groups if c is not None), key=lambda cargo: cargo.order)
-    return [found[k] for k in range(len(parameters))], cargoes
+    buckets = sorted((b for b in groups if b is not None), key=lambda bucket: bucket.ids)
+    return [found[k] for k in range(len(parameters))], buckets
 
 
 def is_alias(node: Any) -> bool:
-    """Whether this node of the autograd graph is where parameters came into a divided call."""
+    """Whether this node of the autograd graph is the input of a parameter into a sharded call."""
     return isinstance(node, _Alias._backward_cls)
 
 
-def _place(parameters: Sequence[Tensor], way: Transport) -> None:
-    """Plan how parameters travel that have not been met before."""
-    last_first = list(reversed(parameters))  # backward reaches the last ones first
-    widest = max(p.element_size() for p in last_first)
-    for plan in plan_buckets(
-        [(k, p.numel()) for k, p in enumerate(last_first)],
-        [(p.dtype, p.device) for p in last_first],
-        capacity=int(settings.BUCKET_MIB) * 2**20 // widest,
-    ):
-        cargo = load(plan, [last_first[slot.index] for slot in plan.slots], way)
-        for place, slot in enumerate(plan.slots):
-            parameter = last_first[slot.index]
-            _place_of[parameter] = (cargo, place, _kind(parameter))
+class _WeakParameters(Mapping[int, Tensor]):
+    """Parameters by index, without those that are gone."""
+
+    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
+        self._references = {index: TensorWeakRef(p) for index, p in parameters.items()}
+
+    def __getitem__(self, index: int) -> Tensor:
+        parameter: Tensor | None = self._references[index]()
+        if parameter is None:
+            raise KeyError(index)
+        return parameter
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._references)
+
+    def __len__(self) -> int:
+        return len(self._references)
 
 
-def _kind(parameter: Tensor) -> tuple[object, ...]:
-    """What a parameter's gradients have in common, until `model.half()` and the like."""
+def _make_buckets(parameters: Sequence[Tensor], transport: Transport) -> None:
+    compression = compression_setting()
+    last_first = dict(enumerate(reversed(parameters)))  # backward reaches the last ones first
+    for layout in plan_tensors(last_first):
+        members = {slot.index: last_first[slot.index] for slot in layout.slots}
+        bucket = make_bucket(
+            layout,
+            _WeakParameters(members),
+            transport,
+            ids=(next(_bucket_numbers),),
+            codec=make_codec(layout, members, compression),
+            grads_as_views=True,
+        )
+        for index, parameter in members.items():
+            _bucket_of[parameter] = (bucket, index, _type_of(parameter))
+
+
+def _is_planned(parameter: Tensor) -> bool:
+    return parameter in _bucket_of and _bucket_of[parameter][2] == _type_of(parameter)
+
+
+def _type_of(parameter: Tensor) -> tuple[object, ...]:
+    """What stays the same for a parameter, until `model.half()` and the like."""
     return parameter.dtype, parameter.device, parameter.shape
 
 
-def _summed_at_once(parameter: Tensor) -> bool:
-    """Whether its gradient is summed on the spot: the script's hooks must see it whole, and so must
-    what the script has computed the parameter from (torch.func.functional_call)."""
+def _is_reduced_now(parameter: Tensor) -> bool:
+    """Whether its gradient is summed at once: the script's hooks must see the sum, and so must
+    the tensors from which the script has computed the parameter (torch.func.functional_call)."""
     hooks: Any = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return bool(hooks) or not parameter.is_leaf or parameter in _sparse
 
@@ -97,108 +127,120 @@ def _summed_at_once(parameter: Tensor) -> bool:
 class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, cargo: Cargo | None, places: list[int], way: Transport, *parameters: Tensor
+        ctx: Any,
+        bucket: GradBucket | None,
+        indices: list[int],
+        transport: Transport,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.cargo, ctx.places, ctx.way, ctx.parameters = cargo, places, way, parameters
+        ctx.bucket, ctx.indices, ctx.transport = bucket, indices, transport
+        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if _under_way is None or not _under_way.takes(ctx.cargo):
-            return None, None, None, *summed_all(grads, ctx.way)
-        left: list[Tensor | None] = [None] * len(grads)
-        for k, (place, grad) in enumerate(zip(ctx.places, grads, strict=True)):
+        if _current is None or not _current.accepts(ctx.bucket):
+            return None, None, None, *_reduce_now(grads, ctx.transport)
+        sparse: list[Tensor | None] = [None] * len(grads)
+        for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
             if grad is not None and grad.is_sparse:
-                left[k] = all_reduce_sparse(grad)
+                sparse[k] = all_reduce_sparse(grad)
                 _sparse[ctx.parameters[k]] = True
             elif grad is not None:
-                ctx.cargo.add(place, grad)
-        _under_way.came_by(ctx.cargo)
-        return None, None, None, *left
+                ctx.bucket.add(index, grad)
+        _current.finish_call(ctx.bucket)
+        return None, None, None, *sparse
 
 
-def summed_all(grads: Sequence[Tensor | None], way: Transport) -> list[Tensor | None]:
-    """The sums over ranks of these tensors, where they are any: one message per dtype."""
+def _reduce_now(grads: Sequence[Tensor | None], transport: Transport) -> list[Tensor | None]:
+    """The sums over ranks of these tensors: one message per dtype."""
     results = list(grads)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for k, grad in enumerate(grads):
         if grad is not None and grad.is_sparse:
             results[k] = all_reduce_sparse(grad)
         elif grad is not None:
-            kinds.setdefault((grad.dtype, grad.device), []).append(k)
-    for members in kinds.values():
+            groups.setdefault((grad.dtype, grad.device), []).append(k)
+    for members in groups.values():
         tensors = [grad for k in members if (grad := grads[k]) is not None]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        parts = reduce_from_region(flat, 1, way).split([tensor.numel() for tensor in tensors])
-        for k, tensor, part in zip(members, tensors, parts, strict=True):
-            results[k] = part.view(tensor.shape)
+        sums = reduce_from_region(flat, 1, transport).split([tensor.numel() for tensor in tensors])
+        for k, tensor, total in zip(members, tensors, sums, strict=True):
+            results[k] = total.view(tensor.shape)
     return results
 
 
-class _Backward:
-    """A `backward()` of the script's under way."""
+class _BucketSums:
+    """The sums of one `backward()` of the script."""
 
-    def __init__(self, cargoes: list[Cargo], way: Transport) -> None:
-        self.cargoes = cargoes
-        self._way = way
-        self._launched = 0
-        self._task: int | None = None
+    def __init__(self, calls: Iterable[Sequence[GradBucket]], transport: Transport) -> None:
+        self._expected = Counter(bucket for call in calls for bucket in call)
+        """How many sharded calls have not added their part of a bucket yet."""
+        self._buckets = list(self._expected)
+        self._transport = transport
+        self._started = 0
+        self._graph_task: int | None = None
 
     def begin(self, _: Any) -> None:
-        """Autograd has come to a root: first of all in this backward, in no other inside of it."""
-        if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+        """Autograd has reached a root: before all else in this backward, and in no nested one."""
+        if self._graph_task is None:
+            self._graph_task = torch._C._current_graph_task_id()
 
-    def takes(self, cargo: Cargo | None) -> bool:
-        """Whether gradients can still travel in this; not those that a function or a hook of the
-        script's asks for while it runs."""
-        is_this = torch._C._current_graph_task_id() == self._task
-        return is_this and cargo in self.cargoes[self._launched :]
+    def accepts(self, bucket: GradBucket | None) -> bool:
+        """Whether gradients can still be added; not those of a nested backward, which a function
+        or a hook of the script's runs."""
+        is_this = torch._C._current_graph_task_id() == self._graph_task
+        return is_this and bucket in self._buckets[self._started :]
 
-    def came_by(self, cargo: Cargo) -> None:
-        """A divided call has brought its part. Messages leave in one order on all ranks."""
-        cargo.expected -= 1
-        waiting = self.cargoes[self._launched :]
-        for following in waiting:
-            if following.expected > 0 or not following.early:
+    def finish_call(self, bucket: GradBucket) -> None:
+        """A sharded call has added its part. All ranks start the buckets in the same order."""
+        self._expected[bucket] -= 1
+        for following in self._buckets[self._started :]:
+            if self._expected[following] > 0 or not following.starts_early:
                 break
-            following.launch(self._way)
-            self._launched += 1
+            following.start(self._transport)
+            self._started += 1
 
     def finish(self) -> None:
-        for cargo in self.cargoes[self._launched :]:
-            cargo.launch(self._way)
-        for cargo in self.cargoes:
-            cargo.deliver()
+        """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
+        for bucket in self._buckets[self._started :]:
+            bucket.start(self._transport)
+        for bucket in self._buckets:
+            bucket.start_second_phase(self._transport)
+        for bucket in self._buckets:
+            bucket.wait()
+            bucket.write_grads()
+
+    def reset(self) -> None:
+        """Forget this backward."""
+        for bucket in self._buckets:
+            bucket.reset()
 
 
-_under_way: _Backward | None = None
+_current: _BucketSums | None = None
 
 
 @contextmanager
-def collecting(
-    roots: Iterable[Tensor], used: Iterable[Sequence[Cargo]], way: Transport
+def reduce_in_buckets(
+    roots: Iterable[Tensor], calls: Iterable[Sequence[GradBucket]], transport: Transport
 ) -> Iterator[None]:
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 
-    `used`: the cargoes of each divided call that this backward reaches from its `roots`.
+    Args:
+        roots: the tensors on which backward is called.
+        calls: the buckets of each sharded call that this backward reaches.
+        transport: of the buckets.
     """
-    global _under_way
-    cargoes: dict[Cargo, None] = {}
-    for call in used:
-        for cargo in call:
-            cargo.expected += 1
-            cargoes[cargo] = None
-    _under_way = _Backward(list(cargoes), way)
+    global _current
+    _current = _BucketSums(calls, transport)
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    handles = [node.register_prehook(_under_way.begin) for node in nodes]
+    handles = [node.register_prehook(_current.begin) for node in nodes]
     try:
         yield
-        _under_way.finish()
+        _current.finish()
     finally:
         for handle in handles:
             handle.remove()
-        for cargo in cargoes:
-            cargo.reset()
-        _under_way = None
+        _current.reset()
+        _current = None
