@@ -23,7 +23,12 @@ from torch.utils.data import DataLoader
 
 import instep
 from instep import PowerSGD
-from instep.distributed.communication.transport import Pending, Transport, transport, use_transport
+from instep.distributed.communication.transport import (
+    Pending,
+    Transport,
+    get_transport,
+    use_transport,
+)
 from machine import machine
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -60,7 +65,7 @@ def train(kind: str, seed: int, epochs: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     train_data, test_data = digits.load_data()
     loader = instep.shard(DataLoader(train_data, 64, shuffle=True))
-    counting = Counting(transport())
+    counting = Counting(get_transport())
     with use_transport(counting):
         model = instep.replicate(digits.build_model(), compression=KINDS[kind])
     begin = flat(p.detach() for p in model.parameters())

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 import instep.compat.horovod as hvd
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.process.patching import PatchHandle
 from instep.training.reducer import BackwardState, Reducer, reduce_during_backward
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
@@ -64,7 +64,7 @@ def replicated(**options: Any) -> Strategy:
 
 def inexact(model: nn.Module) -> tuple[nn.Module, Backward]:
     """instep's sums of gradients and nothing else: what exactness costs is measured against it."""
-    Reducer(list(model.parameters()), transport())
+    Reducer(list(model.parameters()), get_transport())
 
     def backward(loss: Tensor) -> None:
         with reduce_during_backward(BackwardState(is_placeholder=False, sync=True)):

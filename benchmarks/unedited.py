@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import instep
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block
 from instep.unedited.sharded_call.run.losses import loss
 from instep.unedited.sharded_call.run.mappings import gather_from_region
@@ -58,7 +58,7 @@ def outputs(rank: int, ranks: int, folder: str) -> None:
     """Milliseconds per step for outputs of some widths; rank 0 writes them."""
     torch.set_num_threads(1)
     instep.init(f"file://{folder}/store", rank=rank, world_size=ranks)
-    way, block = transport(), Block(rank, ranks, ROWS)
+    way, block = get_transport(), Block(rank, ranks, ROWS)
     found = {}
     for width in WIDTHS:
         own = torch.randn(block.count, width, requires_grad=True)

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.joining import join, obstacle
-from instep.distributed.shm.memory.reduction import find_reduction, reduce_into, scratch_count
+from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
 from instep.errors import BrokenGroupError
 from pool import ranks
 
@@ -74,7 +74,7 @@ def test_it_gives_what_gloo_gives(op):
 def test_sums_of_two_hosts_follow_the_tree_of_one(numel):
     parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     expected = torch.empty(numel)
-    scratch = [torch.empty(numel) for _ in range(scratch_count(4))]
+    scratch = [torch.empty(numel) for _ in range(buffer_count(4))]
     reduce_into(expected, parts, find_reduction(ReduceOp.SUM, torch.float32), scratch)
     mine = parts[dist.get_rank()]
     over(kept(2, "kept"), mine).wait()

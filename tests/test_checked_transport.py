@@ -5,7 +5,7 @@ import torch
 
 import instep
 from instep.distributed.communication.objects import broadcast_object
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from pool import ranks, run
@@ -32,17 +32,19 @@ def talk(way):
         way.send_object("an object", last)
     elif instep.rank == last:
         got.append(instep.recv(0))
-        got.append(torch.tensor(len(way.receive_object(0))))
+        got.append(torch.tensor(len(way.recv_object(0))))
     objects = [instep.all_gather_object(instep.rank), broadcast_object(instep.rank, last)]
     return [tensor.tolist() for tensor in got], objects
 
 
 @ranks(2, 3)
 def test_every_collective_is_itself_in_a_trial():
-    assert attempt(talk, transport()) == (talk(transport()), "")
+    assert attempt(talk, get_transport()) == (talk(get_transport()), "")
     tried = []
-    attempt(tried.append, transport())
-    assert talk(tried[0]) == talk(transport()), "once it has ended, a trial is a plain transport"
+    attempt(tried.append, get_transport())
+    assert talk(tried[0]) == talk(get_transport()), (
+        "once it has ended, a trial is a plain transport"
+    )
 
 
 def different(step):
@@ -63,7 +65,7 @@ def different(step):
         "broadcast_object": lambda way, odd: way.broadcast_object(1, int(odd)),
     }
     odd = instep.rank == 1
-    result, why = attempt(lambda way: (steps[step](way, odd), "something")[1], transport())
+    result, why = attempt(lambda way: (steps[step](way, odd), "something")[1], get_transport())
     return result, why
 
 
@@ -87,7 +89,7 @@ def fail_on_rank_1(error):
             raise error
         return instep.all_reduce(torch.ones(1))
 
-    return attempt(action, transport())
+    return attempt(action, get_transport())
 
 
 def test_a_rank_that_fails_says_why_and_the_others_go_on():

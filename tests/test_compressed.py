@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import instep
 from instep import PowerSGD
-from instep.distributed.communication.transport import transport, use_transport
+from instep.distributed.communication.transport import get_transport, use_transport
 from instep.errors import DisagreementError
 from pool import ranks, run, talking_over
 
@@ -244,7 +244,7 @@ def test_fewer_bytes_travel():
         (PowerSGD(3), 4 * factors),
         (PowerSGD(40), 4 * numbers),
     ]:
-        counting = Counting(transport())
+        counting = Counting(get_transport())
         with use_transport(counting):
             model = instep.replicate(nn.Linear(50, 100), compression=compression)
         before = counting.sent

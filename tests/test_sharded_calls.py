@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import instep
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
 from instep.unedited.sharded_call import modules
@@ -34,7 +34,7 @@ def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
     block = Block(instep.rank, instep.world_size, 5)
 
     def fresh() -> ShardedOutput:
-        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, transport())
+        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, get_transport())
 
     assert fresh().shape == (5, 4)
     assert len(fresh()) == 5
@@ -308,7 +308,7 @@ def test_ranks_that_round_differently_are_alike() -> None:
 @ranks(2)
 def test_what_counts_as_the_same_on_all_ranks(value: Any, other: Any, same: bool) -> None:
     mine = [torch.ones(2), other if instep.rank else value]
-    why = first_mismatch(nn.Linear(1, 1), mine, transport())
+    why = first_mismatch(nn.Linear(1, 1), mine, get_transport())
     assert (why is None) is same
 
 

@@ -22,11 +22,11 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from instep.distributed.shm.backend import InstepProcessGroup
-from instep.distributed.shm.joining import obstacle, plan
-from instep.distributed.shm.memory.reduction import find_reduction, reduce_into, scratch_count
-from instep.distributed.shm.memory.staging import TURNS, Staging
+from instep.distributed.shm.joining import group_by_host, obstacle
+from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
+from instep.distributed.shm.memory.staging import BUFFERS, Staging
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
-from instep.distributed.shm.work_queue import IssueOrder, Job
+from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.errors import (
     BrokenGroupError,
     CollectiveTimeoutError,
@@ -172,7 +172,7 @@ def test_sums_follow_one_tree_and_have_the_same_bits_everywhere():
 
 def test_the_tree_of_eleven_ranks_needs_no_more_scratch_than_it_says():
     parts = [torch.tensor([2**rank]) for rank in range(11)]
-    out, scratch = torch.empty(1, dtype=torch.int64), torch.empty(scratch_count(11), 1).long()
+    out, scratch = torch.empty(1, dtype=torch.int64), torch.empty(buffer_count(11), 1).long()
     reduction = find_reduction(ReduceOp.RedOpType.SUM, torch.int64)
     reduce_into(out, parts, reduction, list(scratch))
     assert out.item() == 2**11 - 1
@@ -255,35 +255,35 @@ def test_results_stay_right_when_sizes_follow_each_other_at_random():
 
 
 def staging_of(size):
-    return Staging(memoryview(bytearray(TURNS * size * 1000)), size)
+    return Staging(memoryview(bytearray(BUFFERS * size * 1000)), size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_rank_stages_where_it_has_read(size):
     staging = staging_of(size)
-    for _ in range(4 * size * TURNS):
+    for _ in range(4 * size * BUFFERS):
         use = staging.next_use()
-        before = use - TURNS
+        before = use - BUFFERS
         for rank in range(size):
             others = {*range(size)} - {rank}
             read = {staging.part(before, other, torch.uint8, 1).data_ptr() for other in others}
             assert staging.part(use, rank, torch.uint8, 1).data_ptr() in read
             for other in others:
-                room = staging.room(use, rank, other, torch.uint8, 1)
-                room_read = staging.room(before, other, rank, torch.uint8, 1)
+                room = staging.slot(use, rank, other, torch.uint8, 1)
+                room_read = staging.slot(before, other, rank, torch.uint8, 1)
                 assert room.data_ptr() == room_read.data_ptr()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_no_two_stretches_of_the_staging_overlap(size):
     staging, everyone = staging_of(size), range(size)
-    whole, room = staging.part_bytes, staging.room_bytes // 4
-    for use in range(2 * size * TURNS):
-        uses = range(use, use + TURNS)  # while one is read the next is written
+    whole, room = staging.part_bytes, staging.slot_bytes // 4
+    for use in range(2 * size * BUFFERS):
+        uses = range(use, use + BUFFERS)  # while one is read the next is written
         for pieces in (
             [staging.part(u, w, torch.uint8, whole) for u in uses for w in everyone],
             [
-                staging.room(u, w, r, torch.float32, room)
+                staging.slot(u, w, r, torch.float32, room)
                 for u in uses
                 for w in everyone
                 for r in everyone
@@ -297,7 +297,7 @@ def test_no_two_stretches_of_the_staging_overlap(size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_kept_parts_are_those_of_the_next_use(size):
     staging = staging_of(size)
-    for use in range(1, 4 * size * TURNS):
+    for use in range(1, 4 * size * BUFFERS):
         for writer, part in enumerate(staging.parts(torch.int32, 3)):
             assert part.numel() == 3
             assert part.data_ptr() == staging.part(use, writer, torch.int32, 3).data_ptr()
@@ -376,14 +376,14 @@ def test_a_work_is_completed_when_its_future_is():
 
 def test_only_an_error_in_the_exchange_itself_ends_a_group():
     told = []
-    order = IssueOrder(told.append, lambda: None)
-    done = Job(lambda *_: None)
+    order = WorkQueue(told.append, lambda: None)
+    done = Collective(lambda *_: None)
     with pytest.raises(RuntimeError, match="memory format"):
-        order.run(Job(done.step, [torch.eye(2).to_sparse()]), "of what has no memory", [])
+        order.run(Collective(done.step, [torch.eye(2).to_sparse()]), "of what has no memory", [])
     order.run(done, "goes on", [])
     assert told == []
     with pytest.raises(ZeroDivisionError):
-        order.run(Job(lambda *_: 1 / 0), "half done", [])
+        order.run(Collective(lambda *_: 1 / 0), "half done", [])
     with pytest.raises(BrokenGroupError, match="division by zero"):
         order.run(done, "too late", [])
     assert told == ["division by zero"]
@@ -881,11 +881,11 @@ def test_another_processor_or_host_is_a_reason_for_gloo():
     assert obstacle("linux", "x86_64") == ""
     refusal = obstacle("linux", "aarch64")
     assert refusal == "it needs linux on x86_64, this is linux on aarch64"
-    assert plan([("", "here", {}), (refusal, "", {})]) == refusal
+    assert group_by_host([("", "here", {}), (refusal, "", {})]) == refusal
 
 
 def of_hosts(hosts):
-    return plan([("", host, {"rank": rank}) for rank, host in enumerate(hosts)])
+    return group_by_host([("", host, {"rank": rank}) for rank, host in enumerate(hosts)])
 
 
 def test_the_ranks_of_each_host_share_memory_where_hosts_are_alike():

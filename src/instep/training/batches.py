@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block, tensor_leaves
 from instep.training.errors import UnknownBatchError
 
@@ -186,13 +186,13 @@ def _rows(block: Block) -> int:
 
 
 def _shares(block: Block | None) -> tuple[float, ...]:
-    size = transport().size
+    size = get_transport().size
     return (1 / size,) * size if block is None else block.fractions()
 
 
 def _on_all_ranks(fits: list[bool]) -> list[bool]:
     """Which are true on every rank. Collective."""
-    way = transport()
+    way = get_transport()
     counts = torch.tensor(fits, dtype=torch.int64, device=way.control_device)
     way.all_reduce(counts, "sum").wait()
     return [count == way.size for count in counts.tolist()]

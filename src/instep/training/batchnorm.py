@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
-from instep.distributed.communication.transport import Pending, transport, use_transport
+from instep.distributed.communication.transport import Pending, get_transport, use_transport
 from instep.errors import TrainingError
 from instep.training.forward_calls import current_candidates
 
@@ -61,7 +61,7 @@ def batch_norm(
     is_placeholder = current_candidates().is_placeholder
     output: Tensor
     output, mean, var, count = apply(
-        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, way or transport()
+        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, way or get_transport()
     )
     _refuse_single_value(count, input, is_placeholder)
     with torch.no_grad():

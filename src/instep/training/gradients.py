@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.training import batches, forward_calls
@@ -71,7 +71,7 @@ def weight(count: Tensor | float | None) -> None:
     if count is None:
         call.weight = 0.0 if call.is_placeholder else 1.0
         return
-    way = transport()
+    way = get_transport()
     mine = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
     mine = mine.to(way.control_device, torch.float64).reshape(())
     total = mine.clone()
@@ -196,7 +196,7 @@ def _weight(call: ForwardCall) -> float:
     """This rank's share of the batch's loss; equal shares where no batch was ever divided."""
     if call.weight is not None:
         return call.weight
-    return 1.0 / transport().size if call.block is None else call.block.fraction
+    return 1.0 / get_transport().size if call.block is None else call.block.fraction
 
 
 def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: ForwardCall) -> list[Tensor | None]:

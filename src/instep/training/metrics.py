@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.training.batches import find_candidates
 from instep.training.forward_calls import last
 
@@ -69,7 +69,7 @@ class Metric(ABC):
 
     def all_reduce(self) -> Tensor:
         """The totals summed over all ranks. Collective."""
-        way = transport()
+        way = get_transport()
         total = self.totals.to(
             way.control_device, copy=True
         )  # a rank may have no values, and so no device

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.training import forward_calls
 from instep.training.blocks import Block
@@ -120,7 +120,7 @@ def _next_draw() -> Draw | None:
     call = forward_calls.current()
     if call is None or call.dropout == "rank":
         return None
-    whose = () if call.block is not None else (transport().rank,)
+    whose = () if call.block is not None else (get_transport().rank,)
     draw = _drawn[_token()] = Draw(derive_seed(call.stream, call.draws, *whose), call.block)
     call.draws += 1
     if len(_drawn) > _REMEMBERED:

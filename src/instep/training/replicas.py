@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.objects import check_same_on_all_ranks
 from instep.distributed.communication.tensors import check_reachable
-from instep.distributed.communication.transport import Transport, broadcast_coalesced, transport
+from instep.distributed.communication.transport import Transport, broadcast_coalesced, get_transport
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_compile import disable_compile
@@ -105,7 +105,7 @@ def replicate(
     for name, module in model.named_modules():
         if module in _owner_of:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
-    way = transport()
+    way = get_transport()
     replica = Replica(
         way,
         # Alone, the rank's rows are the batch, and torch's own kernels the fastest way.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.distributed.communication.objects import broadcast_object
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
@@ -180,7 +180,7 @@ class BlockBatchSampler:
 
 def _place() -> Block:
     """This rank's place, in a batch of no samples. In a scope of one rank, all is this rank's."""
-    way = transport()
+    way = get_transport()
     return Block(way.rank, way.size, 0)
 
 

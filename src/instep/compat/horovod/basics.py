@@ -16,12 +16,12 @@ from instep.compat.horovod.errors import (
     WrongArgumentError,
 )
 from instep.distributed.communication import groups
-from instep.distributed.communication.forbid_collectives import line_of_script
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation.coordinator import Patience
 from instep.distributed.negotiation.message_table import Wish
 from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.watchdog.stack_inspection import script_line
 
 
 class Session:
@@ -241,7 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _agree(name: str, ranks: list[int]) -> None:
     """Return when every rank has called this function with the same ranks."""
     members = session().negotiator.world.ranks
-    wish = Wish(name, "barrier", members, shapes=(tuple(ranks),), line=line_of_script())
+    wish = Wish(name, "barrier", members, shapes=(tuple(ranks),), line=script_line())
     session().negotiator.submit(Task(wish)).wait()
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.distributed.communication.forbid_collectives import line_of_script
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Verdict, Wish
 from instep.distributed.negotiation.negotiator import Task
+from instep.distributed.watchdog.stack_inspection import script_line
 
 Finish = Callable[[Verdict, list[Tensor]], Any]
 
@@ -100,7 +100,7 @@ def submit(
         dtype=str(tensors[0].dtype),
         device=tensors[0].device.type,
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        line=line_of_script(),
+        line=script_line(),
         **rest,
     )
     return Handle(session().negotiator.submit(Task(wish, tensors, into)), finish)
@@ -109,7 +109,7 @@ def submit(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this function, or joined."""
     name = full_name("barrier", None, process_set)
-    wish = Wish(name, "barrier", process_set.members, line=line_of_script())
+    wish = Wish(name, "barrier", process_set.members, line=script_line())
     session().negotiator.submit(Task(wish)).wait()
 
 
@@ -122,7 +122,7 @@ def join(device: int = -1) -> int:
     Args:
         device: Horovod's; the device of the others' tensors is used.
     """
-    wish = Wish(JOIN, JOIN, session().negotiator.world.ranks, line=line_of_script())
+    wish = Wish(JOIN, JOIN, session().negotiator.world.ranks, line=script_line())
     verdict, _ = session().negotiator.submit(Task(wish)).wait()
     assert verdict.last is not None
     session().unnamed.clear()  # a rank that joined early has counted fewer calls

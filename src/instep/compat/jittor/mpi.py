@@ -9,7 +9,7 @@ from torch import Tensor
 
 from instep.compat.jittor import ops
 from instep.distributed.communication import collectives
-from instep.distributed.communication.transport import group_rank, transport
+from instep.distributed.communication.transport import get_transport, group_rank
 from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def broadcast(array: ndarray, root: int = 0) -> None:
 
     Raises ValueError for a root that does not exist.
     """
-    array[...] = transport().broadcast_object(array, group_rank(root, "root", None))
+    array[...] = get_transport().broadcast_object(array, group_rank(root, "root", None))
 
 
 def var_broadcast(x: Tensor, root: int = 0) -> Tensor:

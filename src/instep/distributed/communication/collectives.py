@@ -1,4 +1,4 @@
-"""Talking: reductions and broadcasts of tensors, typed, out of place and differentiable.
+"""Reductions and broadcasts of tensors: typed, out of place and differentiable.
 
 A derivative of a collective is a collective: every rank must run the backward. The loss that is
 differentiated is the sum of all ranks' losses (as everywhere in the field). Whether a tensor
@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.exchanges import all_gather, own_parts, tied, token
+from instep.distributed.communication.exchanges import (
+    all_gather,
+    connect_gradients,
+    graph_token,
+    reduce_scatter_inputs,
+)
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.reduce_ops import (
     check_op,
@@ -24,9 +29,9 @@ from instep.distributed.communication.reduce_ops import (
     to_reduce_dtype,
 )
 from instep.distributed.communication.tensors import apply, as_bytes, check_reachable
-from instep.distributed.communication.transport import Pending, Transport, group_rank, transport
+from instep.distributed.communication.transport import Pending, Transport, get_transport, group_rank
 
-Move = Callable[[Tensor, str], Pending]
+Reduce = Callable[[Tensor, str], Pending]
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -> Tensor:
@@ -49,11 +54,11 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     Raises UnknownOpError, UnsuitableTensorError, WrongDeviceError, NotAMemberError, and
     OverflowedError where a sum or product of integers under 64 bits does not fit their dtype.
     """
-    way = _way(tensor, op, group)
+    transport = _checked_transport(tensor, op, group)
     if op == "product":
         return reduce_parts(all_gather(tensor, group=group), op)
-    function = _Extreme if op in ("min", "max") else _AllReduce
-    return _applied(function, tensor, op, way)
+    function = _MinMax if op in ("min", "max") else _AllReduce
+    return _apply(function, tensor, op, transport)
 
 
 def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -73,11 +78,11 @@ def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | Non
     Raises ValueError for a root that does not exist, and what `all_reduce` raises
     (OverflowedError at root alone).
     """
-    way, place = _way(tensor, op, group), group_rank(root, "root", group)
+    transport, root_rank = _checked_transport(tensor, op, group), group_rank(root, "root", group)
     if op in ("sum", "mean"):
-        return _applied(_Reduce, tensor, op, place, way)
+        return _apply(_Reduce, tensor, op, root_rank, transport)
     total = all_reduce(tensor, op, group=group)
-    return total if way.rank == place else total.reshape(-1)[:0]
+    return total if transport.rank == root_rank else total.reshape(-1)[:0]
 
 
 def reduce_scatter(
@@ -103,8 +108,8 @@ def reduce_scatter(
     Raises ValueError for impossible splits, DisagreementError where the ranks' shapes or splits
     differ, and what `all_reduce` raises (OverflowedError on the ranks that see it).
     """
-    way = _way(tensor, op, group)
-    return reduce_parts(own_parts(tensor, splits, way, group), op)
+    transport = _checked_transport(tensor, op, group)
+    return reduce_parts(reduce_scatter_inputs(tensor, splits, transport, group), op)
 
 
 def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -112,7 +117,7 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
 
     Args:
         tensor: the same shape and dtype on all ranks, any dtype; only root's values matter.
-        root: the rank that gives.
+        root: the rank that sends.
         group: the ranks that take part; all by default.
 
     Returns:
@@ -122,115 +127,122 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
     NotAMemberError.
     """
     check_reachable(tensor)
-    return _applied(_Broadcast, tensor, group_rank(root, "root", group), transport(group))
+    return _apply(_Broadcast, tensor, group_rank(root, "root", group), get_transport(group))
 
 
 def barrier(*, group: Group | None = None) -> None:
-    """Return when every rank (of `group`) has come here. Raises NotAMemberError."""
-    way = transport(group)
-    here = torch.zeros((), device=way.control_device)
-    way.all_reduce(here, "sum").wait()
-    here.item()  # a GPU's own work is only queued until then
+    """Return when every rank (of `group`) has called this. Raises NotAMemberError."""
+    transport = get_transport(group)
+    zero = torch.zeros((), device=transport.control_device)
+    transport.all_reduce(zero, "sum").wait()
+    zero.item()  # wait for the GPU, too, on which the reduction is only queued
 
 
-def _way(tensor: Tensor, op: str, group: Group | None) -> Transport:
+def _checked_transport(tensor: Tensor, op: str, group: Group | None) -> Transport:
     check_reachable(tensor)
     check_op(op, tensor.dtype)
-    return transport(group)
+    return get_transport(group)
 
 
-def _moved(tensor: Tensor, op: str, move: Move) -> Tensor:
-    """Carriers of `tensor` after an in-place reduction; a NaN of any rank stays one.
+def _reduce_flat(tensor: Tensor, op: str, reduce_tensor: Reduce) -> Tensor:
+    """A copy of `tensor` in its reduce dtype, reduced in place; a NaN of any rank stays a NaN.
 
     Gloo's min and max keep or lose a NaN by the order of arrival.
     """
     dense = tensor.detach().resolve_conj().resolve_neg()
     flat = to_reduce_dtype(dense, op).clone(memory_format=torch.contiguous_format)
-    move(flat, reduce_dtype_op(op, tensor.dtype)).wait()
+    reduce_tensor(flat, reduce_dtype_op(op, tensor.dtype)).wait()
     if op in ("min", "max") and tensor.is_floating_point():
         nan = dense.isnan().to(torch.uint8, memory_format=torch.contiguous_format)
-        move(nan, "max").wait()
+        reduce_tensor(nan, "max").wait()
         flat.masked_fill_(nan.bool(), float("nan"))
     return flat
 
 
-def _all_reduced(tensor: Tensor, op: str, way: Transport) -> Tensor:
-    flat = _moved(tensor, op, way.all_reduce)
-    return from_reduce_dtype(flat, tensor.dtype, op, way.size)
+def _all_reduce(tensor: Tensor, op: str, transport: Transport) -> Tensor:
+    flat = _reduce_flat(tensor, op, transport.all_reduce)
+    return from_reduce_dtype(flat, tensor.dtype, op, transport.size)
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """What it returns behind its token."""
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """The result of a function that also returns a graph token."""
     result: Tensor = apply(function, *args)[1]
     return result
 
 
-Returned = tuple[Tensor | None, Tensor]
-"""A token, and the result."""
+TokenAndResult = tuple[Tensor | None, Tensor]
+"""A graph token, and the result."""
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Returned:
-        ctx.op, ctx.way = op, way
-        return token(ctx, tensor), _all_reduced(tensor, op, way)
+    def forward(ctx: Any, tensor: Tensor, op: str, transport: Transport) -> TokenAndResult:
+        ctx.op, ctx.transport = op, transport
+        return graph_token(ctx, tensor), _all_reduce(tensor, op, transport)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _applied(_AllReduce, *tied(ctx, grads), ctx.op, ctx.way), None, None
+        return _apply(_AllReduce, *connect_gradients(ctx, grads), ctx.op, ctx.transport), None, None
 
 
-class _Extreme(torch.autograd.Function):
+class _MinMax(torch.autograd.Function):
     """The smallest or largest over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, way: Transport) -> Returned:
-        found = _all_reduced(tensor, op, way)
-        ctx.way = way
+    def forward(ctx: Any, tensor: Tensor, op: str, transport: Transport) -> TokenAndResult:
+        found = _all_reduce(tensor, op, transport)
+        ctx.transport = transport
         ctx.attained = tensor == found if ctx.needs_input_grad[0] else None
-        return token(ctx, tensor), found
+        return graph_token(ctx, tensor), found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = tied(ctx, grads)
+        (grad,) = connect_gradients(ctx, grads)
         attained = ctx.attained.to(grad.dtype)
-        share = attained / _all_reduced(attained, "sum", ctx.way)
-        return _applied(_AllReduce, grad, "sum", ctx.way) * share, None, None
+        share = attained / _all_reduce(attained, "sum", ctx.transport)
+        return _apply(_AllReduce, grad, "sum", ctx.transport) * share, None, None
 
 
 class _Reduce(torch.autograd.Function):
     """A sum or mean at root; nothing elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, root: int, way: Transport) -> Returned:
-        ctx.op, ctx.root, ctx.way, ctx.shape = op, root, way, tensor.shape
-        flat = _moved(tensor, op, lambda carrier, how: way.reduce(carrier, how, root))
-        here = way.rank == root
-        total = from_reduce_dtype(flat, tensor.dtype, op, way.size) if here else tensor.new_empty(0)
-        return token(ctx, tensor), total
+    def forward(
+        ctx: Any, tensor: Tensor, op: str, root: int, transport: Transport
+    ) -> TokenAndResult:
+        ctx.op, ctx.root, ctx.transport, ctx.shape = op, root, transport, tensor.shape
+        flat = _reduce_flat(tensor, op, lambda copy, op: transport.reduce(copy, op, root))
+        here = transport.rank == root
+        total = (
+            from_reduce_dtype(flat, tensor.dtype, op, transport.size)
+            if here
+            else tensor.new_empty(0)
+        )
+        return graph_token(ctx, tensor), total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = tied(ctx, grads)
-        if ctx.way.rank != ctx.root:
-            grad = grad.new_zeros(ctx.shape) + grad.sum()  # of nothing: stays in the graph
-        given = _applied(_Broadcast, grad, ctx.root, ctx.way)
-        return given / ctx.way.size if ctx.op == "mean" else given, None, None, None
+        (grad,) = connect_gradients(ctx, grads)
+        if ctx.transport.rank != ctx.root:
+            grad = grad.new_zeros(ctx.shape) + grad.sum()  # of no elements: it stays in the graph
+        root_grad = _apply(_Broadcast, grad, ctx.root, ctx.transport)
+        mean = ctx.op == "mean"
+        return root_grad / ctx.transport.size if mean else root_grad, None, None, None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, way: Transport) -> Returned:
-        ctx.root, ctx.way = root, way
+    def forward(ctx: Any, tensor: Tensor, root: int, transport: Transport) -> TokenAndResult:
+        ctx.root, ctx.transport = root, transport
         copy = tensor.detach().resolve_conj().resolve_neg()
         copy = copy.clone(memory_format=torch.contiguous_format)
-        way.broadcast(as_bytes(copy), root).wait()
-        return token(ctx, tensor), copy
+        transport.broadcast(as_bytes(copy), root).wait()
+        return graph_token(ctx, tensor), copy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = tied(ctx, grads)
-        total = _applied(_Reduce, grad, "sum", ctx.root, ctx.way)
-        if ctx.way.rank != ctx.root:
+        (grad,) = connect_gradients(ctx, grads)
+        total = _apply(_Reduce, grad, "sum", ctx.root, ctx.transport)
+        if ctx.transport.rank != ctx.root:
             total = torch.zeros_like(grad) + total.sum()
         return total, None, None

@@ -1,7 +1,7 @@
-"""Tensors that change ranks unchanged: all_gather, gather, scatter, all_to_all.
+"""Collectives that move tensors without reducing them: all_gather, gather, scatter, all_to_all.
 
-They travel as bytes, so every dtype does. One differentiable exchange carries them all: its
-derivative is the exchange back.
+Tensors are sent as bytes, so any dtype works. All of them are one differentiable exchange; its
+derivative is the exchange in the other direction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instep.distributed.communication.tensors import (
     check_reachable,
     current_device,
 )
-from instep.distributed.communication.transport import Transport, group_rank, transport
+from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
 
@@ -43,12 +43,12 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> list[Tensor]:
     Raises DisagreementError, WrongDeviceError, UnsuitableTensorError, NotAMemberError.
     """
     check_reachable(tensor)
-    way = transport(group)
-    table, wanted = _met(tensor, [_rows(tensor)], way, group)
+    transport = get_transport(group)
+    table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
     shapes = [_with_rows(tensor, rows) for (rows,) in table]
     if all(shape == shapes[0] for shape in shapes):
-        return list(apply(_AllGather, anchor(wanted), way, tensor)[1:])
-    return exchange(way, [tensor] * way.size, shapes, wanted)
+        return list(apply(_AllGather, graph_anchor(needs_grad), transport, tensor)[1:])
+    return exchange(transport, [tensor] * transport.size, shapes, needs_grad)
 
 
 def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list[Tensor]:
@@ -66,11 +66,13 @@ def gather(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> list
     Raises ValueError for a root that does not exist, and what `all_gather` raises.
     """
     check_reachable(tensor)
-    way, place = transport(group), group_rank(root, "root", group)
-    table, wanted = _met(tensor, [_rows(tensor)], way, group)
-    gives = [tensor if r == place else tensor.new_empty(0) for r in range(way.size)]
-    shapes = [_with_rows(tensor, rows) if way.rank == place else (0,) for (rows,) in table]
-    return exchange(way, gives, shapes, wanted)
+    transport, root_rank = get_transport(group), group_rank(root, "root", group)
+    table, needs_grad = _gather_row_counts(tensor, [_row_count(tensor)], transport, group)
+    inputs = [tensor if r == root_rank else tensor.new_empty(0) for r in range(transport.size)]
+    shapes = [
+        _with_rows(tensor, rows) if transport.rank == root_rank else (0,) for (rows,) in table
+    ]
+    return exchange(transport, inputs, shapes, needs_grad)
 
 
 def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | None = None) -> Tensor:
@@ -78,40 +80,42 @@ def scatter(parts: Sequence[Tensor] | None, root: int = 0, *, group: Group | Non
 
     Args:
         parts: at root one tensor for each rank, in their order: any shapes, one dtype and device.
-            Elsewhere None (or anything: it is not looked at).
-        root: the rank that gives.
+            Elsewhere None (any other value is ignored).
+        root: the rank that sends.
         group: the ranks that take part; all by default.
 
     Returns:
         A new tensor, which requires a gradient on every rank if one of root's parts does. The
-        derivative gathers the gradients at root, so backward must pass by it on every rank:
+        derivative gathers the gradients at root, so every rank must run that backward:
         torch.autograd.grad of some `inputs` does not, on a rank where these do not lead to it, and
         neither does backward(inputs=...). Then the job ends with an error that names the lines.
 
     Raises, on every rank alike, ValueError for a root that does not exist or another number of
     parts, UnsuitableTensorError for different dtypes; on root alone WrongDeviceError.
     """
-    way, place = transport(group), group_rank(root, "root", group)
-    given = list(parts) if way.rank == place and parts is not None else []
-    for part in given:
+    transport, root_rank = get_transport(group), group_rank(root, "root", group)
+    own = list(parts) if transport.rank == root_rank and parts is not None else []
+    for part in own:
         check_reachable(part)
-    specs = [(tuple(part.shape), part.dtype, part.device.type) for part in given]
-    specs, wanted = way.broadcast_object((specs, wants_gradient(*given)), place)
-    if len(specs) != way.size:
-        raise ValueError(f"scatter takes one part for each of {way.size} ranks, not {len(specs)}.")
+    specs = [(tuple(part.shape), part.dtype, part.device.type) for part in own]
+    specs, needs_grad = transport.broadcast_object((specs, needs_gradient(*own)), root_rank)
+    if len(specs) != transport.size:
+        raise ValueError(
+            f"scatter takes one part for each of {transport.size} ranks, not {len(specs)}."
+        )
     if len({spec[1:] for spec in specs}) > 1:
         seen = ", ".join(f"{dtype} on {device}" for _, dtype, device in specs)
         raise UnsuitableTensorError(f"scatter takes parts of one dtype on one device, not {seen}.")
-    shape, dtype, device = specs[way.rank]
-    nothing = torch.empty(0, dtype=dtype, device=current_device(device))
-    shapes: list[Shape] = [shape if r == place else (0,) for r in range(way.size)]
-    return exchange(way, given or [nothing] * way.size, shapes, wanted)[place]
+    shape, dtype, device = specs[transport.rank]
+    empty = torch.empty(0, dtype=dtype, device=current_device(device))
+    shapes: list[Shape] = [shape if r == root_rank else (0,) for r in range(transport.size)]
+    return exchange(transport, own or [empty] * transport.size, shapes, needs_grad)[root_rank]
 
 
 def all_to_all(
     tensor: Tensor, splits: Sequence[int] | None = None, *, group: Group | None = None
 ) -> list[Tensor]:
-    """Give rank r the r-th part of this rank's rows; get the own part of every rank's.
+    """Send the r-th part of this rank's rows to rank r; receive the own part of every rank's rows.
 
     Args:
         tensor: (rows, ...), any dtype; the ranks may differ in dimension 0 and in nothing else.
@@ -120,120 +124,132 @@ def all_to_all(
         group: the ranks that take part; all by default.
 
     Returns:
-        What each rank gave, in the order of ranks: new tensors. The derivative is the all_to_all
-        back.
+        The part that each rank sent, in the order of ranks: new tensors. The derivative is the
+        all_to_all in the other direction.
 
     Raises ValueError for splits that are not as many as ranks or do not add up to the rows, and
     what `all_gather` raises.
     """
     check_reachable(tensor)
-    way = transport(group)
-    parts = _divided(tensor, splits, way.size)
-    table, wanted = _met(tensor, [len(part) for part in parts], way, group)
-    shapes = [_with_rows(tensor, rows[way.rank]) for rows in table]
-    return exchange(way, parts, shapes, wanted)
+    transport = get_transport(group)
+    parts = _split_rows(tensor, splits, transport.size)
+    table, needs_grad = _gather_row_counts(tensor, [len(part) for part in parts], transport, group)
+    shapes = [_with_rows(tensor, rows[transport.rank]) for rows in table]
+    return exchange(transport, parts, shapes, needs_grad)
 
 
-def own_parts(
-    tensor: Tensor, splits: Sequence[int] | None, way: Transport, group: Group | None
+def reduce_scatter_inputs(
+    tensor: Tensor, splits: Sequence[int] | None, transport: Transport, group: Group | None
 ) -> list[Tensor]:
-    """Like `all_to_all` where all ranks divide tensors of one shape alike; else raises."""
-    parts = _divided(tensor, splits, way.size)
+    """`all_to_all` for tensors of one shape that all ranks split alike.
+
+    Raises DisagreementError where shapes or splits differ.
+    """
+    parts = _split_rows(tensor, splits, transport.size)
     rows = [len(part) for part in parts]
-    _, wanted = _met(tensor, rows, way, group, alike=True)
-    return exchange(way, parts, [tuple(parts[way.rank].shape)] * way.size, wanted)
+    _, needs_grad = _gather_row_counts(tensor, rows, transport, group, same_rows=True)
+    return exchange(
+        transport, parts, [tuple(parts[transport.rank].shape)] * transport.size, needs_grad
+    )
 
 
 # ------------------------------------------------------------------------------- the exchange
 
 
 def exchange(
-    way: Transport, gives: Sequence[Tensor], shapes: Sequence[Shape], wanted: bool = False
+    transport: Transport,
+    inputs: Sequence[Tensor],
+    shapes: Sequence[Shape],
+    needs_grad: bool = False,
 ) -> list[Tensor]:
-    """Give the r-th tensor to rank r, take one of the r-th shape from it; one dtype in all.
+    """Send the r-th tensor to rank r and receive one of the r-th shape; all have the same dtype.
 
-    `wanted`: whether a gradient of the result is wanted on any rank, and so must pass by this one.
+    `needs_grad`: whether any rank needs a gradient of its result, so that this rank's graph must
+    include the exchange.
     """
-    return list(apply(_Exchange, anchor(wanted), way, tuple(shapes), *gives)[1:])
+    return list(apply(_Exchange, graph_anchor(needs_grad), transport, tuple(shapes), *inputs)[1:])
 
 
 class _Exchange(torch.autograd.Function):
-    """Returns a token before what it takes."""
+    """Returns a graph token, then what it receives."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, way: Transport, shapes: tuple[Shape, ...], *gives: Tensor
+        ctx: Any, anchor: Tensor, transport: Transport, shapes: tuple[Shape, ...], *inputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.way, ctx.shapes = way, [tuple(give.shape) for give in gives]
-        dtype = gives[0].dtype
-        takes = [prod(shape) * dtype.itemsize for shape in shapes]
-        taken = way.all_to_all([as_bytes(give) for give in gives], takes)
-        parts = (_from_bytes(part, dtype, s) for part, s in zip(taken, shapes, strict=True))
-        return token(ctx, gives[0]), *parts
+        ctx.transport, ctx.shapes = transport, [tuple(tensor.shape) for tensor in inputs]
+        dtype = inputs[0].dtype
+        sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+        received = transport.all_to_all([as_bytes(tensor) for tensor in inputs], sizes)
+        parts = (_from_bytes(part, dtype, s) for part, s in zip(received, shapes, strict=True))
+        return graph_token(ctx, inputs[0]), *parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_exchanged_back(ctx, grads, ctx.shapes)
+        return None, None, None, *_exchange_gradients(ctx, grads, ctx.shapes)
 
 
 class _AllGather(torch.autograd.Function):
-    """The exchange of one tensor with all, where all have the same shape; a token before them."""
+    """The exchange of one tensor with all ranks, where all have the same shape."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, way: Transport, tensor: Tensor
+        ctx: Any, anchor: Tensor, transport: Transport, tensor: Tensor
     ) -> tuple[Tensor | None, ...]:
-        ctx.way, ctx.shape = way, tuple(tensor.shape)
-        parts = way.all_gather(as_bytes(tensor))
+        ctx.transport, ctx.shape = transport, tuple(tensor.shape)
+        parts = transport.all_gather(as_bytes(tensor))
         wholes = (_from_bytes(part, tensor.dtype, tensor.shape) for part in parts)
-        return token(ctx, tensor), *wholes
+        return graph_token(ctx, tensor), *wholes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        mine = _exchanged_back(ctx, grads, [ctx.shape] * ctx.way.size)
+        mine = _exchange_gradients(ctx, grads, [ctx.shape] * ctx.transport.size)
         return None, None, torch.stack(mine).sum(0)
 
 
-def _exchanged_back(ctx: Any, grads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-    """The derivative of an exchange, whose gradients these are.
+def _exchange_gradients(ctx: Any, grads: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    """The derivative of an exchange.
 
-    With create_graph the graph has to pass by every rank or by none: by this exchange (`wanted`),
-    and if any rank's gradients have a graph by the first one.
+    With create_graph this exchange is in the graph of every rank or of none. If the gradients of
+    any rank have a graph, the graph of every rank leads back to the first exchange, too.
     """
-    return exchange(ctx.way, tied(ctx, grads), shapes, wanted=torch.is_grad_enabled())
+    return exchange(
+        ctx.transport, connect_gradients(ctx, grads), shapes, needs_grad=torch.is_grad_enabled()
+    )
 
 
 # ------------------------------------------------------------------- derivatives of derivatives
 
 
-def token(ctx: Any, like: Tensor) -> Tensor | None:
-    """What a collective returns first, if it is to be differentiated: no elements, only a place in
-    the graph."""
+def graph_token(ctx: Any, like: Tensor) -> Tensor | None:
+    """The first output of a collective that is differentiated: an empty tensor in its graph."""
     if not any(ctx.needs_input_grad):
         return None
-    nothing = like.new_empty(0)
-    ctx.save_for_backward(nothing)
-    return nothing
+    empty = like.new_empty(0)
+    ctx.save_for_backward(empty)
+    return empty
 
 
-def tied(ctx: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradients of what a collective returned behind its token.
+def connect_gradients(ctx: Any, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients of a collective's outputs, without that of its graph token.
 
-    With create_graph, if those of any rank have a graph, which may lead to the collective, those of
-    every rank have one that does. Collective then.
+    With create_graph, if the gradients of any rank have a graph, which may lead to the collective,
+    those of every rank get one that does. Collective then.
     """
     grads = grads[1:]
     if not torch.is_grad_enabled():
         return grads
     graphs = torch.tensor([any(grad.requires_grad for grad in grads)], device=grads[0].device)
-    if not any(map(bool, ctx.way.all_gather(graphs))):
+    if not any(map(bool, ctx.transport.all_gather(graphs))):
         return grads
-    return tuple(apply(_Tied, *ctx.saved_tensors, *grads))
+    return tuple(apply(_ConnectGradients, *ctx.saved_tensors, *grads))
 
 
-class _Tied(torch.autograd.Function):
-    """Gradients whose graph leads to a token, too: torch.cat, for one, drops the graph of what has
-    no elements, and so do the ranks that get nothing."""
+class _ConnectGradients(torch.autograd.Function):
+    """Gradients whose graph also leads to a graph token.
+
+    torch.cat, for one, drops the graph of empty tensors, and so do ranks that receive nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -249,39 +265,43 @@ def _from_bytes(flat: Tensor, dtype: torch.dtype, shape: Shape) -> Tensor:
     return flat.view(dtype).view(shape)
 
 
-def anchor(wanted: bool) -> Tensor:
-    """An input that makes the graph pass by a rank whose own tensor needs no gradient."""
-    return torch.zeros((), requires_grad=wanted)
+def graph_anchor(needs_grad: bool) -> Tensor:
+    """An input that puts a collective into the graph of a rank whose tensor needs no gradient."""
+    return torch.zeros((), requires_grad=needs_grad)
 
 
-def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd is recording and one of these requires a gradient."""
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd is recording and any of these requires a gradient."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _met(
-    tensor: Tensor, rows: list[int], way: Transport, group: Group | None, alike: bool = False
+def _gather_row_counts(
+    tensor: Tensor,
+    rows: list[int],
+    transport: Transport,
+    group: Group | None,
+    same_rows: bool = False,
 ) -> tuple[list[list[int]], bool]:
-    """What all ranks are about to give: their rows; whether any of them wants a gradient.
+    """Every rank's row counts, and whether any rank needs a gradient.
 
-    Raises DisagreementError unless they differ in rows only (`alike`: not even there).
+    Raises DisagreementError if the tensors differ in more than rows, or with `same_rows` in rows.
     """
-    kind = f"{('any', *tensor.shape[1:]) if tensor.dim() else ()} {tensor.dtype}"
-    if alike:
-        kind = f"{rows} rows, {kind}"
-    mine = [*rows, crc32(kind.encode()), int(wants_gradient(tensor))]
-    everybody = way.all_gather(torch.tensor(mine, device=tensor.device))
-    table: list[list[int]] = torch.stack(everybody).tolist()
-    if any(theirs[-2] != mine[-2] for theirs in table):
-        seen = ranks_by(way.all_gather_object(kind))
+    spec = f"{('any', *tensor.shape[1:]) if tensor.dim() else ()} {tensor.dtype}"
+    if same_rows:
+        spec = f"{rows} rows, {spec}"
+    own = [*rows, crc32(spec.encode()), int(needs_gradient(tensor))]
+    gathered = transport.all_gather(torch.tensor(own, device=tensor.device))
+    table: list[list[int]] = torch.stack(gathered).tolist()
+    if any(row[-2] != own[-2] for row in table):
+        seen = ranks_by(transport.all_gather_object(spec))
         if group is not None:
-            seen = {kind: [group.ranks[place] for place in places] for kind, places in seen.items()}
-        advice = "Make them equal" + ("." if alike else "; only dimension 0 may differ.")
+            seen = {spec: [group.ranks[r] for r in ranks] for spec, ranks in seen.items()}
+        advice = "Make them equal" + ("." if same_rows else "; only dimension 0 may differ.")
         raise DisagreementError("shape and dtype", seen, advice)
-    return [theirs[:-2] for theirs in table], any(theirs[-1] for theirs in table)
+    return [row[:-2] for row in table], any(row[-1] for row in table)
 
 
-def _rows(tensor: Tensor) -> int:
+def _row_count(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
@@ -289,9 +309,9 @@ def _with_rows(tensor: Tensor, rows: int) -> Shape:
     return (rows, *tensor.shape[1:]) if tensor.dim() else ()
 
 
-def _divided(tensor: Tensor, splits: Sequence[int] | None, size: int) -> tuple[Tensor, ...]:
+def _split_rows(tensor: Tensor, splits: Sequence[int] | None, size: int) -> tuple[Tensor, ...]:
     if tensor.dim() == 0:
-        raise UnsuitableTensorError.no_rows()
+        raise UnsuitableTensorError("this tensor has no dimension 0 to divide; reshape it first.")
     n = tensor.shape[0]
     if splits is None:
         splits = [(r + 1) * n // size - r * n // size for r in range(size)]

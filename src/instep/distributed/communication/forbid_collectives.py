@@ -1,8 +1,7 @@
-"""No collective of torch's where there is nobody to talk to, and whose line it was."""
+"""Let torch's collectives raise an error, inside a single_process_scope."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NoReturn
@@ -10,7 +9,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from instep.distributed.communication.errors import InsideScopeError
-from instep.distributed.watchdog.stack_inspection import line, of_script
+from instep.distributed.watchdog.stack_inspection import script_line
 from instep.process.patching import Patch, PatchHandle
 
 _COLLECTIVES = (
@@ -22,34 +21,29 @@ _COLLECTIVES = (
     *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
     *("all_reduce_now", "all_gather_now"),
 )
-"""What torch's functions call on a process group, in this version of torch or another, and what
-instep's do past them."""
+"""Methods of a process group that torch.distributed calls, in this version of torch or another, and
+those that instep calls directly."""
 
 
-def no_collectives(rank: int, scope: str) -> PatchHandle:
-    """Until its end, let what torch calls on a process group raise InsideScopeError."""
+def forbid_collectives(rank: int, scope: str) -> PatchHandle:
+    """Until its end, let these methods raise InsideScopeError."""
     return PatchHandle(
-        Patch(owner, name, _refusal(name, rank, scope))
-        for owner, name in product(_subclasses(dist.ProcessGroup), _COLLECTIVES)
-        if name in vars(owner)
+        Patch(cls, name, _raiser(name, rank, scope))
+        for cls, name in product(_subclasses(dist.ProcessGroup), _COLLECTIVES)
+        if name in vars(cls)
     )
 
 
-def _subclasses(owner: type[object]) -> Iterator[type[object]]:
-    """A class and all that inherit from it: a backend may bring a process group of its own."""
-    yield owner
-    heirs: list[type[object]] = owner.__subclasses__()
-    for heir in heirs:
-        yield from _subclasses(heir)
+def _subclasses(cls: type[object]) -> Iterator[type[object]]:
+    """A class and all its subclasses: a backend may bring a process group of its own."""
+    yield cls
+    direct: list[type[object]] = cls.__subclasses__()
+    for subclass in direct:
+        yield from _subclasses(subclass)
 
 
-def _refusal(name: str, rank: int, scope: str) -> Callable[..., NoReturn]:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise InsideScopeError(name, line_of_script(), rank, scope)
+def _raiser(name: str, rank: int, scope: str) -> Callable[..., NoReturn]:
+    def raise_error(*_: object, **__: object) -> NoReturn:
+        raise InsideScopeError(name, script_line(), rank, scope)
 
-    return refuse
-
-
-def line_of_script() -> str:
-    """Where in the script this is: the innermost frame that is neither instep's nor torch's."""
-    return line(of_script(sys._getframe(1)))
+    return raise_error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.transport import group_rank, transport
+from instep.distributed.communication.transport import get_transport, group_rank
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
 
@@ -18,7 +18,7 @@ def broadcast_object(value: T, root: int = 0, *, group: Group | None = None) -> 
 
     Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    return transport(group).broadcast_object(value, group_rank(root, "root", group))
+    return get_transport(group).broadcast_object(value, group_rank(root, "root", group))
 
 
 def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
@@ -26,7 +26,7 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 
     Raises NotAMemberError.
     """
-    return transport(group).all_gather_object(value)
+    return get_transport(group).all_gather_object(value)
 
 
 def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> list[T] | None:
@@ -34,9 +34,9 @@ def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> lis
 
     Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    way, place = transport(group), group_rank(root, "root", group)
-    values = way.all_gather_object(value)
-    return values if way.rank == place else None
+    transport, place = get_transport(group), group_rank(root, "root", group)
+    values = transport.all_gather_object(value)
+    return values if transport.rank == place else None
 
 
 def check_same_on_all_ranks(values: Sequence[tuple[str, object]], advice: str) -> None:
@@ -44,7 +44,7 @@ def check_same_on_all_ranks(values: Sequence[tuple[str, object]], advice: str) -
 
     The error shows the first that differs. Collective.
     """
-    everybody = transport().all_gather_object([(name, str(value)) for name, value in values])
+    everybody = get_transport().all_gather_object([(name, str(value)) for name, value in values])
     longest = max(map(len, everybody))
     for k in range(longest):
         entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]

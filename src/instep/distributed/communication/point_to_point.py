@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.exchanges import Shape, anchor, wants_gradient
+from instep.distributed.communication.exchanges import Shape, graph_anchor, needs_gradient
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.tensors import (
     apply,
@@ -15,7 +15,7 @@ from instep.distributed.communication.tensors import (
     check_reachable,
     current_device,
 )
-from instep.distributed.communication.transport import Transport, group_rank, transport
+from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.errors import CollectiveError
 
 
@@ -24,9 +24,9 @@ def send(tensor: Tensor, to: int, *, group: Group | None = None) -> Tensor:
 
     Args:
         tensor: any shape and dtype, which travel with it.
-        to: the rank that receives. Two ranks that both send first wait for each other; use
+        to: the rank that receives. Two ranks that both send first deadlock; use
             all_to_all to exchange.
-        group: the ranks among which they talk; all by default.
+        group: a group of both ranks; the world by default.
 
     Returns:
         A tensor without elements that stands for the sent one in this rank's loss: add its sum()
@@ -37,65 +37,65 @@ def send(tensor: Tensor, to: int, *, group: Group | None = None) -> Tensor:
     UnsuitableTensorError, NotAMemberError.
     """
     check_reachable(tensor)
-    way, place = transport(group), _peer(to, group)
-    way.send_object(
-        (tuple(tensor.shape), tensor.dtype, tensor.device.type, wants_gradient(tensor)), place
+    transport, peer = get_transport(group), _peer_rank(to, group)
+    transport.send_object(
+        (tuple(tensor.shape), tensor.dtype, tensor.device.type, needs_gradient(tensor)), peer
     )
-    token: Tensor = apply(_Send, tensor, way, place)
+    token: Tensor = apply(_Send, tensor, transport, peer)
     return token
 
 
 def recv(source: int, *, group: Group | None = None) -> Tensor:
     """The tensor that rank `source` sends here, with its shape and dtype.
 
-    It requires a gradient if the sent one does; backward then sends the gradient to `source`, and
-    must be run: torch.autograd.grad of other `inputs` does not send it, so that `source` waits in
-    vain, and the job ends with an error that names the lines. On this rank's own GPU if it was on
-    a GPU. create_graph=True raises.
+    It is on this rank's own GPU if the sent one is on a GPU. It requires a gradient if the sent one
+    does; backward then sends the gradient to `source`, and must be run: torch.autograd.grad of
+    other `inputs` does not send it, so that `source` would wait for ever, and the job ends with an
+    error that names the lines. create_graph=True raises.
 
     Raises ValueError for a rank that does not exist or is this one, NotAMemberError.
     """
-    way, place = transport(group), _peer(source, group)
-    shape, dtype, device, wanted = way.receive_object(place)
-    nothing = torch.empty(0, dtype=dtype, device=current_device(device))
-    received: Tensor = apply(_Receive, anchor(wanted), nothing, shape, way, place)
+    transport, peer = get_transport(group), _peer_rank(source, group)
+    shape, dtype, device, needs_grad = transport.recv_object(peer)
+    empty = torch.empty(0, dtype=dtype, device=current_device(device))
+    received: Tensor = apply(_Recv, graph_anchor(needs_grad), empty, shape, transport, peer)
     return received
 
 
-def _peer(rank: int, group: Group | None) -> int:
-    place = group_rank(rank, "rank", group)
-    if place == transport(group).rank:
+def _peer_rank(rank: int, group: Group | None) -> int:
+    peer = group_rank(rank, "rank", group)
+    if peer == get_transport(group).rank:
         raise ValueError(f"rank {rank} is this rank itself; send and recv take another one.")
-    return place
+    return peer
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, way: Transport, to: int) -> Tensor:
-        ctx.shape, ctx.way, ctx.to = tensor.shape, way, to
-        way.send(as_bytes(tensor), to)
+    def forward(ctx: Any, tensor: Tensor, transport: Transport, to: int) -> Tensor:
+        ctx.shape, ctx.transport, ctx.to = tensor.shape, transport, to
+        transport.send(as_bytes(tensor), to)
         return tensor.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         _refuse_second_derivative()
-        return _received(grad, ctx.shape, ctx.way, ctx.to), None, None
+        return _recv_tensor(grad, ctx.shape, ctx.transport, ctx.to), None, None
 
 
-class _Receive(torch.autograd.Function):
+class _Recv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, like: Tensor, shape: Shape, way: Transport, source: int
+        ctx: Any, anchor: Tensor, like: Tensor, shape: Shape, transport: Transport, source: int
     ) -> Tensor:
-        ctx.way, ctx.source = way, source
-        return _received(like, shape, way, source)
+        ctx.transport, ctx.source = transport, source
+        return _recv_tensor(like, shape, transport, source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         (grad,) = grads
         _refuse_second_derivative()
-        ctx.way.send(as_bytes(grad), ctx.source)
+        ctx.transport.send(as_bytes(grad), ctx.source)
         return None, None, None, None, None
 
 
@@ -106,8 +106,8 @@ def _refuse_second_derivative() -> None:
         )
 
 
-def _received(like: Tensor, shape: Shape, way: Transport, source: int) -> Tensor:
-    """What `source` sends: of this shape, else like `like`."""
+def _recv_tensor(like: Tensor, shape: Shape, transport: Transport, source: int) -> Tensor:
+    """Receive a tensor of this shape, with the dtype and device of `like`."""
     tensor = like.new_empty(shape)
-    way.receive(as_bytes(tensor), source)
+    transport.recv(as_bytes(tensor), source)
     return tensor

@@ -1,7 +1,7 @@
-"""What a reduction means for each dtype: pure, no communication.
+"""The meaning of each reduction for each dtype (pure, no communication).
 
-Tensors travel in a carrier dtype in which the sum over ranks is what one process would have got:
-narrow integers as int64, half precision as float32. Landing brings the result back.
+Tensors are sent in a reduce dtype in which the sum over ranks is that of one process: integers of
+less than 64 bits as int64, half precision as float32. The result is then converted back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPS = ("sum", "mean", "min", "max", "product")
 
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-_SIGN = -(2**63)
+_SIGN_BIT = -(2**63)
 
 _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stack: stack.sum(0),
@@ -36,20 +36,24 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS:
         raise UnknownOpError(op, OPS)
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UnsuitableTensorError.no_mean(dtype)
+        raise UnsuitableTensorError(
+            f"the mean of {dtype} is no {dtype}; use op='sum', or convert it first."
+        )
     if op in ("min", "max") and dtype.is_complex:
-        raise UnsuitableTensorError.no_order(dtype)
+        raise UnsuitableTensorError(
+            f"{dtype} has no order, so no min or max; reduce its abs() or its real part."
+        )
 
 
 def reduce_dtype_op(op: str, dtype: torch.dtype) -> str:
-    """The reduction of the carriers: logical or is the largest, logical and the smallest bit."""
+    """The op on tensors of the reduce dtype. For bool, sum is their max and product their min."""
     if dtype is torch.bool:
         return {"sum": "max", "product": "min"}.get(op, op)
     return "sum" if op == "mean" else op
 
 
 def to_reduce_dtype(tensor: Tensor, op: str) -> Tensor:
-    """`tensor` in the dtype in which it travels; differentiable. May be `tensor` itself."""
+    """`tensor` in its reduce dtype; differentiable. May be `tensor` itself."""
     dtype = tensor.dtype
     if dtype is torch.bool:
         return tensor.to(torch.uint8)
@@ -57,14 +61,14 @@ def to_reduce_dtype(tensor: Tensor, op: str) -> Tensor:
         return tensor.to(torch.int64)
     if dtype is torch.uint64:  # sums and products wrap alike; order needs the first bit flipped
         signed = tensor.view(torch.int64)
-        return signed ^ _SIGN if op in ("min", "max") else signed
+        return signed ^ _SIGN_BIT if op in ("min", "max") else signed
     if dtype in _WIDE or dtype is torch.int64:
         return tensor
     return tensor.to(torch.complex64 if dtype.is_complex else torch.float32)
 
 
 def from_reduce_dtype(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -> Tensor:
-    """The result in the user's dtype, of reduced carriers of `size` ranks; differentiable.
+    """The reduction over `size` ranks in the user's `dtype`; differentiable.
 
     Raises OverflowedError where it does not fit a narrow integer.
     """
@@ -73,13 +77,13 @@ def from_reduce_dtype(reduced: Tensor, dtype: torch.dtype, op: str, size: int) -
     if dtype in _NARROW and op in ("sum", "product"):
         _check_fits(reduced, dtype, op)
     if dtype is torch.uint64:
-        signed = reduced ^ _SIGN if op in ("min", "max") else reduced
+        signed = reduced ^ _SIGN_BIT if op in ("min", "max") else reduced
         return signed.view(torch.uint64)
     return reduced.to(dtype)
 
 
 def reduce_parts(parts: list[Tensor], op: str) -> Tensor:
-    """The reduction of tensors of one shape that are all here; differentiable."""
+    """The reduction of tensors of one shape that this rank holds; differentiable."""
     dtype = parts[0].dtype
     stack = torch.stack([to_reduce_dtype(part, op) for part in parts])
     return from_reduce_dtype(_COMBINE[reduce_dtype_op(op, dtype)](stack), dtype, op, len(parts))

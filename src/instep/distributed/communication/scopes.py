@@ -1,4 +1,4 @@
-"""Run once: one rank runs a piece of the script, in a world of one; all get what came of it."""
+"""single_process_scope: one rank runs a piece of the script, and all ranks get its result."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from instep.distributed.communication.errors import RunOnceError
 from instep.distributed.communication.forbid_collectives import (
-    line_of_script,
-    no_collectives,
+    forbid_collectives,
 )
-from instep.distributed.communication.transport import Transport, group_rank, transport
+from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.watchdog.stack_inspection import script_line
 from instep.process.patching import Patch, PatchHandle
 from instep.process.procfs import ProcessHandle, process_address
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOMENT = timedelta(milliseconds=200)
-_begun = 0
-"""How many scopes all ranks have entered: the name of the next one in the store."""
+_POLL = timedelta(milliseconds=200)
+_count = 0
+"""The number of scopes that all ranks have entered; it names the next one in the store."""
 
 
 def single_process_scope(rank: int = 0) -> Scope:
@@ -60,9 +60,9 @@ def single_process_scope(rank: int = 0) -> Scope:
     a world of one, the code just runs.
 
     Args:
-        rank: who runs it.
+        rank: the rank that runs it.
 
-    Collective: every rank comes here. Raises ValueError for a rank that does not exist.
+    Collective: every rank calls this. Raises ValueError for a rank that does not exist.
     """
     return Scope(rank)
 
@@ -72,7 +72,8 @@ class Scope:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._turns: list[tuple[_Turn, ExitStack]] = []
+        self._entered: list[tuple[_SharedScope | None, ExitStack]] = []
+        """Nested scopes; None in a world of one, where the code just runs."""
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """The function, run by one rank at each call; its value on every rank."""
@@ -88,71 +89,44 @@ class Scope:
         return once
 
     def __enter__(self) -> Here:
-        way = transport()
-        turn = _OnlyTurn() if way.size == 1 else _SharedTurn(self.rank, way, line_of_script())
+        transport = get_transport()
+        shared = None
         inside = ExitStack()
-        inside.enter_context(turn.inside())
-        self._turns.append((turn, inside))
-        return turn.here
+        if transport.size > 1:
+            shared = _SharedScope(self.rank, transport, script_line())
+            inside.enter_context(shared.inside())
+        self._entered.append((shared, inside))
+        return shared.here if shared is not None else Here(runs=True)
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        turn, inside = self._turns.pop()
+        shared, inside = self._entered.pop()
         inside.close()
-        turn.hand_over(error)
+        if shared is not None:
+            shared.finish(error)
 
 
 class Here:
-    """Whether this rank runs the scope, `if here:`, and what comes of it, `here.value`."""
+    """Whether this rank runs the scope (`if here:`), and the scope's result (`here.value`)."""
 
     def __init__(self, runs: bool) -> None:
         self.value: Any = None
         """Set by the rank that runs the scope; every rank has it after the end."""
         self._runs = runs
-        self._asked = False
+        self._tested = False
 
     def __bool__(self) -> bool:
-        self._asked = True
+        self._tested = True
         return self._runs
 
 
-class _Turn(Protocol):
-    """One passage of this rank through a scope."""
-
-    here: Here
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """What is different while it lasts."""
-
-    def hand_over(self, error: BaseException | None) -> None:
-        """It has ended, with this exception on this rank: all get the value, or all raise.
-
-        Returns where `error` goes on being raised.
-        """
-
-
-class _OnlyTurn:
-    """In a world of one."""
-
-    def __init__(self) -> None:
-        self.here = Here(runs=True)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        yield
-
-    def hand_over(self, error: BaseException | None) -> None:
-        return None
-
-
 @dataclass(frozen=True)
-class _Outcome:
-    """What the other ranks get of a scope."""
+class _Result:
+    """The result of a scope as the other ranks receive it."""
 
     pickled: bytes
     """The value or the exception."""
@@ -160,117 +134,130 @@ class _Outcome:
     """The traceback, of an exception."""
 
 
-class _SharedTurn:
-    """Among several ranks. The waiting ones wait for a key in the store, not in a collective."""
+class _SharedScope:
+    """One scope of several ranks. The others wait for a key in the store, not in a collective."""
 
-    def __init__(self, rank: int, way: Transport, line: str) -> None:
-        global _begun
-        self._runs = way.rank == group_rank(rank, "rank", None)
-        self._rank, self._way, self._line = rank, way, line
+    def __init__(self, rank: int, transport: Transport, line: str) -> None:
+        global _count
+        self._runs = transport.rank == group_rank(rank, "rank", None)
+        self._rank, self._transport, self._line = rank, transport, line
         self._store = bootstrap.store()
-        self._key = f"instep/scope/{_begun}"
+        self._key = f"instep/scope/{_count}"
         self.here = Here(self._runs)
-        _begun += 1
+        _count += 1
         if self._runs:
             self._store.set(f"{self._key}/runner", process_address())
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        with no_collectives(self._rank, self._line), ExitStack() as stack:
+        """Forbid torch's collectives; on the rank that runs, the world is of one."""
+        with forbid_collectives(self._rank, self._line), ExitStack() as stack:
             if self._runs:
                 source = f"the single_process_scope at {self._line}"
                 stack.enter_context(bootstrap.world_of_one(source))
-                stack.enter_context(
-                    PatchHandle([Patch(dist, "is_initialized", lambda original: False)])
-                )
+                patch = Patch(dist, "is_initialized", lambda original: False)
+                stack.enter_context(PatchHandle([patch]))
             yield
 
-    def hand_over(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
+        """All ranks get the value, or all raise. Returns where `error` goes on being raised."""
         if self._runs:
-            self._give(error)
+            self._send_result(error)
         elif error is None:
-            self._take()
+            self._receive_result()
 
-    def _give(self, error: BaseException | None) -> None:
-        outcome, problem = self._outcome(error)
+    def _send_result(self, error: BaseException | None) -> None:
+        result, problem = self._result(error)
         self._store.set(f"{self._key}/ended", "1")
-        self._way.broadcast_object(outcome, self._rank)
-        self._forget()
+        self._transport.broadcast_object(result, self._rank)
+        self._delete_keys()
         if problem is not None:
             raise problem from error
 
-    def _take(self) -> None:
+    def _receive_result(self) -> None:
         self._wait()
-        outcome = self._way.broadcast_object(_Outcome(b""), self._rank)
-        self._forget()
-        received = pickle.loads(outcome.pickled)
-        if outcome.trace is None:
+        result = self._transport.broadcast_object(_Result(b""), self._rank)
+        self._delete_keys()
+        received = pickle.loads(result.pickled)
+        if result.trace is None:
             self.here.value = received
             return
-        if outcome.trace:
-            received.add_note(f"On rank {self._rank}, in its {self._name()}:\n\n{outcome.trace}")
+        if result.trace:
+            name = f"single_process_scope at {self._line}"
+            received.add_note(f"On rank {self._rank}, in its {name}:\n\n{result.trace}")
         raise received
 
-    def _name(self) -> str:
-        return f"single_process_scope at {self._line}"
-
-    def _outcome(self, error: BaseException | None) -> tuple[_Outcome, RunOnceError | None]:
-        """What the others get, and what this rank raises if not `error` itself."""
-        problem: RunOnceError | None = None
-        if error is None and not self.here._asked:
-            problem = RunOnceError.not_asked(self._line)
+    def _result(self, error: BaseException | None) -> tuple[_Result, RunOnceError | None]:
+        """The result for the other ranks, and an error for this rank in place of `error`."""
+        name = f"the single_process_scope of rank {self._rank} ({self._line})"
+        if error is None and not self.here._tested:
+            problem = RunOnceError(
+                f"the body of the single_process_scope at {self._line} ran on every rank, because "
+                "Python cannot skip it. Write `with instep.single_process_scope() as here:` and "
+                "inside `if here:`, or decorate a function."
+            )
         elif error is None:
             try:
-                return _Outcome(pickle.dumps(self.here.value)), None
-            except Exception as why:  # whatever the value's own code raises, the others wait
-                kind = type(self.here.value).__name__
-                problem = RunOnceError.value(self._rank, self._line, kind, str(why))
-        elif (trace := format_traceback(error)) and survives_pickling(error):
-            return _Outcome(pickle.dumps(error), trace), None
+                return _Result(pickle.dumps(self.here.value)), None
+            except Exception as why:  # the value's own code may raise anything; the others wait
+                problem = RunOnceError(
+                    f"{name} returned a {type(self.here.value).__name__} that cannot be sent to "
+                    f"the other ranks: {why}. Return something that pickles, or None."
+                )
+        elif (trace := format_traceback(error)) and can_pickle(error):
+            return _Result(pickle.dumps(error), trace), None
         else:
-            problem = RunOnceError.exception(self._rank, self._line, type(error).__name__, trace)
-        return _Outcome(pickle.dumps(problem), ""), problem
+            problem = RunOnceError(
+                f"{name} raised {type(error).__name__}, an exception that does not pickle. "
+                f"On rank {self._rank}:\n\n{trace}"
+            )
+        return _Result(pickle.dumps(problem), ""), problem
 
     def _wait(self) -> None:
         """Return when the scope has ended; raise RunOnceError when its rank has."""
         ended, address = f"{self._key}/ended", f"{self._key}/runner"
         runner: ProcessHandle | None = None
         try:
-            while not self._came(ended):
+            while not self._is_set(ended):
                 if runner is None and self._store.check([address]):
                     runner = ProcessHandle(self._store.get(address).decode())
                 if runner is not None and runner.has_ended() and not self._store.check([ended]):
-                    raise RunOnceError.lost(self._rank, self._line, "its process is gone")
+                    raise self._lost("its process is gone")
         finally:
             if runner is not None:
                 runner.close()
 
-    def _came(self, key: str) -> bool:
-        """Whether `key` is there within a moment."""
+    def _is_set(self, key: str) -> bool:
+        """Wait a little for `key`."""
         try:
-            self._store.wait([key], _MOMENT)
-        except RuntimeError:  # the time is up: each store says it in its own words
+            self._store.wait([key], _POLL)
+        except RuntimeError:  # a timeout, which each store words differently
             try:
                 return self._store.check([key])
             except RuntimeError as error:
-                seen = f"the ranks' store does not answer ({error})"
-                raise RunOnceError.lost(self._rank, self._line, seen) from error
+                raise self._lost(f"the ranks' store does not answer ({error})") from error
         return True
 
-    def _forget(self) -> None:
+    def _lost(self, why: str) -> RunOnceError:
+        return RunOnceError(
+            f"rank {self._rank} ended inside its single_process_scope ({self._line}): {why}. "
+            "Its own output says why; the others cannot go on without it."
+        )
+
+    def _delete_keys(self) -> None:
         """The last rank deletes the keys."""
-        if self._store.add(f"{self._key}/done", 1) == self._way.size:
-            for what in ("runner", "ended", "done"):
-                self._store.delete_key(f"{self._key}/{what}")
+        if self._store.add(f"{self._key}/done", 1) == self._transport.size:
+            for name in ("runner", "ended", "done"):
+                self._store.delete_key(f"{self._key}/{name}")
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python prints it."""
+    """The traceback as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def survives_pickling(error: BaseException) -> bool:
-    """Whether an exception that travels to another rank is still what it was."""
+def can_pickle(error: BaseException) -> bool:
+    """Whether an exception has the same type and message after pickling and unpickling."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its own code raises

@@ -1,4 +1,4 @@
-"""Tensors as collectives take them: where they may be, as bytes, and in autograd's graph."""
+"""Helpers of the collectives: devices, tensors as bytes, autograd functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from instep.distributed.communication.errors import UnsuitableTensorError, Wrong
 def check_reachable(tensor: Tensor) -> None:
     """Raise WrongDeviceError unless this job's ranks can exchange `tensor` where it lies.
 
-    Raises UnsuitableTensorError for what is no dense tensor.
+    Raises UnsuitableTensorError for anything but a dense tensor.
     """
     if not isinstance(tensor, Tensor):
-        raise UnsuitableTensorError.not_a_tensor(tensor)
+        raise UnsuitableTensorError(
+            f"this collective takes tensors, not {type(tensor).__name__}. For other values there "
+            "are broadcast_object, all_gather_object and gather_object."
+        )
     if tensor.layout is not torch.strided:
-        raise UnsuitableTensorError.not_dense(tensor.layout)
-    if tensor.is_cpu:  # and CUDA is not begun with for it
+        raise UnsuitableTensorError(
+            f"ranks exchange dense tensors, not {tensor.layout}. Call to_dense() first."
+        )
+    if tensor.is_cpu:  # without a look at CUDA, which would initialize it
         return
     reachable = ["cpu"]
     if torch.cuda.is_available():
@@ -28,19 +33,20 @@ def check_reachable(tensor: Tensor) -> None:
         raise WrongDeviceError(tensor.device, reachable)
 
 
-def current_device(kind: str) -> torch.device:
-    """This rank's device of a kind: "cpu" or "cuda"."""
-    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
+def current_device(device_type: str) -> torch.device:
+    """This rank's device of a type: "cpu" or "cuda"."""
+    index = torch.cuda.current_device() if device_type == "cuda" else 0
+    return torch.device(device_type, index)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements in one dimension, as bytes: what travels unchanged needs no dtype of Gloo's."""
+    """The elements as a flat tensor of bytes, which Gloo can send whatever their dtype is."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() < 2:  # what was expanded counts as contiguous then, but cannot be viewed
+    if flat.numel() < 2:  # an expanded tensor counts as contiguous then, but view fails
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`; torch leaves it untyped."""
+    """`function.apply(*args)`, which torch leaves untyped."""
     return function.apply(*args)

@@ -1,5 +1,7 @@
-"""What moves tensors and values between ranks: the only door to torch.distributed besides
-`rendezvous`, `groups` and `lanes` (and the shared-memory backend).
+"""Transports move tensors and values between ranks.
+
+Only this module, `rendezvous`, `groups`, `thread_channel` and the shared-memory backend call
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from instep.distributed.communication.tensors import as_bytes, current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
-from instep.distributed.watchdog.stack_inspection import Waiting
+from instep.distributed.watchdog.stack_inspection import TrackedWork
 from instep.process import settings
 
 T = TypeVar("T")
@@ -41,15 +43,15 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """One class per kind of world. Ranks here are places in the group: from 0 to size - 1."""
+    """What every transport can do. Ranks here are group ranks, from 0 to size - 1."""
 
     rank: int
     size: int
     in_place: bool
-    """Whether it is cheapest to reduce tensors where they lie, one by one, with the caller's own
-    thread; else to pack them first, and let them travel while the caller goes on."""
+    """Whether it is cheapest to reduce tensors where they are, one by one on the caller's thread.
+    Otherwise they are packed into buckets, whose reduction overlaps with the caller's work."""
     control_device: torch.device
-    """Where what instep itself has to say can travel: the CPU, but for groups of NCCL alone."""
+    """For instep's own messages: the CPU, except for groups that have only NCCL."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start to reduce a contiguous `tensor` over all ranks into itself."""
@@ -58,7 +60,7 @@ class Transport(Protocol):
         """Reduce tensors of one dtype over all ranks, each into itself."""
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
-        """Start to reduce a contiguous `tensor` into root's; elsewhere it is scratch."""
+        """Start to reduce a contiguous `tensor` into root's; on other ranks it is overwritten."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start to overwrite a contiguous `tensor` with root's."""
@@ -66,13 +68,13 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have the shape of `tensor`."""
 
-    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
-        """Give the r-th of these one-dimensional tensors to rank r; take `takes[r]` elements."""
+    def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
+        """Send the r-th of these 1-D tensors to rank r; receive `output_sizes[r]` elements."""
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous `tensor`."""
 
-    def receive(self, tensor: Tensor, source: int) -> None:
+    def recv(self, tensor: Tensor, source: int) -> None:
         """Overwrite a contiguous `tensor` with what `source` sends."""
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -84,44 +86,44 @@ class Transport(Protocol):
     def send_object(self, value: object, to: int) -> None:
         """Send a value, pickled."""
 
-    def receive_object(self, source: int) -> Any:
+    def recv_object(self, source: int) -> Any:
         """The value that `source` sends."""
 
 
-class _Done:
+class _Completed:
     def wait(self) -> None:
         return None
 
 
 class LocalTransport:
-    """A world of one: nothing to move."""
+    """A world of one rank."""
 
     rank, size, in_place = 0, 1, True
     control_device = torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return _Done()
+        return _Completed()
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         return None
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
-        return _Done()
+        return _Completed()
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        return _Done()
+        return _Completed()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone()]
 
-    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
-        return [gives[0].clone()]
+    def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
+        return [inputs[0].clone()]
 
     def send(self, tensor: Tensor, to: int) -> None:
-        raise AssertionError("a world of one has nobody to send to")
+        raise AssertionError("a world of one has no peer")
 
-    def receive(self, tensor: Tensor, source: int) -> None:
-        raise AssertionError("a world of one has nobody to receive from")
+    def recv(self, tensor: Tensor, source: int) -> None:
+        raise AssertionError("a world of one has no peer")
 
     def all_gather_object(self, value: T) -> list[T]:
         return [value]
@@ -130,77 +132,77 @@ class LocalTransport:
         return value
 
     def send_object(self, value: object, to: int) -> None:
-        raise AssertionError("a world of one has nobody to send to")
+        raise AssertionError("a world of one has no peer")
 
-    def receive_object(self, source: int) -> Any:
-        raise AssertionError("a world of one has nobody to receive from")
+    def recv_object(self, source: int) -> Any:
+        raise AssertionError("a world of one has no peer")
 
 
-def _nothing() -> None:
-    """Collectives of some of the ranks are not counted: see `watch.interrupts`."""
+def _count_nothing() -> None:
+    """Collectives of some of the ranks are not counted: see `watchdog.interrupts`."""
 
 
 class ProcessGroupTransport:
-    """A process group; None is the default one, the world."""
+    """Over a process group; None is the default one, the world."""
 
     in_place = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.control_device = _home(group or dist.group.WORLD)
+        self.control_device = _control_device(group or dist.group.WORLD)
         # A model keeps its transport until Python ends; a group must not live so long.
-        self._held = None if group is None else weakref.ref(group)
-        self._begin = interrupts.collective if group is None else _nothing
+        self._weak_group = None if group is None else weakref.ref(group)
+        self._count = interrupts.count_collective if group is None else _count_nothing
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        if self._held is None:
+        if self._weak_group is None:
             return None
-        group = self._held()
+        group = self._weak_group()
         if group is None:
             raise RendezvousError.group_destroyed()
         return group
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        self._begin()
+        self._count()
         work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
-        return Waiting(work, "all_reduce", self._group)
+        return TrackedWork(work, "all_reduce", self._group)
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
             pending.wait()
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
-        self._begin()
+        self._count()
         work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
-        return Waiting(work, "reduce", self._group)
+        return TrackedWork(work, "reduce", self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        self._begin()
+        self._count()
         work = dist.broadcast(tensor, None, self._group, async_op=True, group_src=root)
-        return Waiting(work, "broadcast", self._group)
+        return TrackedWork(work, "broadcast", self._group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._begin()
+        self._count()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor, self._group)
         return parts
 
-    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
-        self._begin()
-        sent = torch.cat(list(gives))
-        received = sent.new_empty(sum(takes))
-        sizes = [give.numel() for give in gives]
-        dist.all_to_all_single(received, sent, list(takes), sizes, self._group)
-        # Views of one tensor would share its version counter: changing one in place would spoil
+    def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
+        self._count()
+        sent = torch.cat(list(inputs))
+        received = sent.new_empty(sum(output_sizes))
+        sizes = [tensor.numel() for tensor in inputs]
+        dist.all_to_all_single(received, sent, list(output_sizes), sizes, self._group)
+        # Views of one tensor share its version counter: changing one in place would invalidate
         # what autograd has saved of the others.
-        return [part.clone() for part in received.split(list(takes))]
+        return [part.clone() for part in received.split(list(output_sizes))]
 
     def send(self, tensor: Tensor, to: int) -> None:
         dist.send(tensor, group=self._group, group_dst=to)
 
-    def receive(self, tensor: Tensor, source: int) -> None:
+    def recv(self, tensor: Tensor, source: int) -> None:
         dist.recv(tensor, group=self._group, group_src=source)
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -227,11 +229,11 @@ class ProcessGroupTransport:
         self.send(self._size_of(message), to)
         self.send(message, to)
 
-    def receive_object(self, source: int) -> Any:
+    def recv_object(self, source: int) -> Any:
         size = self._size_of(self._as_tensor(b""))
-        self.receive(size, source)
+        self.recv(size, source)
         message = self._as_tensor(bytes(int(size)))
-        self.receive(message, source)
+        self.recv(message, source)
         return self._from_tensor(message)
 
     def _as_tensor(self, message: bytes) -> Tensor:
@@ -247,125 +249,130 @@ class ProcessGroupTransport:
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
-    """A group of one host's CPU ranks. Its frequent calls go past torch's dispatcher, which takes
-    longer than a small collective."""
+    """Over a group of one host's CPU ranks.
+
+    The frequent calls bypass torch's dispatcher, which takes longer than a small collective.
+    """
 
     in_place = True
 
     def __init__(self, group: dist.ProcessGroup | None, shared: shm.InstepProcessGroup) -> None:
         super().__init__(group)
-        self._shared = weakref.ref(shared)
+        self._weak_shm_group = weakref.ref(shared)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        self._begin()
-        self._sharing.all_reduce_now([tensor], _OPS[op])
-        return _Done()
+        self._count()
+        self._shm_group.all_reduce_now([tensor], _OPS[op])
+        return _Completed()
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
-        self._begin()
-        self._sharing.all_reduce_now(tensors, _OPS[op])
+        self._count()
+        self._shm_group.all_reduce_now(tensors, _OPS[op])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._begin()
-        return self._sharing.all_gather_now(tensor)
+        self._count()
+        return self._shm_group.all_gather_now(tensor)
 
     @property
-    def _sharing(self) -> shm.InstepProcessGroup:
-        group = self._shared()
+    def _shm_group(self) -> shm.InstepProcessGroup:
+        group = self._weak_shm_group()
         if group is None:
             raise RendezvousError.group_destroyed()
         return group
 
 
-def transport(group: Group | None = None) -> Transport:
-    """The way to the other ranks (of `group`); meets them first where that has not happened.
+def get_transport(group: Group | None = None) -> Transport:
+    """The transport between all ranks, or those of `group`; joins the process group if need be.
 
-    The one place that asks whether there are any. Raises NotAMemberError.
+    No other code tells a world of one from a world of several. Raises NotAMemberError.
     """
-    if _instead is not None:
-        return _instead
+    if _override is not None:
+        return _override
     if group is not None:
         if not bootstrap.alone():
             group.own_group_rank()
-        return LocalTransport() if group.size == 1 else _over(group.handle)
+        return LocalTransport() if group.size == 1 else _transport_over(group.handle)
     if bootstrap.alone():
         return LocalTransport()
     bootstrap.join()
-    return _over(None) if dist.is_initialized() else LocalTransport()
+    return _transport_over(None) if dist.is_initialized() else LocalTransport()
 
 
-_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 
 
-def _over(group: dist.ProcessGroup | None) -> Transport:
-    """The way through a group; None is the world."""
+def _transport_over(group: dist.ProcessGroup | None) -> Transport:
+    """The transport over a process group; None is the world."""
     members = group or dist.group.WORLD
     assert members is not None
-    way = _ways.get(members)
-    if way is None:
+    transport = _transports.get(members)
+    if transport is None:
         if isinstance(members, shm.InstepProcessGroup):
-            way = SharedMemoryTransport(group, members)
+            transport = SharedMemoryTransport(group, members)
         else:
-            way = ProcessGroupTransport(group)
-        _ways[members] = way
-    return way
+            transport = ProcessGroupTransport(group)
+        _transports[members] = transport
+    return transport
 
 
-_asides: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+_overlap_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def overlap_group(way: Transport) -> Transport:
-    """A second way between all ranks, beside `way`: what travels there while the caller goes on
-    needs no order with what goes by `way`. Where nothing does, `way` itself. Collective."""
-    if way.in_place:
-        return way
+def overlap_group(transport: Transport) -> Transport:
+    """A second process group of all ranks, so that buckets in flight cannot interleave with other
+    collectives. Returns `transport` itself if its collectives are synchronous. Collective."""
+    if transport.in_place:
+        return transport
     world = dist.group.WORLD
     assert world is not None
-    if world not in _asides:
-        _asides[world] = dist.new_group(timeout=settings.patience())
-    return ProcessGroupTransport(_asides[world])
+    if world not in _overlap_groups:
+        _overlap_groups[world] = dist.new_group(timeout=settings.patience())
+    return ProcessGroupTransport(_overlap_groups[world])
 
 
-def _home(group: dist.ProcessGroup | None) -> torch.device:
+def _control_device(group: dist.ProcessGroup | None) -> torch.device:
     assert group is not None
-    kinds = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in kinds else current_device(kinds[0])
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu") if "cpu" in types else current_device(types[0])
 
 
-_instead: Transport | None = None
+_override: Transport | None = None
 
 
 @contextmanager
-def use_transport(way: Transport) -> Iterator[None]:
-    """Inside, `transport()` is `way`."""
-    global _instead
-    before, _instead = _instead, way
+def use_transport(transport: Transport) -> Iterator[None]:
+    """Inside, `get_transport()` returns `transport`."""
+    global _override
+    before, _override = _override, transport
     try:
         yield
     finally:
-        _instead = before
+        _override = before
 
 
-def group_rank(rank: int, what: str, group: Group | None) -> int:
-    """Where in the group `rank` of the world is. Raises ValueError where it is not."""
+def group_rank(rank: int, name: str, group: Group | None) -> int:
+    """The group rank of a rank of the world. Raises ValueError if it is no member.
+
+    `name`: of the argument, for the error.
+    """
     if group is not None:
         return group.group_rank(rank)
-    size = transport().size
+    size = get_transport().size
     if not 0 <= rank < size:
-        raise ValueError(f"{what} {rank} does not exist: the ranks are 0 to {size - 1}.")
+        raise ValueError(f"{name} {rank} does not exist: the ranks are 0 to {size - 1}.")
     return rank
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
     """Overwrite each tensor with root's, one message per dtype and device. In place."""
-    way = transport()
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    transport = get_transport()
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for group in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        way.broadcast(as_bytes(flat), root).wait()
-        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in by_type.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        transport.broadcast(as_bytes(flat), root).wait()
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))

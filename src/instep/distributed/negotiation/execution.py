@@ -17,7 +17,7 @@ from instep.distributed.communication.exchanges import exchange
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.reduce_ops import reduce_parts, to_reduce_dtype
 from instep.distributed.communication.tensors import as_bytes
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.distributed.negotiation.message_table import Verdict
 
 Tensors = Sequence[Tensor]
@@ -67,9 +67,9 @@ def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
     op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
     ours = into is not None
     given = [scaled(tensor, before) for tensor in tensors]
-    if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and transport(group).in_place:
+    if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and get_transport(group).in_place:
         totals = _spare(given, ours or before != 1.0)
-        transport(group).all_reduce_each([total for total in totals if total.numel()], op)
+        get_transport(group).all_reduce_each([total for total in totals if total.numel()], op)
     else:
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
@@ -92,7 +92,7 @@ def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
 def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
     """The reduction over the group of a tensor that may be overwritten."""
     if op == "sum" and to_reduce_dtype(flat, op) is flat:
-        transport(group).all_reduce(flat, op).wait()
+        get_transport(group).all_reduce(flat, op).wait()
         return flat
     return all_reduce(flat, op, group=group)
 
@@ -106,7 +106,7 @@ def _reduce_scatter(
     for tensor in tensors:
         gives = scaled(tensor, before).split(shares(len(tensor), group.size))
         shape = tuple(gives[group.own_group_rank()].shape)
-        parts = exchange(transport(group), gives, [shape] * group.size)
+        parts = exchange(get_transport(group), gives, [shape] * group.size)
         results.append(scaled(reduce_parts(parts, op), after, divisor, spare=True))
     return results
 
@@ -117,7 +117,7 @@ def shares(rows: int, size: int) -> list[int]:
 
 
 def _all_gather(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
-    way = transport(group)
+    way = get_transport(group)
     results = []
     for k, tensor in enumerate(tensors):
         shapes = [(rows[k], *tensor.shape[1:]) for rows in v.rows]
@@ -133,7 +133,7 @@ def _all_to_all(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
     (tensor,) = tensors
     me = group.own_group_rank()
     shapes = [(splits[me], *tensor.shape[1:]) for splits in v.rows]
-    taken = exchange(transport(group), tensor.split(list(v.rows[me])), shapes)
+    taken = exchange(get_transport(group), tensor.split(list(v.rows[me])), shapes)
     return [torch.cat(taken)]
 
 
@@ -144,7 +144,7 @@ def _broadcast(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group)
     for tensor in tensors:
         given = tensor.clone(memory_format=torch.contiguous_format)
         if prod(given.shape):
-            transport(group).broadcast(as_bytes(given), root).wait()
+            get_transport(group).broadcast(as_bytes(given), root).wait()
         results.append(given)
     return results
 

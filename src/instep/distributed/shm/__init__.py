@@ -1,12 +1,14 @@
 """A c10d backend for the ranks of one host: collectives through shared memory.
 
-Importing this package makes it known to torch; that is what the import is for:
+Importing this package registers the backend with torch:
 
     import instep.shm
     torch.distributed.init_process_group("instep")
 
-DDP, FSDP2, functional collectives, point-to-point and sub-groups then work as over Gloo, which does
-whatever is not done here. See docs/shm.md.
+DDP, FSDP2, functional collectives, point-to-point and sub-groups then work as over Gloo, to which
+everything else is left. It leans on `process` and the errors of `distributed`. Begin reading with
+`backend` (the methods that torch calls), `exchange` (the collectives) and `memory.signals` (the
+barrier). See docs/shm.md.
 """
 
 from instep.distributed.shm.backend import InstepProcessGroup

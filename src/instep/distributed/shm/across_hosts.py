@@ -1,9 +1,9 @@
-"""A group over several hosts that all have the same number of ranks.
+"""A process group over several hosts that all have the same number of ranks.
 
-Of a tensor each rank of a host reduces one slice over its host, through shared memory; the ranks
-that have the same slice reduce it between the hosts, over Gloo; the ranks of a host gather the
-slices. So a tensor crosses the network once for a host, not for a rank. Everything else than
-all_reduce is left to Gloo.
+all_reduce is hierarchical. Each rank of a host reduces one slice of the tensor over its host, in
+shared memory; the ranks with the same slice reduce it between the hosts, over Gloo; the ranks of a
+host gather the slices. So a tensor crosses the network once per host, not once per rank. All other
+collectives are left to Gloo.
 """
 
 # mypy: disable-error-code="override"
@@ -23,20 +23,20 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Reduc
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
+from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
-from instep.distributed.shm.signature import call
-from instep.distributed.shm.work_queue import IssueOrder, Job
+from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.process.torch_compile import skip_methods
 
 _SMALL_BYTES = 16 << 10
-"""Up to here a tensor is no slice: each rank of a host reduces all of it with the other hosts."""
+"""Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""
 _SEGMENT_BYTES = 8 << 20
 """While one segment of a tensor is on the network, the next is reduced on the host."""
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """A stretch of a tensor, cut into one slice for each rank of a host."""
+    """A range of a tensor, cut into one slice for each rank of a host."""
 
     values: Tensor
     padded: Tensor
@@ -48,19 +48,19 @@ class _Segment:
 
 @skip_methods
 class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
-    """What `init_process_group("instep")` gives where the ranks of each host share memory."""
+    """The group of `init_process_group("instep")` where the ranks of each host share memory."""
 
     def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange) -> None:
         """`exchange` joins the ranks of this host. Collective."""
         super().__init__(store, gloo, name)
         self._exchange = exchange
-        self._order = IssueOrder(exchange.signals.give_up, exchange.signals.leave)
-        self._between = _between_hosts(store, gloo, name, exchange)
+        self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
+        self._inter_host = _inter_host_group(store, gloo, name, exchange)
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor.
 
-        On the group's thread, also where the caller waits for it: the watch looks after a main
+        It runs on the group's thread, even if the caller waits for it: the watcher checks a main
         thread that sleeps in a collective, and one that waits in shared memory wakes too often.
         """
         opts = opts or AllreduceOptions()
@@ -71,11 +71,11 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         def step(values: list[Tensor], *_: object) -> None:
             self._all_reduce(values[0], chosen, options)
 
-        return self._order.issue(Job(step, tensors), "all_reduce", tensors, is_async=True)
+        return self._queue.issue(Collective(step, tensors), "all_reduce", tensors, is_async=True)
 
     def shutdown(self) -> None:
-        """Leave: peers that still wait for this rank get an error. Called by torch."""
-        self._order.close()
+        """Leave the group: peers that still wait for this rank get an error. Called by torch."""
+        self._queue.close()
         super().shutdown()
 
     def _all_reduce(self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions) -> None:
@@ -84,49 +84,49 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
             self._reduce_by_slices(whole, reduction, opts, timeout)
         else:
             self._exchange.all_reduce(whole, reduction, timeout)
-            self._between.allreduce([whole], opts).wait()
+            self._inter_host.allreduce([whole], opts).wait()
 
     def _reduce_by_slices(
         self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions, timeout: timedelta | None
     ) -> None:
         here = self._exchange
-        what = call("all_reduce", whole.dtype, whole.numel(), reduction.name)
+        signature = signature_of("all_reduce", whole.dtype, whole.numel(), reduction.name)
         longest = _SEGMENT_BYTES // whole.itemsize // here.size * here.size
-        under_way = []
+        pending = []
         for values in whole.split(longest):
             padded = _padded(values, here.size)
             slices = padded.view(here.size, padded.numel() // here.size).unbind()
             mine = slices[here.rank]
-            here.reduce_scatter(mine, slices, reduction, timeout, what)
-            work = self._between.allreduce([mine], opts)
-            under_way.append(_Segment(values, padded, slices, work))
-        for segment in under_way:
+            here.reduce_scatter(mine, slices, reduction, timeout, signature)
+            work = self._inter_host.allreduce([mine], opts)
+            pending.append(_Segment(values, padded, slices, work))
+        for segment in pending:
             segment.work.wait()
-            here.all_gather(segment.slices, segment.slices[here.rank], timeout, what)
+            here.all_gather(segment.slices, segment.slices[here.rank], timeout, signature)
             if segment.padded is not segment.values:
                 segment.values.copy_(segment.padded[: segment.values.numel()])
 
 
-def _between_hosts(
+def _inter_host_group(
     store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange
 ) -> ProcessGroup:
-    """The ranks that have the same place on their hosts."""
-    door = PrefixStore(f"between{exchange.rank}/", store)
+    """A group of the ranks that have the same rank on their hosts."""
+    prefix = PrefixStore(f"between{exchange.rank}/", store)
     host, hosts = gloo.rank() // exchange.size, gloo.size() // exchange.size
-    those = ProcessGroupGloo(door, host, hosts, gloo.options._timeout)
-    return ProcessGroupOverGloo(door, those, f"{name}/between{exchange.rank}")
+    gloo_group = ProcessGroupGloo(prefix, host, hosts, gloo.options._timeout)
+    return ProcessGroupOverGloo(prefix, gloo_group, f"{name}/between{exchange.rank}")
 
 
 def _reduction(op: ReduceOp, tensor: Tensor) -> Reduction | None:
-    """How to reduce a tensor on a host and between hosts, or None if Gloo should do all of it."""
+    """The reduction on a host and between hosts, or None to leave all of it to Gloo."""
     # Gloo leaves 2 in a bool, and knows complex numbers only as pairs of real ones.
     if not is_plain(tensor) or tensor.dtype is torch.bool or tensor.is_complex():
         return None
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
-    return find_reduction(kind, tensor.dtype)
+    op_type: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return find_reduction(op_type, tensor.dtype)
 
 
 def _padded(values: Tensor, unit: int) -> Tensor:
     """The values, with zeros behind them up to a multiple of `unit`."""
-    lack = -values.numel() % unit
-    return torch.cat([values, values.new_zeros(lack)]) if lack else values
+    missing = -values.numel() % unit
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values

@@ -1,8 +1,8 @@
-"""The c10d backend: what torch.distributed calls, done in shared memory where it can be.
+"""The c10d backend: the methods that torch.distributed calls, in shared memory or over Gloo.
 
-Which way a collective goes depends only on what is equal on all ranks (op, dtype, layout), never on
-what is one rank's own affair (strides, gradients, inference mode): otherwise some would wait here
-and others in Gloo.
+The choice between them depends only on properties that are equal on all ranks (op, dtype, layout),
+never on those of one rank (strides, gradients, inference mode): otherwise some ranks would wait in
+shared memory and others in Gloo.
 """
 
 # mypy: disable-error-code="override"
@@ -29,16 +29,16 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.shm.exchange import Exchange
-from instep.distributed.shm.memory.flat import are_alike, is_plain
+from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
-from instep.distributed.shm.work_queue import IssueOrder, Job, Step
+from instep.distributed.shm.work_queue import Collective, Step, WorkQueue
 from instep.process.torch_compile import skip_methods
 
 
 class _Options(Protocol):
-    """What the options of every collective have."""
+    """The options of every collective."""
 
     timeout: timedelta
     asyncOp: bool  # noqa: N815 - torch's name
@@ -46,7 +46,7 @@ class _Options(Protocol):
 
 @skip_methods
 class InstepProcessGroup(ProcessGroupOverGloo):
-    """What `init_process_group("instep")` gives where the ranks share memory.
+    """The group of `init_process_group("instep")` where all ranks share memory.
 
     `resident` and `shares_memory` are for users; `torch.distributed` calls the rest.
     """
@@ -54,34 +54,36 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange) -> None:
         super().__init__(store, gloo, name)
         self._exchange = exchange
-        self._order = IssueOrder(exchange.signals.give_up, exchange.signals.leave)
+        self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
 
     def shares_memory(self) -> bool:
         """True."""
         return True
 
     def resident(self, numel: int, dtype: torch.dtype = torch.float32) -> Resident:
-        """A new bucket of `numel` zeros on every rank, which all reduce in place. Collective.
+        """A new bucket of `numel` zeros on every rank, which is reduced in place. Collective.
 
         Raises SharedMemoryError on all ranks if there is not enough memory for all of them.
         """
-        made: list[SharedBucket] = []
-        self._order.run(
-            Job(lambda *_: made.append(SharedBucket(self._exchange, numel, dtype))), "resident", []
+        buckets: list[SharedBucket] = []
+        self._queue.run(
+            Collective(lambda *_: buckets.append(SharedBucket(self._exchange, numel, dtype))),
+            "resident",
+            [],
         )
-        bucket, order = made[0], self._order
+        bucket, queue = buckets[0], self._queue
 
         def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
             reduction = bucket.reduction(op)
-            job = Job(lambda *_: bucket.all_reduce(reduction))
-            return order.issue(job, "reduce_resident", [bucket.mine], is_async)
+            collective = Collective(lambda *_: bucket.all_reduce(reduction))
+            return queue.issue(collective, "reduce_resident", [bucket.mine], is_async)
 
         return Resident(bucket.mine, all_reduce)
 
     def all_reduce_now(self, tensors: list[Tensor], op: ReduceOp.RedOpType) -> None:
-        """all_reduce of each of several tensors of one dtype, past torch's dispatcher.
+        """Blocking all_reduce of each of several tensors of one dtype, without torch's dispatcher.
 
-        Returns when it is done; the dispatcher takes longer than a small tensor.
+        The dispatcher takes longer than the reduction of a small tensor.
         """
         if (reduction := _reduction(op, tensors)) is None:
             opts = AllreduceCoalescedOptions()
@@ -93,10 +95,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce_each(values, chosen, timeout)
 
-        self._order.run(Job(step, tensors), "all_reduce_coalesced", tensors)
+        self._queue.run(Collective(step, tensors), "all_reduce_coalesced", tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, past torch's dispatcher."""
+        """Every rank's tensor, without torch's dispatcher."""
         opts = AllgatherOptions()
         opts.asyncOp = False
         outputs = [torch.empty_like(mine) for _ in range(self.size())]
@@ -106,7 +108,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -120,7 +122,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """all_reduce of each of several tensors of one dtype."""
         opts = opts or AllreduceCoalescedOptions()
-        if (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().allreduce_coalesced(tensors, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -132,7 +134,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
         opts = opts or ReduceOptions()
-        if len(tensors) != 1 or (reduction := _reduction(_kind(opts.reduceOp), tensors)) is None:
+        if len(tensors) != 1 or (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
 
@@ -162,7 +164,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """Gather one tensor of every rank into a list."""
         opts = opts or AllgatherOptions()
         fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size()
-        if not fits or not are_alike(outputs[0], inputs[0]):
+        if not fits or not match(outputs[0], inputs[0]):
             return super().allgather(outputs, inputs, opts)
         exchange = self._exchange
 
@@ -182,7 +184,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """all_gather_single for each of several pairs."""
         opts = opts or AllgatherOptions()
-        if not _divide(outputs, inputs, self.size()):
+        if not _are_split(outputs, inputs, self.size()):
             return super().all_gather_single_coalesced(outputs, inputs, opts)
         exchange = self._exchange
 
@@ -201,8 +203,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """Reduce a list of tensors, one for each rank."""
         opts = opts or ReduceScatterOptions()
         fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
-        alike = fits and are_alike(inputs[0], outputs[0])
-        if not alike or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+        same_layout = fits and match(inputs[0], outputs[0])
+        if not same_layout or (reduction := _reduction(_op_type(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -225,8 +227,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     ) -> Work:
         """reduce_scatter_single for each of several pairs."""
         opts = opts or ReduceScatterOptions()
-        fits = _divide(inputs, outputs, self.size())
-        if not fits or (reduction := _reduction(_kind(opts.reduceOp), outputs)) is None:
+        fits = _are_split(inputs, outputs, self.size())
+        if not fits or (reduction := _reduction(_op_type(opts.reduceOp), outputs)) is None:
             return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
         exchange, chosen = self._exchange, reduction
 
@@ -244,8 +246,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         )
 
     def shutdown(self) -> None:
-        """Leave: peers that still wait for this rank get an error. Called by torch."""
-        self._order.close()
+        """Leave the group: peers that still wait for this rank get an error. Called by torch."""
+        self._queue.close()
         super().shutdown()
 
     _allgather_base = all_gather_single  # the names before torch 2.12
@@ -261,19 +263,19 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         opts: _Options,
         read: Sequence[Tensor] = (),
     ) -> Work:
-        """Run `step` on the flat memory of the tensors that it writes and reads, in order."""
+        """Queue `step` for the flat memory of the tensors that it writes and reads."""
         limit = opts.timeout
-        job = Job(step, written, read, limit if limit.days >= 0 else None)
-        return self._order.issue(job, text, written, opts.asyncOp)
+        collective = Collective(step, written, read, limit if limit.days >= 0 else None)
+        return self._queue.issue(collective, text, written, opts.asyncOp)
 
 
-def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
-    kind: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
-    return kind
+def _op_type(op: ReduceOp) -> ReduceOp.RedOpType:
+    op_type: ReduceOp.RedOpType = op.op  # type: ignore[attr-defined]
+    return op_type
 
 
 def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
-    """How to reduce these tensors in shared memory, or None if Gloo should answer."""
+    """The reduction of these tensors in shared memory, or None to leave it to Gloo."""
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None
@@ -285,8 +287,8 @@ def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
     return whole.view(size, whole.numel() // size).unbind()
 
 
-def _divide(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
-    """Whether each whole has room for `size` times its part."""
+def _are_split(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
+    """Whether each whole has `size` times as many elements as its part."""
     return len(wholes) == len(parts) and all(
         is_plain(whole)
         and is_plain(part)

@@ -1,13 +1,13 @@
-"""The collectives themselves, over one mapping: signals, then each rank's staging.
+"""The collectives over one mapping, which holds the signals and then each rank's staging buffers.
 
-Whatever its size, a tensor goes through the staging in chunks. A chunk takes one turn and the next
-chunk the other one, so one meeting per chunk is enough: when a rank writes in a turn again, all
-ranks have met since it was last read.
+Whatever its size, a tensor goes through the staging in chunks. Successive chunks alternate between
+two buffers, so one barrier per chunk is enough: between the reading of a buffer and the next
+writing to it all ranks pass a barrier.
 
-To reduce a large tensor, each rank reduces its own share of every chunk. It stages only what the
-others reduce, and puts the result of its share where its own staging has been left free:
+To reduce a large tensor, each rank reduces its own share of every chunk. It stages only the shares
+of the others, and puts the result of its own share into the slot that this leaves free:
 
-    step k    fetch the results of chunk k-2; reduce my share of k-1; stage chunk k; meet
+    step k    fetch the results of chunk k-2; reduce my share of k-1; stage chunk k; barrier
 """
 
 from __future__ import annotations
@@ -21,45 +21,50 @@ from torch import Tensor
 
 from instep.distributed.shm.memory.mapping import round_up
 from instep.distributed.shm.memory.peers import Peer
-from instep.distributed.shm.memory.reduction import Reduction, reduce_into, scratch_count
-from instep.distributed.shm.memory.signals import BYTES_PER_RANK, Signals
-from instep.distributed.shm.memory.staging import TURNS, Staging
-from instep.distributed.shm.signature import Call, call
+from instep.distributed.shm.memory.reduction import Reduction, buffer_count, reduce_into
+from instep.distributed.shm.memory.signals import (
+    BYTES_PER_RANK,
+    CollectiveSignature,
+    Signals,
+    signature_of,
+)
+from instep.distributed.shm.memory.staging import BUFFERS, Staging
 
 _PART_BYTES = 1 << 20
 _ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very many
 _SMALLEST_PART_BYTES = 64 << 10
-_AT_ONCE_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
+_ONE_SHOT_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
 _SMALL_BYTES = 16 << 10
 
 
 def part_bytes(size: int) -> int:
-    """How much of a tensor a rank stages at a time, in a group of `size` ranks."""
-    share = _ALL_PARTS_BYTES // (TURNS * size)
+    """The number of bytes that a rank stages at a time, in a group of `size` ranks."""
+    share = _ALL_PARTS_BYTES // (BUFFERS * size)
     return max(_SMALLEST_PART_BYTES, min(_PART_BYTES, 1 << share.bit_length() - 1))
 
 
 def mapping_bytes(size: int) -> int:
-    """The mapping that `Exchange` needs for `size` ranks."""
-    return round_up(size * BYTES_PER_RANK) + TURNS * size * part_bytes(size)
+    """The size of the mapping of `size` ranks."""
+    return round_up(size * BYTES_PER_RANK) + BUFFERS * size * part_bytes(size)
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A stretch of a tensor that is staged at once."""
+    """A range of a tensor that is staged at once."""
 
     use: int
+    """Of the staging."""
     start: int
     stop: int
-    cuts: list[int]
-    """Where each rank's share begins, and the end of the last one."""
+    bounds: list[int]
+    """The start of each rank's share, and the end of the last one."""
 
 
 class Exchange:
-    """This rank's end of the shared mapping. One thread at a time may use it.
+    """This rank's view of the shared mapping. One thread at a time may use it.
 
     All tensors are 1-D, contiguous and on the CPU. Every method is a collective and raises what
-    `Signals.meet` raises.
+    `Signals.barrier` raises.
     """
 
     def __init__(
@@ -75,32 +80,30 @@ class Exchange:
         self.signals = Signals(data, rank, peers, default_timeout)
         self._others = [other for other in range(self.size) if other != rank]
         self._staging = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size)
-        self._scratch: dict[torch.dtype, list[Tensor]] = {}
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
 
     def barrier(self, timeout: timedelta | None) -> None:
         """Wait for all ranks."""
-        self.signals.meet(call("barrier"), timeout)
+        self.signals.barrier(signature_of("barrier"), timeout)
 
     def all_reduce(self, flat: Tensor, reduction: Reduction, timeout: timedelta | None) -> None:
         """Replace `flat` by the reduction of all ranks' `flat`: the same bits on every rank."""
         numel = flat.numel()
-        what = call("all_reduce", flat.dtype, numel, reduction.name)
-        if self.size == 2 or flat.nbytes * self.size <= _AT_ONCE_BYTES:
-            self._reduce_at_once(flat, reduction, what, timeout)
+        signature = signature_of("all_reduce", flat.dtype, numel, reduction.name)
+        if self.size == 2 or flat.nbytes * self.size <= _ONE_SHOT_BYTES:
+            self._one_shot_reduce(flat, reduction, signature, timeout)
         else:
-            self._reduce_by_shares(flat, reduction, what, timeout, self.rank)
+            self._two_shot_reduce(flat, reduction, signature, timeout, self.rank)
 
     def all_reduce_each(
         self, flats: Sequence[Tensor], reduction: Reduction, timeout: timedelta | None
     ) -> None:
-        """`all_reduce` of each of several tensors of one dtype; small ones travel together."""
+        """`all_reduce` of each of several tensors of one dtype; small ones are packed together."""
         small = [flat for flat in flats if flat.numel() * flat.itemsize <= _SMALL_BYTES]
         if len(small) > 1:
-            together = torch.cat(small)
-            self.all_reduce(together, reduction, timeout)
-            for flat, reduced in zip(
-                small, together.split([f.numel() for f in small]), strict=True
-            ):
+            packed = torch.cat(small)
+            self.all_reduce(packed, reduction, timeout)
+            for flat, reduced in zip(small, packed.split([f.numel() for f in small]), strict=True):
                 flat.copy_(reduced)
         for flat in flats:
             if len(small) <= 1 or flat.numel() * flat.itemsize > _SMALL_BYTES:
@@ -110,19 +113,19 @@ class Exchange:
         self, flat: Tensor, reduction: Reduction, root: int, timeout: timedelta | None
     ) -> None:
         """Replace `flat` on rank `root` by the reduction of all ranks' `flat`."""
-        what = call("reduce", flat.dtype, flat.numel(), reduction.name, root)
-        self._reduce_by_shares(flat, reduction, what, timeout, root)
+        signature = signature_of("reduce", flat.dtype, flat.numel(), reduction.name, root)
+        self._two_shot_reduce(flat, reduction, signature, timeout, root)
 
     def broadcast(self, flat: Tensor, root: int, timeout: timedelta | None) -> None:
         """Replace `flat` by that of rank `root`."""
-        what = call("broadcast", flat.dtype, flat.numel(), root=root)
+        signature = signature_of("broadcast", flat.dtype, flat.numel(), root=root)
         raw = flat.view(torch.uint8)
         for chunk in self._chunks(raw.numel(), self._staging.part_bytes):
             staged = self._staging.part(chunk.use, root, torch.uint8, chunk.stop - chunk.start)
             piece = raw[chunk.start : chunk.stop]
             if self.rank == root:
                 staged.copy_(piece)
-            self.signals.meet(what, timeout)
+            self.signals.barrier(signature, timeout)
             if self.rank != root:
                 piece.copy_(staged)
 
@@ -131,15 +134,18 @@ class Exchange:
         outputs: Sequence[Tensor],
         flat: Tensor,
         timeout: timedelta | None,
-        what: Call | None = None,
+        signature: CollectiveSignature | None = None,
     ) -> None:
-        """Write the `flat` of rank r to `outputs[r]`, for every r; `what` it is a part of."""
-        what = what or call("all_gather", flat.dtype, flat.numel())
+        """Write the `flat` of rank r to `outputs[r]`, for every r.
+
+        `signature`: of the collective of which this is a part.
+        """
+        signature = signature or signature_of("all_gather", flat.dtype, flat.numel())
         raw = flat.view(torch.uint8)
         if 0 < raw.numel() <= self._staging.part_bytes:
             views = self._staging.parts(torch.uint8, raw.numel())
             views[self.rank].copy_(raw)
-            self.signals.meet(what, timeout)
+            self.signals.barrier(signature, timeout)
             for output, view in zip(outputs, views, strict=True):
                 output.view(torch.uint8).copy_(view)
             return
@@ -150,7 +156,7 @@ class Exchange:
                 self._staging.part(chunk.use, rank, torch.uint8, numel) for rank in range(self.size)
             ]
             views[self.rank].copy_(raw[chunk.start : chunk.stop])
-            self.signals.meet(what, timeout)
+            self.signals.barrier(signature, timeout)
             views[self.rank] = raw[chunk.start : chunk.stop]
             for target, view in zip(targets, views, strict=True):
                 target[chunk.start : chunk.stop].copy_(view)
@@ -161,47 +167,58 @@ class Exchange:
         inputs: Sequence[Tensor],
         reduction: Reduction,
         timeout: timedelta | None,
-        what: Call | None = None,
+        signature: CollectiveSignature | None = None,
     ) -> None:
-        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r; `what` it is a part of.
+        """Write the reduction of all ranks' `inputs[r]` to `out` of rank r.
 
-        `out` may be `inputs[r]`.
+        `out` may be `inputs[r]`. `signature`: of the collective of which this is a part.
         """
-        what = what or call("reduce_scatter", out.dtype, out.numel(), reduction.name)
-        for chunk in self._chunks(out.numel(), self._staging.room_bytes // out.itemsize):
+        signature = signature or signature_of(
+            "reduce_scatter", out.dtype, out.numel(), reduction.name
+        )
+        for chunk in self._chunks(out.numel(), self._staging.slot_bytes // out.itemsize):
             numel = chunk.stop - chunk.start
             for other in self._others:
-                staged = self._staging.room(chunk.use, self.rank, other, out.dtype, numel)
+                staged = self._staging.slot(chunk.use, self.rank, other, out.dtype, numel)
                 staged.copy_(inputs[other][chunk.start : chunk.stop])
-            self.signals.meet(what, timeout)
+            self.signals.barrier(signature, timeout)
             parts = [
-                self._staging.room(chunk.use, rank, self.rank, out.dtype, numel)
+                self._staging.slot(chunk.use, rank, self.rank, out.dtype, numel)
                 for rank in range(self.size)
             ]
             own = inputs[self.rank][chunk.start : chunk.stop]
             parts[self.rank].copy_(own)
-            scratch = self._scratch_tensors(out.dtype, numel)
-            reduce_into(out[chunk.start : chunk.stop], parts, reduction, scratch)
+            buffers = self._buffers_for(out.dtype, numel)
+            reduce_into(out[chunk.start : chunk.stop], parts, reduction, buffers)
 
-    def _reduce_at_once(
-        self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None
+    def _one_shot_reduce(
+        self,
+        flat: Tensor,
+        reduction: Reduction,
+        signature: CollectiveSignature,
+        timeout: timedelta | None,
     ) -> None:
-        """Every rank reduces everything: one meeting, but each reads what all have staged."""
+        """Every rank reduces everything: one barrier, but each rank reads the staging of all."""
         numel, longest = flat.numel(), self._staging.part_bytes // flat.itemsize
         for piece in flat.split(longest) if numel > longest else (flat,):
             numel = piece.numel()
             views = self._staging.parts(flat.dtype, numel)
             views[self.rank].copy_(piece)
-            self.signals.meet(what, timeout)
-            if self.size == 2:  # my own values are nearer than what I have staged
+            self.signals.barrier(signature, timeout)
+            if self.size == 2:  # my tensor is nearer than its staged copy
                 views = [piece, views[1]] if self.rank == 0 else [views[0], piece]
-            reduce_into(piece, views, reduction, self._scratch_tensors(flat.dtype, numel))
+            reduce_into(piece, views, reduction, self._buffers_for(flat.dtype, numel))
 
-    def _reduce_by_shares(
-        self, flat: Tensor, reduction: Reduction, what: Call, timeout: timedelta | None, root: int
+    def _two_shot_reduce(
+        self,
+        flat: Tensor,
+        reduction: Reduction,
+        signature: CollectiveSignature,
+        timeout: timedelta | None,
+        root: int,
     ) -> None:
         """Reduce `flat` chunk by chunk; the result goes to the ranks whose `root` is their own."""
-        longest = self._staging.room_bytes // flat.itemsize * self.size
+        longest = self._staging.slot_bytes // flat.itemsize * self.size
         chunks = list(self._chunks(flat.numel(), longest))
         for step in range(len(chunks) + 2):
             if step >= 2 and root == self.rank:
@@ -211,50 +228,50 @@ class Exchange:
             if step < len(chunks):
                 self._stage(flat, chunks[step])
             if step <= len(chunks):
-                self.signals.meet(what, timeout)
+                self.signals.barrier(signature, timeout)
 
     def _stage(self, flat: Tensor, chunk: _Chunk) -> None:
-        """Put where the others see it what they reduce of my chunk."""
+        """Stage the shares of the other ranks."""
         for other in self._others:
             staged, piece = self._share(flat, chunk, self.rank, other)
             staged.copy_(piece)
 
     def _reduce_share(self, flat: Tensor, chunk: _Chunk, reduction: Reduction) -> None:
-        """Reduce my share of a chunk that all have staged, into my own staging."""
+        """Reduce my share of a chunk that all ranks have staged, into my own staging."""
         out, own = self._share(flat, chunk, self.rank, self.rank)
         parts = [
             own if rank == self.rank else self._share(flat, chunk, rank, self.rank)[0]
             for rank in range(self.size)
         ]
-        reduce_into(out, parts, reduction, self._scratch_tensors(flat.dtype, out.numel()))
+        reduce_into(out, parts, reduction, self._buffers_for(flat.dtype, out.numel()))
 
     def _fetch(self, flat: Tensor, chunk: _Chunk) -> None:
-        """Take everybody's results of a chunk."""
+        """Copy all ranks' results of a chunk into my tensor."""
         for rank in range(self.size):
             staged, piece = self._share(flat, chunk, rank, rank)
             piece.copy_(staged)
 
     def _share(self, flat: Tensor, chunk: _Chunk, rank: int, of: int) -> tuple[Tensor, Tensor]:
         """The share of rank `of`: as `rank` stages it, and in my tensor."""
-        start, stop = chunk.cuts[of], chunk.cuts[of + 1]
-        staged = self._staging.room(chunk.use, rank, of, flat.dtype, stop - start)
+        start, stop = chunk.bounds[of], chunk.bounds[of + 1]
+        staged = self._staging.slot(chunk.use, rank, of, flat.dtype, stop - start)
         return staged, flat[start:stop]
 
     def _chunks(self, numel: int, longest: int) -> Iterator[_Chunk]:
-        """Cut so many elements into chunks, at least one; each is one use of the staging."""
+        """Cut `numel` elements into chunks, at least one; each is one use of the staging."""
         for start in range(0, max(numel, 1), longest):
             stop = min(start + longest, numel)
-            cuts = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
-            yield _Chunk(self._staging.next_use(), start, stop, cuts)
+            bounds = [start + (stop - start) * rank // self.size for rank in range(self.size + 1)]
+            yield _Chunk(self._staging.next_use(), start, stop, bounds)
 
-    def _scratch_tensors(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """This rank's own memory for the inner nodes of the tree."""
+    def _buffers_for(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """This rank's private memory for the inner nodes of the reduction tree."""
         if self.size <= 2:
             return []
-        if dtype not in self._scratch:
-            longest = max(self._staging.room_bytes, _AT_ONCE_BYTES // self.size) // dtype.itemsize
+        if dtype not in self._buffers:
+            longest = max(self._staging.slot_bytes, _ONE_SHOT_BYTES // self.size) // dtype.itemsize
             with torch.inference_mode(False):
-                self._scratch[dtype] = [
-                    torch.empty(longest, dtype=dtype) for _ in range(scratch_count(self.size))
+                self._buffers[dtype] = [
+                    torch.empty(longest, dtype=dtype) for _ in range(buffer_count(self.size))
                 ]
-        return [tensor[:numel] for tensor in self._scratch[dtype]]
+        return [tensor[:numel] for tensor in self._buffers[dtype]]

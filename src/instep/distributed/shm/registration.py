@@ -1,4 +1,4 @@
-"""The name "instep" in torch.distributed, and what happens when a group of that name is made."""
+"""Registration of the backend "instep" in torch.distributed, and creation of its groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
 
 
 class _GroupOptions(Protocol):
-    """What torch says about a group that it wants (c10d::DistributedBackendOptions)."""
+    """c10d::DistributedBackendOptions: a group that torch wants to create."""
 
     store: Store
     group_rank: int
@@ -27,13 +27,13 @@ class _GroupOptions(Protocol):
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed, for CPU tensors. Once is enough."""
+    """Make the backend known to torch.distributed, for CPU tensors. May be called twice."""
     if NAME.upper() not in Backend._plugins:
         Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
-    """This rank's end of a new group. Collective: all ranks of the group come here."""
+    """Create a group. Collective."""
     rank, size, store = options.group_rank, options.group_size, options.store
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
@@ -46,5 +46,5 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
         if rank == 0 and not options.global_ranks_in_group and str(reason):
             print(f"instep: no shared memory, Gloo instead: {reason}", file=sys.stderr, flush=True)
         return ProcessGroupOverGloo(store, gloo, options.group_id)
-    kind = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
-    return kind(store, gloo, options.group_id, exchange)
+    cls = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
+    return cls(store, gloo, options.group_id, exchange)

@@ -1,8 +1,8 @@
-"""Buckets that live in shared memory, so that all ranks reduce them where they are.
+"""Buckets in shared memory, which all ranks reduce in place.
 
-A tensor that goes through `all_reduce` is copied into the mapping and out again. A bucket is
-already there: each rank reduces its own share of it, in blocks that stay in cache, and writes the
-result to every rank's bucket. Nothing else moves.
+`all_reduce` copies a tensor into the mapping and out again. A resident bucket is in shared memory
+already: each rank reduces its own share of it, in pieces that stay in cache, and writes the result
+to every rank's bucket.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.distributed import ReduceOp
 
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.exchange import Exchange
-from instep.distributed.shm.memory.mapping import Place, map_memory, new_memory, round_up
+from instep.distributed.shm.memory.mapping import SharedMemory, create_memory, map_memory, round_up
 from instep.distributed.shm.memory.reduction import (
     Reduction,
+    buffer_count,
     find_reduction,
     reduce_into,
-    scratch_count,
 )
-from instep.distributed.shm.signature import call
+from instep.distributed.shm.memory.signals import signature_of
 
-_BLOCK_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
 _COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))
 _ALIGNMENT = 64  # bytes; a cache line has one writer
 
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A tensor that every rank of the group has, and that is reduced where it lives."""
+    """A tensor that every rank of the group has, and that is reduced in place."""
 
     tensor: Tensor
     """This rank's values, 1-D, zeros at first. Write to it, take views of it, keep it."""
@@ -43,7 +43,7 @@ class Resident:
     def all_reduce(self, op: ReduceOp.RedOpType = ReduceOp.SUM, async_op: bool = False) -> Work:
         """Replace every rank's `tensor` by their reduction: the same bits on all ranks.
 
-        Until it is over, no rank may touch its tensor: the others write to it.
+        Until it has ended, no rank may use its tensor: the others write to it.
         """
         work = self._all_reduce(op, async_op)
         if not async_op:
@@ -52,25 +52,25 @@ class Resident:
 
 
 class SharedBucket:
-    """All ranks' parts of one bucket, as this rank sees them."""
+    """All ranks' tensors of one bucket, in this rank's mapping."""
 
     def __init__(self, exchange: Exchange, numel: int, dtype: torch.dtype) -> None:
-        """Collective. Raises SharedMemoryError on all ranks if there is not so much memory."""
+        """Collective. Raises SharedMemoryError on all ranks if there is too little memory."""
         self._exchange = exchange
         stride = round_up(max(numel, 1) * dtype.itemsize)
-        memory = _map_together(exchange, stride * exchange.size)
+        memory = _map_on_all_ranks(exchange, stride * exchange.size)
         self.parts = [
             memory[rank * stride : (rank + 1) * stride].view(dtype)[:numel]
             for rank in range(exchange.size)
         ]
         self.mine = self.parts[exchange.rank]
-        self._blocks = self._cut(numel, dtype)
-        block = max((parts[0].numel() for parts in self._blocks), default=0)
-        nodes = scratch_count(exchange.size) + 1 if exchange.size > 2 else 0
-        self._scratch = [torch.empty(block, dtype=dtype) for _ in range(nodes)]
+        self._pieces = self._cut(numel, dtype)
+        longest = max((parts[0].numel() for parts in self._pieces), default=0)
+        nodes = buffer_count(exchange.size) + 1 if exchange.size > 2 else 0
+        self._buffers = [torch.empty(longest, dtype=dtype) for _ in range(nodes)]
 
     def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
-        """How to do `op` here; ValueError if that is not known for this dtype."""
+        """The reduction `op`; ValueError if it is not supported for this dtype."""
         reduction = find_reduction(op, self.mine.dtype)
         if reduction is None:
             raise ValueError(
@@ -80,51 +80,53 @@ class SharedBucket:
 
     def all_reduce(self, reduction: Reduction) -> None:
         """Reduce my share, while the others reduce theirs."""
-        what = call("reduce_resident", self.mine.dtype, self.mine.numel(), reduction.name)
-        self._exchange.signals.meet(what)
-        for parts in self._blocks:
-            self._reduce_block(parts, reduction)
-        self._exchange.signals.meet(what)
+        signature = signature_of(
+            "reduce_resident", self.mine.dtype, self.mine.numel(), reduction.name
+        )
+        self._exchange.signals.barrier(signature)
+        for parts in self._pieces:
+            self._reduce_piece(parts, reduction)
+        self._exchange.signals.barrier(signature)
 
-    def _reduce_block(self, parts: list[Tensor], reduction: Reduction) -> None:
-        """Reduce one block of all ranks in place."""
+    def _reduce_piece(self, parts: list[Tensor], reduction: Reduction) -> None:
+        """Reduce one piece of all ranks in place."""
         if len(parts) <= 2:
             out, targets = parts[0], parts[1:]
         else:
-            out, targets = self._scratch[0][: parts[0].numel()], parts
-        reduce_into(out, parts, reduction, [s[: out.numel()] for s in self._scratch[1:]])
+            out, targets = self._buffers[0][: parts[0].numel()], parts
+        reduce_into(out, parts, reduction, [s[: out.numel()] for s in self._buffers[1:]])
         for target in targets:
             target.copy_(out)
 
     def _cut(self, numel: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """My share of the bucket, block by block; of each block all ranks' views."""
+        """My share of the bucket in pieces; of each piece all ranks' views."""
         unit = _ALIGNMENT // dtype.itemsize
         units = -(-numel // unit)
         rank, size = self._exchange.rank, self._exchange.size
         start, stop = (min(numel, units * r // size * unit) for r in (rank, rank + 1))
-        length = max(unit, _BLOCK_BYTES // size // dtype.itemsize)
+        length = max(unit, _PIECE_BYTES // size // dtype.itemsize)
         return [
             [part[lo : min(lo + length, stop)] for part in self.parts]
             for lo in range(start, stop, length)
         ]
 
 
-def _map_together(exchange: Exchange, size: int) -> Tensor:
+def _map_on_all_ranks(exchange: Exchange, size: int) -> Tensor:
     """New memory that all ranks have mapped, or SharedMemoryError on all of them."""
     problem, memory = "", None
-    with ExitStack() as held:
-        place = torch.full((2,), -1)
+    with ExitStack() as open_memory:
+        address = torch.full((2,), -1)
         try:
             if exchange.rank == 0:
-                made = held.enter_context(new_memory(size))
-                place = torch.tensor([made.pid, made.descriptor])
+                shared = open_memory.enter_context(create_memory(size))
+                address = torch.tensor([shared.pid, shared.descriptor])
         except OSError as error:
             problem = str(error)
-        exchange.broadcast(place, 0, None)
-        pid, descriptor = place.tolist()
+        exchange.broadcast(address, 0, None)
+        pid, descriptor = address.tolist()
         try:
             if pid >= 0:
-                memory = map_memory(Place(pid, descriptor), size)
+                memory = map_memory(SharedMemory(pid, descriptor), size)
         except OSError as error:
             problem = str(error)
         failed = torch.tensor([memory is None], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""In which order and on which thread the collectives of a group run.
+"""The order and the threads in which the collectives of a group run.
 
-A blocking collective runs in its caller, unless asynchronous ones are still on their way: then it
-queues behind them. Asynchronous ones run on one thread of the group, in the order of issue.
+A blocking collective runs in its caller, unless asynchronous ones are still pending: then it queues
+behind them. Asynchronous ones run on one thread of the group, in the order of issue.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from instep.distributed.errors import (
     ForkedChildError,
     SharedMemoryError,
 )
-from instep.distributed.shm.memory.flat import flat, write_back
+from instep.distributed.shm.memory.flat import flatten, write_back
 from instep.process.torch_compile import skip_methods
 
 
 @skip_methods
-class Done(Work):
-    """A collective that has succeeded."""
+class CompletedWork(Work):
+    """The Work of a collective that has succeeded."""
 
     def __init__(self, result: list[Tensor]) -> None:
         super().__init__()
@@ -61,22 +61,24 @@ class Done(Work):
 
 
 @skip_methods
-class Pending(Work):
-    """A collective on its way; it becomes a success or an error on the group's thread."""
+class QueuedWork(Work):
+    """The Work of a collective that the group's thread will run or is running."""
 
-    def __init__(self, text: str, result: list[Tensor], help_along: Callable[[Pending], None]):
+    def __init__(
+        self, text: str, result: list[Tensor], run_until_done: Callable[[QueuedWork], None]
+    ):
         super().__init__()
         self._text = text
         self._result = result
-        self._help_along = help_along
+        self._run_until_done = run_until_done
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
         self._source: Future[BaseException | None] | None = None
         self._future: Future[list[Tensor]]
 
-    def finish(self, error: BaseException | None, forget: Callable[[Pending], None]) -> None:
-        """Wake whoever waits, run the callbacks of its future, `forget` it when they have ended."""
+    def finish(self, error: BaseException | None, forget: Callable[[QueuedWork], None]) -> None:
+        """Wake the waiters, run the callbacks of the future, then call `forget(self)`."""
         with self._lock:
             self._error = error
             source = self._source
@@ -89,7 +91,7 @@ class Pending(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when it has succeeded. Raises its error, or CollectiveTimeoutError."""
-        self._help_along(self)
+        self._run_until_done(self)
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._finished.wait(seconds if seconds > 0 else None):
             raise CollectiveTimeoutError([], self._text, seconds)
@@ -98,15 +100,15 @@ class Pending(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, with success or an error."""
         return self._finished.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is over and well."""
+        """Whether it has ended with success."""
         return self._finished.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Its error, if it is over and not well."""
+        """Its error, if it has ended with one."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -118,25 +120,26 @@ class Pending(Work):
         with self._lock:
             if self._source is None:
                 self._source = Future()
-                self._future = self._source.then(self._outcome)
+                self._future = self._source.then(self._result_of)
                 if self._finished.is_set():
                     self._source.set_result(self._error)
             return self._future
 
-    def _outcome(self, source: Future[BaseException | None]) -> list[Tensor]:
+    def _result_of(self, source: Future[BaseException | None]) -> list[Tensor]:
         error = source.value()
         if error is not None:
             raise error
         return self._result
 
 
-_CLOSE_SECONDS = 10.0  # a job that still waits for its peers then is left to the group's timeout
+_CLOSE_SECONDS = 10.0
+"""A collective that waits for its peers for longer is left to the group's timeout."""
 Step = Callable[[list[Tensor], list[Tensor], timedelta | None], None]
-"""An exchange between the ranks: flat tensors that it writes, those that it only reads, a limit."""
+"""An exchange between the ranks: flat tensors that it writes, those that it only reads, timeout."""
 
 
-class Job(NamedTuple):
-    """A collective as a group's thread finds it."""
+class Collective(NamedTuple):
+    """One collective for a work queue."""
 
     step: Step
     written: Sequence[Tensor] = ()
@@ -144,45 +147,47 @@ class Job(NamedTuple):
     timeout: timedelta | None = None
 
 
-class IssueOrder:
-    """Runs the jobs of one group, one at a time, in the order in which they were issued.
+class WorkQueue:
+    """Runs the collectives of one group, one at a time, in the order in which they were issued.
 
-    What a callback of a future issues, on the group's thread, runs at once: after the collective
-    that the callback belongs to and before the next, so the order is the same on every rank.
+    A collective that a future's callback issues on the group's thread runs at once: after the
+    collective of the callback and before the next, so the order is the same on every rank.
 
-    After an error in an exchange the ranks are out of step for good: every later job raises
-    BrokenGroupError. An error before or after it (a tensor that cannot be read, or written) is this
-    rank's own, and leaves them in step.
+    After an error in an exchange the ranks are out of step for good: every later collective raises
+    BrokenGroupError. An error before or after the exchange (a tensor that cannot be read or
+    written) concerns this rank only, and the ranks stay in step.
     """
 
-    def __init__(self, tell: Callable[[str], None], leave: Callable[[], None]) -> None:
-        self._tell = tell
+    def __init__(self, abort: Callable[[str], None], leave: Callable[[], None]) -> None:
+        self._abort = abort
         self._leave = leave
-        self._obstacle: Exception | None = None
+        self._error: Exception | None = None
         self._running = threading.Lock()
-        self._pending: set[Pending] = set()
-        self._queue: SimpleQueue[tuple[Job, Pending] | None] = SimpleQueue()
+        self._pending: set[QueuedWork] = set()
+        self._queue: SimpleQueue[tuple[Collective, QueuedWork] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        _living.add(self)
+        _queues.add(self)
 
-    def issue(self, job: Job, text: str, result: list[Tensor], is_async: bool) -> Work:
-        """Run `job` now, or queue it if `is_async` (then return at once) or others are queued."""
+    def issue(
+        self, collective: Collective, text: str, result: list[Tensor], is_async: bool
+    ) -> Work:
+        """Run `collective` now; queue it if others are queued, or if `is_async`, and return."""
         if is_async and threading.current_thread() is not self._thread:
-            return self._enqueue(job, text, result)
-        self.run(job, text, result)
-        return Done(result)
+            return self._enqueue(collective, text, result)
+        self.run(collective, text, result)
+        return CompletedWork(result)
 
-    def run(self, job: Job, text: str, result: list[Tensor]) -> None:
-        """Run `job` now, or wait for it in the queue behind others."""
+    def run(self, collective: Collective, text: str, result: list[Tensor]) -> None:
+        """Run `collective` now, or wait for it in the queue behind others."""
         if self._pending and threading.current_thread() is not self._thread:
-            self._enqueue(job, text, result).wait()
+            self._enqueue(collective, text, result).wait()
             return
         with self._running:
-            self._run(job)
+            self._run(collective)
 
     def close(self) -> None:
-        """Leave the group after the jobs that are queued, which may take a moment."""
-        if isinstance(self._obstacle, ForkedChildError):
+        """Leave the group after the queued collectives."""
+        if isinstance(self._error, ForkedChildError):
             return
         if self._thread is None:
             self._leave()
@@ -191,42 +196,42 @@ class IssueOrder:
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
-    def forget(self) -> None:
-        """In a forked child: it has neither the thread nor a part in the group."""
-        self._obstacle = ForkedChildError()
+    def reset_after_fork(self) -> None:
+        """In a forked child, which has no such thread and is no member of the group."""
+        self._error = ForkedChildError()
         self._running = threading.Lock()
         self._pending = set()
         self._thread = None
 
-    def _run(self, job: Job) -> None:
-        if self._obstacle is not None:
-            raise self._obstacle
-        written = [flat(tensor) for tensor in job.written]
-        read = [flat(tensor) for tensor in job.read]
+    def _run(self, collective: Collective) -> None:
+        if self._error is not None:
+            raise self._error
+        written = [flatten(tensor) for tensor in collective.written]
+        read = [flatten(tensor) for tensor in collective.read]
         try:
-            job.step(written, read, job.timeout)
+            collective.step(written, read, collective.timeout)
         except SharedMemoryError:  # on all ranks alike: they are still in step
             raise
         except BaseException as error:
-            self._obstacle = BrokenGroupError(str(error) or type(error).__name__)
-            self._tell(str(error) or type(error).__name__)
+            self._error = BrokenGroupError(str(error) or type(error).__name__)
+            self._abort(str(error) or type(error).__name__)
             raise
-        for values, tensor in zip(written, job.written, strict=True):
+        for values, tensor in zip(written, collective.written, strict=True):
             write_back(values, tensor)
 
-    def _enqueue(self, job: Job, text: str, result: list[Tensor]) -> Pending:
-        if isinstance(self._obstacle, ForkedChildError):
-            raise self._obstacle
-        work = Pending(text, result, self._help_along)
+    def _enqueue(self, collective: Collective, text: str, result: list[Tensor]) -> QueuedWork:
+        if isinstance(self._error, ForkedChildError):
+            raise self._error
+        work = QueuedWork(text, result, self._run_until_done)
         self._pending.add(work)
-        self._queue.put((job, work))
+        self._queue.put((collective, work))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="instep-shm", daemon=True)
             self._thread.start()
         return work
 
-    def _help_along(self, work: Pending) -> None:
-        """A callback waits for `work`: only the thread that it keeps can run it."""
+    def _run_until_done(self, work: QueuedWork) -> None:
+        """Run the queue if a callback waits for `work`: it blocks the only thread that does."""
         if threading.current_thread() is self._thread:
             while not work.is_completed():
                 self._serve_one()
@@ -237,28 +242,28 @@ class IssueOrder:
         self._leave()
 
     def _serve_one(self) -> bool:
-        """Run the next job and its callbacks, or return False where the group closes."""
+        """Run the next collective and its callbacks, or return False when the group closes."""
         item = self._queue.get()
         if item is None:
             return False
-        job, work = item
+        collective, work = item
         error: BaseException | None = None
         try:
-            # Autograd may mark an output, of a functional collective, while this runs.
+            # Autograd may set requires_grad on an output of a functional collective meanwhile.
             with self._running, torch.no_grad():
-                self._run(job)
+                self._run(collective)
         except BaseException as raised:
             error = raised
         work.finish(error, self._pending.discard)
         return True
 
 
-_living: weakref.WeakSet[IssueOrder] = weakref.WeakSet()
+_queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
-def _forget_groups() -> None:
-    for order in _living:
-        order.forget()
+def _reset_after_fork() -> None:
+    for queue in _queues:
+        queue.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_groups)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -30,9 +30,9 @@ from instep.distributed.identity.world import World
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.connection import Line
 from instep.distributed.watchdog.stack_inspection import (
-    line_of_main_thread,
-    stack_of_main_thread,
-    wait_of_main_thread,
+    format_main_thread_stack,
+    main_thread_line,
+    main_thread_wait,
 )
 from instep.process import isolated_command, settings, unfinished_files
 from instep.process.failure import Failure
@@ -220,7 +220,7 @@ class Attendant:
             for words in said:
                 if words["word"] == "where":
                     self._note()
-                    self._line.say("stands", wait=wait_of_main_thread())
+                    self._line.say("stands", wait=main_thread_wait())
                 elif words["word"] == "told":
                     self._headline = words["headline"] + "\n"
                     self._named.set()
@@ -232,7 +232,7 @@ class Attendant:
                 elif words["word"] == "die":
                     self._die(words["text"], words["missed"])
                 else:
-                    interrupts.hear(words["word"], {"line": line_of_main_thread(), **words})
+                    interrupts.hear(words["word"], {"line": main_thread_line(), **words})
         self._named.set()
         interrupts.alone()
         self._line.hang_up()
@@ -241,11 +241,11 @@ class Attendant:
             os.waitpid(self._watcher, 0)
 
     def _note(self) -> None:
-        note(self._seen, line_of_main_thread())
+        note(self._seen, main_thread_line())
 
     def _die(self, text: str, missed: int | None) -> None:
         """The main thread is stuck, so it cannot raise an error."""
-        stack = stack_of_main_thread()
+        stack = format_main_thread_stack()
         if FAILURE_FILE not in os.environ:
             os.write(2, f"instep: {text}\n{stack}".encode())
         self._leave(1, f"{text}\n{stack}", missed)

@@ -86,7 +86,7 @@ def alone() -> None:
         _round.known.set()
 
 
-def collective() -> None:
+def count_collective() -> None:
     """This rank begins a collective of all ranks."""
     global _begun
     _begun += 1

@@ -86,8 +86,8 @@ class Watcher:
         self._seen = (0, 0)
         self._asleep = self._idle = False
         """Since the look before: whether its main thread did not run; whether none did, nearly."""
-        self._turn: int | None = None
-        """In which turn it met the others in shared memory, when it was last asked."""
+        self._sequence: int | None = None
+        """The sequence number of its barrier in shared memory at the last look."""
         self._still, self._waits_in_vain, self._told_wait = 0, 0, False
         """For how many looks; for how many looks for one that has ended; whether the hub knows."""
         hub.say("hello", rank=self._rank, host=self._host, token=said["token"])
@@ -295,8 +295,8 @@ class Watcher:
 
     def _judge(self, wait: Said | None) -> None:
         """It stands in this collective or in none."""
-        before, self._turn = self._turn, None if wait is None else wait.get("turn")
-        waited = self._asleep or (self._idle and before == self._turn is not None)
+        before, self._sequence = self._sequence, None if wait is None else wait.get("sequence")
+        waited = self._asleep or (self._idle and before == self._sequence is not None)
         if wait is None or not waited:
             self._gets_on()
             return

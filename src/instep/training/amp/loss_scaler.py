@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 
 WINDOW = 2000
 """Good steps after which a dynamic scale doubles."""
@@ -76,5 +76,5 @@ def any_rank(found: Iterable[Tensor], device: torch.device) -> bool:
     flag = torch.zeros(1, device=device)
     for each in found:
         flag = torch.maximum(flag, each.to(device))
-    transport().all_reduce(flag, "max").wait()
+    get_transport().all_reduce(flag, "max").wait()
     return bool(flag)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.training.amp.levels import HALVES
 from instep.training.reducer import reducer_of
 
@@ -76,7 +76,7 @@ class Master:
     def _grad_is_whole(self) -> bool:
         reducer = reducer_of.get(self.parameter)
         if reducer is None:
-            return transport().size == 1
+            return get_transport().size == 1
         return not reducer.has_partial_grad(self.parameter)
 
 

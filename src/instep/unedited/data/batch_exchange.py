@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.scopes import format_traceback, survives_pickling
+from instep.distributed.communication.scopes import can_pickle, format_traceback
 from instep.distributed.communication.transport import Pending
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import ranks_by
@@ -147,7 +147,7 @@ def _header_of(part: LoadedRows | Exception, plan: BatchPlan, rank: int) -> Exch
     digest = plan.digest()
     if isinstance(part, Exception):
         trace = format_traceback(part)
-        error = part if survives_pickling(part) else LoadingError(rank, type(part).__name__, trace)
+        error = part if can_pickle(part) else LoadingError(rank, type(part).__name__, trace)
         return ExchangeHeader(digest, error=pickle.dumps(error), trace=trace)
     return ExchangeHeader(
         digest,

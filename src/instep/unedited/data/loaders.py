@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.process import settings
 from instep.training.blocks import Block
 from instep.training.random_streams import is_deterministic
@@ -57,7 +57,7 @@ def iterate(original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
     loader.in_order = True  # otherwise the order is that in which workers happen to finish
     if not _by_rows(loader):
         return original(loader)
-    way = transport()
+    way = get_transport()
     policy = _policies.setdefault(loader, ExchangePolicy(way.size, loader.num_workers))
     loading = copy.copy(loader)
     vars(loading).update(
@@ -117,7 +117,7 @@ def _draws_by_itself(loader: DataLoader[Any]) -> bool:
 
 def _tell(loader: DataLoader[Any], line: str) -> None:
     """Say it, once for each loader."""
-    if loader not in _told and transport().rank == 0:
+    if loader not in _told and get_transport().rank == 0:
         name = type(loader.dataset).__name__
         print(f"instep: data set {name}: {line}", file=sys.stderr, flush=True)
     _told.add(loader)
@@ -143,7 +143,7 @@ class WholeBatchIterator:
     @property
     def _way(self) -> ExchangeTransport:
         """A thread of the script's meets the other ranks whenever it comes to it."""
-        return transport() if in_main_thread() else ThreadChannel(self._lane)
+        return get_transport() if in_main_thread() else ThreadChannel(self._lane)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import is_rank_local
-from instep.distributed.communication.transport import Transport, transport
+from instep.distributed.communication.transport import Transport, get_transport
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.plan import plan_cache
@@ -68,7 +68,7 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
     _inside = True
     try:
         with ignore_grad_warnings(module.modules()):
-            return _call_outermost(call, transport())
+            return _call_outermost(call, get_transport())
     finally:
         _inside = False
 
@@ -161,6 +161,6 @@ def _report_whole(module: nn.Module, why: str) -> None:
     if (name, why) in _reported or (_whole_depth and why == _FEW_ROWS):
         return
     _reported.add((name, why))
-    if transport().rank == 0:
+    if get_transport().rank == 0:
         separator = " " if why == _FEW_ROWS else ": "
         print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)

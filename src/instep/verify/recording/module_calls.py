@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.transport import transport
+from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
@@ -116,7 +116,7 @@ class ModuleCallRecorder:
         replica = forward_calls.current()
         if replica is None or not replica.saved_rng_states:
             return hash_generators() != self._before
-        seed = derive_seed(replica.stream, transport().rank)
+        seed = derive_seed(replica.stream, get_transport().rank)
         moved = any(
             not torch.equal(make_rng_state(each, seed), each.get_state())
             for each in default_generators()

@@ -15,8 +15,8 @@ from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import (
     Transport,
     broadcast_coalesced,
+    get_transport,
     overlap_group,
-    transport,
 )
 from instep.errors import InstepWarning, TrainingError
 from instep.training.buckets.grad_buckets import NoCompression, make_bucket
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
         self.delay_allreduce = delay_allreduce
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.allreduce_buffers: list[Tensor] = []
-        world = transport()
+        world = get_transport()
         # SyncBatchNorm sends its own messages in between, and at which point of backward a bucket
         # is full depends on which parameters this rank has used.
         self._transport = overlap_group(world)
@@ -258,7 +258,7 @@ class Reducer:
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for grad in grads:
             groups.setdefault((grad.dtype, grad.device), []).append(grad.detach())
-        world = transport()
+        world = get_transport()
         for group in groups.values():
             flat = torch.cat([grad.reshape(-1) for grad in group])
             world.all_reduce(flat, "sum").wait()

@@ -8,7 +8,7 @@ from torch.nn.functional import batch_norm, relu
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.distributed.communication.groups import Group, group
-from instep.distributed.communication.transport import transport, use_transport
+from instep.distributed.communication.transport import get_transport, use_transport
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batchnorm
 
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         if not self.training:
             mean = var = None
-        with use_transport(transport(_as_group(self.process_group))):
+        with use_transport(get_transport(_as_group(self.process_group))):
             return batchnorm.batch_norm(
                 x, mean, var, self.weight, self.bias, True, momentum, self.eps
             )

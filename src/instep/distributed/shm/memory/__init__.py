@@ -1,1 +1,1 @@
-"""The shared memory itself: how it is mapped, signalled, staged and reduced."""
+"""The shared memory itself: mapping, barrier, staging buffers, reduction."""

@@ -1,4 +1,4 @@
-"""Any CPU tensor as a stretch of plain memory, and back."""
+"""Any CPU tensor as flat memory, and back."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is ordinary CPU memory; the rest (sparse, quantized) is left to Gloo."""
+    """Whether a tensor is dense CPU memory; others (sparse, quantized) are left to Gloo."""
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def are_alike(tensors: Sequence[Tensor], model: Tensor) -> bool:
-    """Whether all are plain, with the dtype and as many elements as `model`."""
-    dtype, numel = model.dtype, model.numel()
-    return is_plain(model) and all(
+def match(tensors: Sequence[Tensor], like: Tensor) -> bool:
+    """Whether all are plain, with the dtype and the number of elements of `like`."""
+    dtype, numel = like.dtype, like.numel()
+    return is_plain(like) and all(
         is_plain(tensor) and tensor.dtype == dtype and tensor.numel() == numel for tensor in tensors
     )
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """The elements in row-major order: 1-D, contiguous, no gradient; a copy only where it must."""
+def flatten(tensor: Tensor) -> Tensor:
+    """The elements in row-major order: 1-D, contiguous, without gradient; a copy if need be."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     plain = _unguarded(tensor)
@@ -34,7 +34,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def write_back(values: Tensor, tensor: Tensor) -> None:
-    """Bring what stands in `values`, the `flat` of `tensor`, home if it was a copy."""
+    """Copy `values`, the result of `flatten(tensor)`, back to `tensor` if it was a copy."""
     if values is tensor or values.data_ptr() == tensor.data_ptr():
         return
     source = values.view(tensor.shape)

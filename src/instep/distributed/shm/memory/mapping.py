@@ -1,7 +1,7 @@
-"""Memory that all ranks of one host see and nobody else does.
+"""Memory that only the ranks of one host share.
 
-It is a memfd: it has no name in the file system, so there is nothing to unlink, nothing is left
-after a SIGKILL at any moment, and a small /dev/shm does not matter. The ranks reach it through
+It is a memfd. It has no name in the file system, so there is nothing to unlink, nothing is left
+after a SIGKILL at any moment, and a small /dev/shm does not matter. The ranks open it through
 /proc/<pid>/fd of the rank that made it, which the kernel grants to processes of the same user only.
 """
 
@@ -21,13 +21,13 @@ PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where another process finds the memory, while its maker holds it open."""
+class SharedMemory:
+    """The address of a memfd for other processes, while the process that made it holds it open."""
 
     pid: int
-    """The maker."""
+    """The process that made it."""
     descriptor: int
-    """Its file descriptor of the memory."""
+    """Its file descriptor in that process."""
 
 
 def round_up(size: int, unit: int = PAGE) -> int:
@@ -36,27 +36,27 @@ def round_up(size: int, unit: int = PAGE) -> int:
 
 
 @contextmanager
-def new_memory(size: int) -> Iterator[Place]:
-    """`size` bytes of zeros with mode 0600, all taken now; open until the block ends.
+def create_memory(size: int) -> Iterator[SharedMemory]:
+    """`size` bytes of zeros with mode 0600, all allocated now; open until the block ends.
 
-    Raises OSError if there is not so much memory; better here than SIGBUS at the first touch.
+    Raises OSError if there is too little memory; later it would be SIGBUS at the first access.
     """
     descriptor = os.memfd_create("instep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        yield Place(os.getpid(), descriptor)
+        yield SharedMemory(os.getpid(), descriptor)
     finally:
         os.close(descriptor)
 
 
-def map_memory(place: Place, size: int) -> Tensor:
-    """The memory at `place` as a uint8 tensor; unmapped when the last tensor on it is gone.
+def map_memory(shared: SharedMemory, size: int) -> Tensor:
+    """The memory as a uint8 tensor; unmapped when the last tensor on it is deleted.
 
     Raises OSError if this process may not open it.
     """
-    descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(f"/proc/{shared.pid}/fd/{shared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         # Not mmap.mmap: it would keep a descriptor open as long as the memory is mapped.
         return torch.from_file(

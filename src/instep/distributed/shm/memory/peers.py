@@ -1,4 +1,4 @@
-"""Who the other ranks are, and whether they still live."""
+"""The processes of a group, by process id and start time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from instep.process.procfs import read_stat
 
 @dataclass(frozen=True)
 class Peer:
-    """One process of the group. A pid is used again some day; pid and start time are not."""
+    """One process of the group. A pid is reused some day; the pair of pid and start time is not."""
 
     rank: int
     """Its rank in the whole job, as messages name it."""
     pid: int
-    """Its process id, seen from the pid namespace that all ranks share."""
+    """Its process id in the pid namespace that all ranks share."""
     started: int
-    """Its start, in clock ticks since the host came up."""
+    """Its start time, in clock ticks since the boot."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -28,7 +28,7 @@ class Peer:
         return cls(rank, os.getpid(), read_stat(os.getpid()).start_time)
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Whether this very process still runs; False for a zombie."""
         try:
             stat = read_stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):

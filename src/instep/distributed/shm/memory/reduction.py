@@ -1,6 +1,6 @@
-"""How values of several ranks become one: along a fixed binary tree over the ranks.
+"""Reduction of the values of several ranks, along a fixed binary tree over the ranks.
 
-The tree depends on nothing but the number of ranks, so a sum has the same bits on every rank and
+The tree depends only on the number of ranks, so a sum has the same bits on every rank and
 in every run. For 6 ranks it is ((0+1)+(2+3))+(4+5).
 """
 
@@ -21,14 +21,14 @@ _ALL = _FLOATS | _INTEGERS
 
 @dataclass(frozen=True)
 class Reduction:
-    """One way to combine two tensors of the same dtype and size, element by element."""
+    """An element-wise reduction of two tensors of the same dtype and size."""
 
     name: str
     """The name of the ReduceOp."""
     combine: Callable[..., Tensor]
     """A torch function (left, right, *, out)."""
     dtypes: frozenset[torch.dtype]
-    """Those for which Gloo knows it too; others are left to Gloo, whose error says so."""
+    """Those that Gloo supports; others are left to Gloo, which raises the error."""
     is_mean: bool = False
     """Whether the result is divided by the number of ranks."""
 
@@ -49,41 +49,41 @@ _REDUCTIONS = {
 
 
 def find_reduction(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction | None:
-    """How to do `op` on tensors of `dtype`, or None if only Gloo can tell."""
+    """The reduction `op` for tensors of `dtype`, or None to leave it to Gloo."""
     reduction = _REDUCTIONS.get(op.value)
     return reduction if reduction is not None and dtype in reduction.dtypes else None
 
 
-def scratch_count(ranks: int) -> int:
-    """How many scratch tensors `reduce_into` needs for so many ranks."""
+def buffer_count(ranks: int) -> int:
+    """The number of buffers that `reduce_into` needs for that many ranks."""
     return max(0, (ranks - 1).bit_length() - 1)
 
 
 def reduce_into(
-    out: Tensor, parts: Sequence[Tensor], reduction: Reduction, scratch: Sequence[Tensor]
+    out: Tensor, parts: Sequence[Tensor], reduction: Reduction, buffers: Sequence[Tensor]
 ) -> None:
     """Write the reduction of `parts`, one per rank, to `out`; all 1-D, equal dtype and size.
 
-    `parts` are only read. `out` is none of them, except for two ranks, where it may be either.
+    `parts` are only read. `out` must be none of them, except for two ranks, where it may be either.
     """
     if len(parts) == 1:
         out.copy_(parts[0])
     else:
-        _branch(parts, reduction.combine, out, scratch)
+        _branch(parts, reduction.combine, out, buffers)
     if reduction.is_mean:
         out.div_(len(parts))
 
 
 def _branch(
-    parts: Sequence[Tensor], combine: Callable[..., Tensor], out: Tensor, scratch: Sequence[Tensor]
+    parts: Sequence[Tensor], combine: Callable[..., Tensor], out: Tensor, buffers: Sequence[Tensor]
 ) -> Tensor:
-    """The reduction of a subtree: in `out`, or the leaf itself."""
+    """The reduction of a subtree: `out`, or the leaf itself."""
     count = len(parts)
     if count == 1:
         return parts[0]
     if count == 2:
         return combine(parts[0], parts[1], out=out)
     middle = 1 << (count - 1).bit_length() - 1
-    left = _branch(parts[:middle], combine, out, scratch)
-    right = _branch(parts[middle:], combine, scratch[0], scratch[1:])
+    left = _branch(parts[:middle], combine, out, buffers)
+    right = _branch(parts[middle:], combine, buffers[0], buffers[1:])
     return combine(left, right, out=out)

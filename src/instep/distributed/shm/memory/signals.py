@@ -1,17 +1,22 @@
-"""How ranks wait for each other: one word per rank in shared memory, and no lock.
+"""A barrier without locks: one word per rank in shared memory.
 
-Each rank counts its turns. To meet, it writes (turn, tag of the call) into its own word and waits
-until every other word has come so far. A word is 8 aligned bytes, which x86-64 writes and reads
-whole and in program order; other processors promise less, and Python has no fences, so there the
-backend is not used (docs/shm.md).
+Each rank counts its barriers. In a barrier it writes (sequence number, tag of the collective) into
+its own word and waits until every other word has the same sequence number. A word is 8 aligned
+bytes, which x86-64 writes and reads whole and in program order; other processors promise less, and
+Python has no fences, so there the backend is not used (docs/shm.md).
 """
 
 from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+
+import torch
 
 from instep.distributed.errors import (
     CollectiveTimeoutError,
@@ -21,25 +26,53 @@ from instep.distributed.errors import (
     PeerLeftError,
 )
 from instep.distributed.shm.memory.peers import Peer
-from instep.distributed.shm.signature import TAG_BITS, Call
 
 BYTES_PER_RANK = 1024
 _WORDS = BYTES_PER_RANK // 8
-_STATE, _TEXT_TURN = 1, 2  # words of a rank beside word 0
-_CALL, _REASON = slice(128, 384), slice(384, BYTES_PER_RANK)  # a rank's texts, in bytes
-_LEFT, _GAVE_UP = 1, 2
+_STATE, _TEXT_SEQUENCE = 1, 2  # words of a rank beside word 0
+_SIGNATURE, _REASON = slice(128, 384), slice(384, BYTES_PER_RANK)  # a rank's texts, in bytes
+_LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
 _YIELD_SECONDS = 0.002
 _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
-"""Later a wait sleeps for a share of its time, until a watcher knows it by using no processor."""
-_LOOK_SECONDS = 0.1
+"""A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
+_CHECK_SECONDS = 0.1
 _DESCRIBE_SECONDS = 5.0
+TAG_BITS = 24
+
+
+@dataclass(frozen=True)
+class CollectiveSignature:
+    """The properties of a collective that must be equal on all ranks."""
+
+    text: str
+    """For people: "all_reduce(SUM, float32, 1024 elements)"."""
+    tag: int
+    """A hash of the text in TAG_BITS bits, the same in every process."""
+
+
+@lru_cache(maxsize=4096)
+def signature_of(
+    name: str,
+    dtype: torch.dtype | None = None,
+    numel: int = 0,
+    op: str = "",
+    root: int | None = None,
+) -> CollectiveSignature:
+    """The signature of the collective `name`; `numel`: the number of elements of each rank."""
+    words = [op] if op else []
+    if dtype is not None:
+        words += [str(dtype).removeprefix("torch."), f"{numel} element{'s' * (numel != 1)}"]
+    if root is not None:
+        words.append(f"root {root}")
+    text = f"{name}({', '.join(words)})" if words else name
+    return CollectiveSignature(text, zlib.crc32(text.encode()) & ((1 << TAG_BITS) - 1))
 
 
 class Signals:
-    """This rank's word, and its view of all others'."""
+    """The words of all ranks; this rank writes its own one only."""
 
     def __init__(
         self,
@@ -52,51 +85,53 @@ class Signals:
         self._words = self._bytes.cast("q")
         self._rank = rank
         self._peers = peers
-        self._mine = rank * _WORDS
+        self._own = rank * _WORDS
         self._others = [other * _WORDS for other in range(len(peers)) if other != rank]
         self._default_timeout = default_timeout
-        self.turn = 0
-        """How often the ranks have met, or are about to."""
+        self.sequence = 0
+        """The number of barriers that this rank has entered."""
         crowded = len(peers) > len(os.sched_getaffinity(0))
         self._spins = 0 if crowded else _SPINS
 
     @property
     def ranks(self) -> list[int]:
-        """Who meets here: ranks of the whole job."""
+        """The members, as ranks of the whole job."""
         return [peer.rank for peer in self._peers]
 
-    def meet(self, call: Call, timeout: timedelta | None = None) -> None:
-        """Return when every rank has come to this turn with the same call.
+    def barrier(self, signature: CollectiveSignature, timeout: timedelta | None = None) -> None:
+        """Return when every rank has entered this barrier with the same signature.
 
-        What a rank wrote to shared memory before, every rank sees after. Raises PeerDiedError,
+        All ranks then see what any rank wrote to shared memory before it. Raises PeerDiedError,
         PeerLeftError, PeerGaveUpError, CollectiveTimeoutError or DisagreementError.
         """
-        self.turn += 1
-        word = self.turn << TAG_BITS | call.tag
+        self.sequence += 1
+        word = self.sequence << TAG_BITS | signature.tag
         words = self._words
-        words[self._mine] = word
-        for place in self._others:
-            if words[place] != word:
-                self._wait(place, word, call, timeout)
+        words[self._own] = word
+        for index in self._others:
+            if words[index] != word:
+                self._wait(index, word, signature, timeout)
 
     def leave(self) -> None:
-        """Tell whoever still waits for this rank that it will not come."""
-        self._words[self._mine + _STATE] = _LEFT
+        """Tell ranks that still wait for this one that it has left."""
+        self._words[self._own + _STATE] = _LEFT
 
-    def give_up(self, why: str) -> None:
-        """Tell whoever still waits for this rank that an error stopped it."""
+    def abort(self, why: str) -> None:
+        """Tell ranks that still wait for this one that an error stopped it."""
         self._write(_REASON, why)
-        self._words[self._mine + _STATE] = _GAVE_UP
+        self._words[self._own + _STATE] = _ABORTED
 
-    def _wait(self, place: int, word: int, call: Call, timeout: timedelta | None) -> None:
+    def _wait(
+        self, index: int, word: int, signature: CollectiveSignature, timeout: timedelta | None
+    ) -> None:
         words = self._words
         for _ in range(self._spins):
-            if words[place] == word:
+            if words[index] == word:
                 return
         began = time.monotonic()
         sleep, longest = _SLEEP_SECONDS
-        look = began + _LOOK_SECONDS
-        while not self._has_come(place, word, call):
+        next_check = began + _CHECK_SECONDS
+        while not self._has_arrived(index, word, signature):
             now = time.monotonic()
             if now - began < _YIELD_SECONDS:
                 os.sched_yield()
@@ -105,55 +140,60 @@ class Signals:
             if now - began > _LATE_SECONDS:
                 longest = min((now - began) * _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS)
             sleep = min(sleep * 1.2, longest)
-            if now >= look:
-                look = now + _LOOK_SECONDS
-                self._look(word, call, now - began, timeout)
+            if now >= next_check:
+                next_check = now + _CHECK_SECONDS
+                self._check_peers(word, signature, now - began, timeout)
 
-    def _has_come(self, place: int, word: int, call: Call) -> bool:
-        seen = self._words[place]
+    def _has_arrived(self, index: int, word: int, signature: CollectiveSignature) -> bool:
+        seen = self._words[index]
         if seen == word:
             return True
-        turn = word >> TAG_BITS
-        if seen >> TAG_BITS == turn:
-            raise self._disagreement(turn, call)
-        # A rank can be one turn ahead: it has then found this rank's word equal to its own.
-        return seen >> TAG_BITS > turn
+        sequence = word >> TAG_BITS
+        if seen >> TAG_BITS == sequence:
+            raise self._disagreement(sequence, signature)
+        # A rank can be one barrier ahead: it has then seen this rank's word equal to its own.
+        return seen >> TAG_BITS > sequence
 
-    def _look(self, word: int, call: Call, waited: float, timeout: timedelta | None) -> None:
-        """Has anybody who is missing died, left or given up, or is the time over?"""
-        turn = word >> TAG_BITS
+    def _check_peers(
+        self, word: int, signature: CollectiveSignature, waited: float, timeout: timedelta | None
+    ) -> None:
+        """Raise an error if a missing rank has died, left or aborted, or after the timeout."""
+        sequence = word >> TAG_BITS
         missing = [
             other
-            for other, place in enumerate(range(0, len(self._words), _WORDS))
-            if self._words[place] >> TAG_BITS < turn
+            for other, index in enumerate(range(0, len(self._words), _WORDS))
+            if self._words[index] >> TAG_BITS < sequence
         ]
         for other in missing:
             peer, state = self._peers[other], self._words[other * _WORDS + _STATE]
             alive = peer.is_alive()
-            if self._words[other * _WORDS] >> TAG_BITS >= turn:
-                continue  # it came while this rank looked
-            if state == _GAVE_UP:
-                raise PeerGaveUpError(str(peer), call.text, self._read(_REASON, other))
+            if self._words[other * _WORDS] >> TAG_BITS >= sequence:
+                continue  # it arrived in the meantime
+            if state == _ABORTED:
+                raise PeerGaveUpError(str(peer), signature.text, self._read(_REASON, other))
             if state == _LEFT:
-                raise PeerLeftError(str(peer), call.text, peer.rank)
+                raise PeerLeftError(str(peer), signature.text, peer.rank)
             if not alive:
-                raise PeerDiedError(str(peer), call.text, peer.rank)
+                raise PeerDiedError(str(peer), signature.text, peer.rank)
         limit = (timeout or self._default_timeout()).total_seconds()
         if waited > limit:
-            raise CollectiveTimeoutError([str(self._peers[o]) for o in missing], call.text, limit)
+            raise CollectiveTimeoutError(
+                [str(self._peers[o]) for o in missing], signature.text, limit
+            )
 
-    def _disagreement(self, turn: int, call: Call) -> DisagreementError:
-        """Collect what every rank does at this turn; whoever disagrees writes it down."""
-        self._write(_CALL, call.text)
-        self._words[self._mine + _TEXT_TURN] = turn
+    def _disagreement(self, sequence: int, signature: CollectiveSignature) -> DisagreementError:
+        """The error that shows every rank's signature; each rank writes its own for the others."""
+        self._write(_SIGNATURE, signature.text)
+        self._words[self._own + _TEXT_SEQUENCE] = sequence
         seen: dict[str, list[int]] = {}
         deadline = time.monotonic() + _DESCRIBE_SECONDS
         for other, peer in enumerate(self._peers):
-            place = other * _WORDS + _TEXT_TURN
-            while self._words[place] != turn and peer.is_alive() and time.monotonic() < deadline:
+            index = other * _WORDS + _TEXT_SEQUENCE
+            while not (known := self._words[index] == sequence):
+                if not peer.is_alive() or time.monotonic() >= deadline:
+                    break
                 time.sleep(0.001)
-            said = self._words[place] == turn
-            text = self._read(_CALL, other) if said else "something else"
+            text = self._read(_SIGNATURE, other) if known else "something else"
             seen.setdefault(text, []).append(peer.rank)
         return DisagreementError(
             "which collective comes next",
@@ -161,12 +201,12 @@ class Signals:
             "Every rank must call the same collectives in the same order, with equal sizes.",
         )
 
-    def _write(self, where: slice, text: str) -> None:
-        room = where.stop - where.start
-        self._part(self._rank)[where] = text.encode()[:room].ljust(room, b"\0")
+    def _write(self, field: slice, text: str) -> None:
+        length = field.stop - field.start
+        self._section(self._rank)[field] = text.encode()[:length].ljust(length, b"\0")
 
-    def _read(self, where: slice, other: int) -> str:
-        return bytes(self._part(other)[where]).rstrip(b"\0").decode(errors="replace")
+    def _read(self, field: slice, other: int) -> str:
+        return bytes(self._section(other)[field]).rstrip(b"\0").decode(errors="replace")
 
-    def _part(self, rank: int) -> memoryview:
+    def _section(self, rank: int) -> memoryview:
         return self._bytes[rank * BYTES_PER_RANK : (rank + 1) * BYTES_PER_RANK]

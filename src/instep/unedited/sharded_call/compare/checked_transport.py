@@ -98,8 +98,8 @@ class _CheckedTransport:
     def send(self, tensor: Tensor, to: int) -> None:
         self._transport.send(tensor, to)
 
-    def receive(self, tensor: Tensor, source: int) -> None:
-        self._transport.receive(tensor, source)
+    def recv(self, tensor: Tensor, source: int) -> None:
+        self._transport.recv(tensor, source)
 
     def all_gather_object(self, value: T) -> list[T]:
         self._check("all_gather_object")
@@ -112,5 +112,5 @@ class _CheckedTransport:
     def send_object(self, value: object, to: int) -> None:
         self._transport.send_object(value, to)
 
-    def receive_object(self, source: int) -> Any:
-        return self._transport.receive_object(source)
+    def recv_object(self, source: int) -> Any:
+        return self._transport.recv_object(source)

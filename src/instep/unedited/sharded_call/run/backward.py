@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import overlap_group, transport
+from instep.distributed.communication.transport import get_transport, overlap_group
 from instep.process.patching import Function
 from instep.unedited.sharded_call.run.grad_sums import reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions
@@ -48,6 +48,6 @@ def backward(
         return
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     buckets = [region.buckets for region in find_regions(roots)]
-    main = transport()
+    main = get_transport()
     with reduce_in_buckets(roots, buckets, overlap_group(main) if buckets else main):
         original(tensors, *rest)
