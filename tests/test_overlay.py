@@ -24,21 +24,21 @@ from instep.process.patching import PatchHandle
 from instep.unedited.files import os_functions, overlay, rank0_files
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
+from instep.unedited.files.patches import FILE_PATCHES
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.patch_table import FILE_PATCHES
 
 NAMES = ("a", "b", "c", "a/a", "a/b", "b/a", "b/c/d", "a/b/c", "c/a")
 
 
 @contextmanager
-def seen_through(role: Rank0Files | OverlayFiles | None) -> Iterator[None]:
+def seen_through(files: Rank0Files | OverlayFiles | None) -> Iterator[None]:
     """Run as this rank."""
     patched = PatchHandle(FILE_PATCHES)
-    os_functions.play(role)
+    os_functions.set_files(files)
     try:
         yield
     finally:
-        os_functions.play(None)
+        os_functions.set_files(None)
         patched.remove()
 
 
@@ -230,10 +230,10 @@ def test_old_checkpoints_are_read_from_rank_0(
     load: Callable[[str], int],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(overlay, "SAVED_BYTES", 1)
+    monkeypatch.setattr(overlay, "CHECKPOINT_BYTES", 1)
     before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
-    for role in (Rank0Files(before), OverlayFiles(own, before)):
-        with seen_through(role):
+    for files in (Rank0Files(before), OverlayFiles(own, before)):
+        with seen_through(files):
             for epoch in range(3):
                 save(epoch, f"{epoch}.pt")
             assert [load(f"{epoch}.pt") for epoch in range(3)] == [0, 1, 2]
@@ -326,14 +326,14 @@ def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
             both = Barrier(2)
 
             def rank0(before: Layer = before, both: Barrier = both) -> None:
-                keeper = Rank0Files(before)
+                files = Rank0Files(before)
                 both.wait()
-                keeper.keep("file", follow=False)
+                files.keep("file", follow=False)
                 os.rename("file", "moved")
 
-            def rank1(shadow: OverlayFiles, both: Barrier = both) -> str:
+            def rank1(files: OverlayFiles, both: Barrier = both) -> str:
                 both.wait()
-                return read(shadow.writable("file", os.O_RDWR))
+                return read(files.locate_to_write("file", os.O_RDWR))
 
             moves, seen = pool.submit(rank0), pool.submit(rank1, OverlayFiles(own, before))
             moves.result()

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from instep.errors import DisagreementError, UneditedError
-from instep.unedited.rank0_relay import PIECE, Relay
+from instep.unedited.rank0_relay import MESSAGE_BYTES, Relay
 
 SIZE = 3
 
@@ -30,11 +30,15 @@ def on_all(body: Callable[[Relay, int], Any], store: dist.Store | None = None) -
         return [done.result(20) for done in [ranks.submit(of, rank) for rank in range(SIZE)]]
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, 3 * PIECE + 1, 20 << 20])
+@pytest.mark.parametrize(
+    "size", [0, 1, MESSAGE_BYTES - 1, MESSAGE_BYTES, 3 * MESSAGE_BYTES + 1, 20 << 20]
+)
 def test_a_value_of_any_size_arrives_and_is_deleted(size: int) -> None:
     store = dist.HashStore()
-    told = on_all(lambda relay, rank: relay.once("a command", lambda: bytes([rank]) * size), store)
-    assert told == [bytes(size)] * SIZE
+    received = on_all(
+        lambda relay, rank: relay.run_on_rank0("a command", lambda: bytes([rank]) * size), store
+    )
+    assert received == [bytes(size)] * SIZE
     assert store.num_keys() == 0
 
 
@@ -54,7 +58,7 @@ class UnreadError(Exception):
     ("value", "kind"), [(Untold(), "Untold"), (lambda: 0, "function"), (threading.Lock(), "lock")]
 )
 def test_a_value_that_does_not_pickle_is_an_error_on_all_ranks(value: object, kind: str) -> None:
-    for error in on_all(lambda relay, _: relay.once("a command", lambda: value)):
+    for error in on_all(lambda relay, _: relay.run_on_rank0("a command", lambda: value)):
         assert isinstance(error, UneditedError)
         assert f"a value of type {kind}" in str(error)
 
@@ -75,32 +79,32 @@ def test_an_exception_of_any_kind_is_raised_on_all_ranks(
         raise error
 
     store = dist.HashStore()
-    first, *others = on_all(lambda relay, _: relay.once("a command", fails), store)
+    first, *others = on_all(lambda relay, _: relay.run_on_rank0("a command", fails), store)
     assert first is error
     assert [type(other) for other in others] == [theirs] * 2
     assert store.num_keys() == 0
 
 
-class Gathering:
-    """All are there when rank 0 opens a moment, and it goes on when all have entered it."""
+class Sync:
+    """Counts the ranks that have applied the state of rank 0's files."""
 
     def __init__(self) -> None:
-        self.entered: list[str] = []
+        self.applied: list[str] = []
 
-    def opened(self) -> str:
+    def capture(self) -> str:
         return "files"
 
-    def enter(self, told: str) -> None:
-        self.entered.append(told)
+    def apply(self, state: str) -> None:
+        self.applied.append(state)
 
 
-def test_rank_0_goes_on_when_the_others_have_entered_the_moment() -> None:
-    moment, store = Gathering(), dist.HashStore()
+def test_rank_0_goes_on_when_the_others_have_applied_its_files() -> None:
+    sync, store = Sync(), dist.HashStore()
 
     def body(relay: Relay, rank: int) -> int:
         for _ in range(3):
-            relay.once("a command", lambda: 0, together=True, moment=moment)
-        return len(moment.entered)
+            relay.run_on_rank0("a command", lambda: 0, wait_first=True, sync=sync)
+        return len(sync.applied)
 
     assert on_all(body, store)[0] == 3 * (SIZE - 1)
     assert store.num_keys() == 0
@@ -108,9 +112,12 @@ def test_rank_0_goes_on_when_the_others_have_entered_the_moment() -> None:
 
 def test_lanes_have_numbers_of_their_own() -> None:
     def body(relay: Relay, rank: int) -> list[str]:
-        lanes = ("a", "b") if rank else ("b", "a")
-        told = {name: relay.lane(name).once("reading", lambda n=name: f"{n}0") for name in lanes}
-        return [told["a"], told["b"]]
+        channels = ("a", "b") if rank else ("b", "a")
+        received = {
+            name: relay.channel(name).run_on_rank0("reading", lambda n=name: f"{n}0")
+            for name in channels
+        }
+        return [received["a"], received["b"]]
 
     assert on_all(body) == [["a0", "b0"]] * SIZE
 
@@ -125,7 +132,7 @@ def test_lanes_have_numbers_of_their_own() -> None:
 )
 def test_ranks_mean_the_same_command_or_say_so(theirs: str, mine: str, alike: bool) -> None:
     def body(relay: Relay, rank: int) -> int:
-        return relay.once("a command", lambda: rank, mine if rank else theirs)
+        return relay.run_on_rank0("a command", lambda: rank, mine if rank else theirs)
 
     first, *others = on_all(body)
     assert first == 0

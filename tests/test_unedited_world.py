@@ -446,14 +446,14 @@ def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
     ],
 )
 def test_a_script_that_names_several_devices_gets_the_ranks_own(named: Any, own: Any) -> None:
-    assert devices.own_instead_of(named) == own
+    assert devices.replace_devices(named) == own
 
 
 def test_only_what_is_a_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def parallel(module: int, device_ids: Any = None, output_device: Any = None) -> Any:
         return module, device_ids, output_device
 
-    answer = devices.on_own("device_ids", "output_device")
+    answer = devices.use_own_device("device_ids", "output_device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert answer(parallel, 3, [1, 2], output_device=2) == (3, [1, 2], 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -466,7 +466,7 @@ def test_data_parallel_over_more_devices_than_a_rank_sees() -> None:
     model, x = torch.nn.Linear(3, 2).cuda(), torch.randn(5, 3).cuda()
     many = [*range(torch.cuda.device_count() + 3)]
     expected = model(x)
-    patched = PatchHandle(patch_table.DEVICE_PATCHES)
+    patched = PatchHandle(devices.DEVICE_PATCHES)
     try:
         parallel = torch.nn.DataParallel(model, many, output_device=many[-1])
         assert parallel.device_ids == [0]

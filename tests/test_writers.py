@@ -174,7 +174,7 @@ def test_a_process_denies_itself_writing_outside_of_a_folder(tmp_path: Path) -> 
     program = """
         import os, sys
         from instep.unedited.files import landlock
-        landlock.deny_writing_outside(["inside", "nowhere"])
+        landlock.restrict_writes(["inside", "nowhere"])
         os.mkdir("inside/folder")
         open("inside/folder/file", "w").close()
         os.rename("inside/folder/file", "inside/file")

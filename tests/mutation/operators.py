@@ -84,7 +84,7 @@ UNSEEN_CONSTANTS = {
     "_DIRECTIONS": "how many projections are compared; one more is as good",
     "LARGE": "from which size on another way is taken: a matter of speed",
     "SAMPLES": "which calls are proven again; one more is as good",
-    "PIECE": "in what pieces a message travels: the result is the same",
+    "MESSAGE_BYTES": "in what pieces a message travels: the result is the same",
 }
 """Constants of a module, by how their names end: one more or less changes no result."""
 UNSEEN_DECORATORS = {

@@ -44,6 +44,20 @@ class Patch:
     it does so, and nothing is compiled of what is called from there."""
 
 
+def patches(
+    reason: str,
+    *rows: tuple[object, str, Function],
+    factory: bool = False,
+    compile: Literal["trace", "break", "skip"] = "trace",  # noqa: A002  # as the field above
+) -> list[Patch]:
+    """Patches with a common reason. A row: the owner, names with blanks between, a replacement."""
+    return [
+        Patch(owner, name, replacement, reason, factory, compile)
+        for owner, names, replacement in rows
+        for name in names.split()
+    ]
+
+
 _SUPPORTS: tuple[set[Any], ...] = (
     *(os.supports_dir_fd, os.supports_effective_ids, os.supports_fd, os.supports_follow_symlinks),
 )

@@ -1,18 +1,19 @@
-"""Scripts that name several devices: each rank has one, its own, whatever they are called."""
+"""Scripts that name several devices of a host: each rank has one device, its own."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-Function = Callable[..., Any]
+from instep.process.patching import Function, patches
 
 
-def on_own(*names: str) -> Function:
-    """What answers for a function whose arguments of these names are devices of the host's."""
+def use_own_device(*names: str) -> Function:
+    """A replacement of a function whose arguments of these names are devices."""
 
     def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available():
@@ -20,22 +21,32 @@ def on_own(*names: str) -> Function:
         bound = inspect.signature(original).bind(*args, **kwargs)
         for name in names:
             if name in bound.arguments:
-                bound.arguments[name] = own_instead_of(bound.arguments[name])
+                bound.arguments[name] = replace_devices(bound.arguments[name])
         return original(*bound.args, **bound.kwargs)
 
     return answer
 
 
-def own_instead_of(named: Any) -> Any:
-    """This rank's device instead of those that a script names; the CPU stays what it is (pure).
+def replace_devices(named: Any) -> Any:
+    """This rank's device in place of those that a script names; the CPU stays the CPU (pure).
 
     Args:
         named: a device in any of torch's spellings, a list of devices, or None.
     """
     if isinstance(named, Sequence) and not isinstance(named, str):
-        return [own_instead_of(device) for device in named[:1]]
+        return [replace_devices(device) for device in named[:1]]
     if isinstance(named, int):
         return min(named, 0)  # -1 is the CPU
     if isinstance(named, str | torch.device) and torch.device(named).type == "cuda":
         return torch.device("cuda", 0)
     return named
+
+
+DEVICE_PATCHES = patches(
+    "a rank has one device, its own",
+    (nn.DataParallel, "__init__", use_own_device("device_ids", "output_device")),
+    (nn.parallel, "data_parallel", use_own_device("device_ids", "output_device")),
+    (nn.parallel, "replicate parallel_apply", use_own_device("devices")),
+    (nn.parallel, "scatter", use_own_device("target_gpus")),
+    (nn.parallel, "gather", use_own_device("target_device")),
+)

@@ -1,6 +1,7 @@
-"""What a rank's environment says about ranks and devices, out of the script's sight.
+"""Hides the launcher's environment variables and other ranks' devices from the script.
 
-The one place besides `launch/` that writes to the environment: what it hides, it can put back.
+Besides `launch/` this is the only module that writes to the environment. It can restore what it
+hides.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ hidden: dict[str, str] = {}
 
 
 def hide() -> None:
-    """Take what launchers say out of this process's environment, and so out of its children's.
+    """Remove the launcher's variables from the environment of this process and its children.
 
-    The name of the job stays: by it `instep run` finds what the script leaves behind.
+    The job's name stays, because `instep run` finds by it what the script leaves behind.
     """
     for name in [*os.environ]:
         if launchers.says_who(name):
             hidden[name] = os.environ.pop(name)
 
 
-def show() -> None:
-    """Put it back. The socket to meet at is not there any more."""
+def restore() -> None:
+    """Restore what is hidden, but for the rendezvous socket, which does not exist any more."""
     hidden.pop(launchers.STORE_FD, None)
     os.environ.update(hidden)
     hidden.clear()
 
 
-def narrow(world: World) -> None:
-    """Let `cuda` and `cuda:0` mean this rank's own GPU. Call it before CUDA starts.
+def set_visible_device(world: World) -> None:
+    """Let `cuda` and `cuda:0` mean this rank's own GPU. Must be called before CUDA starts.
 
-    Raises DeviceError where the ranks of this host have too few.
+    Raises DeviceError if this host has fewer GPUs than ranks.
     """
     if str(settings.DEVICE) == "cpu":
         os.environ[_DEVICES] = ""
@@ -59,7 +60,7 @@ def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> list[st
 
 
 def own_device(visible: list[str], world: World) -> str | None:
-    """The one that is this rank's; None where nothing is to be said (pure)."""
+    """The GPU of this rank; None if CUDA_VISIBLE_DEVICES is right as it is (pure)."""
     if world.size == 1 or len(visible) < 2:
         return None
     if len(visible) < world.local_size:

@@ -1,4 +1,4 @@
-"""Several ranks that look like one process: meet, agree, put everything in place, take it out."""
+"""Several ranks that look like one process: join the job, install everything, and restore it."""
 
 from __future__ import annotations
 
@@ -30,229 +30,227 @@ from instep.process.tracebacks import in_words
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_protection
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.generations import Generations, before_of
+from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
-from instep.unedited.processes.rebasing import Rebasing
+from instep.unedited.processes.command_files import GenerationSwitch
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.run import backward
 
 PATIENCE = 1.5
-"""Seconds. Where all ranks fail alike, rank 0 has said so by then."""
-_FACTS, _FAILED, _DONE, _NEVER = "facts", "failed", "done", "never"
+"""Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
+_JOB_INFO, _FAILED, _DONE, _NEVER = "job info", "failed", "done", "never"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What rank 0 tells the others at the beginning."""
+class JobInfo:
+    """What rank 0 sends to the other ranks at the start."""
 
     seed: int
     terminal: std_streams.Terminal
     host: str
-    folder: str
-    """For this job's layers, on that host."""
+    directory: str
+    """Holds this job's layers on that host."""
 
 
 class MultiRankSession:
-    """Everything that is in place from `begin` to `end`."""
+    """What is installed in a world of several ranks, until `end`."""
 
-    def __init__(self, claimed: opt_out.Claimed) -> None:
-        """Meet the other ranks and put everything in place. Collective. Raises LaunchError."""
-        self._in_place = False
+    def __init__(self, on_opt_out: opt_out.OnOptOut) -> None:
+        """Join the other ranks and install everything. Collective. Raises LaunchError."""
+        self._installed = False
         self._has_failed = False
         self._process = os.getpid()
-        atexit.register(self.end)  # after what rendezvous and the script register
-        self.world = _meet()
-        self._hook = sys.excepthook
-        atexit.register(self._leave_together)
+        atexit.register(self.end)  # runs after what rendezvous and the script register
+        self.world = _join()
+        self._excepthook_before = sys.excepthook
+        atexit.register(self._wait_for_all_ranks)
         self._store = dist.PrefixStore("instep", bootstrap.store())
-        facts = _facts(self._store, self.world)
-        self.seed = facts.seed
-        self._folder = _Folder(facts, self.world)
-        unfinished_files.begin(self._folder.mark())
+        job = _exchange_job_info(self._store, self.world)
+        self.seed = job.seed
+        self._directories = _LayerDirectories(job, self.world)
+        unfinished_files.begin(self._directories.mark())
         if launchers.FAILURE_FILE in os.environ:
-            write_protection.spare(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
-        write_protection.spare(*self._folder.places())
+            write_protection.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
+        write_protection.allow(*self._directories.writable())
         self.has_begun = False
-        """Whether it is too late to leave the script alone."""
+        """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
-        self._streams = std_streams.Streams(self.world.rank, facts.terminal, self._relay)
-        barrier()  # a rank whose script ends at once would leave the others alone above
-        self._in_place = True
+        self._streams = std_streams.StdStreams(self.world.rank, job.terminal, self._relay)
+        barrier()  # without it, a rank whose script ends at once would leave the others above
+        self._installed = True
         launcher_env.hide()
-        seeds.sow(self.seed)
-        role = self._folder.role()
-        os_functions.play(role)
-        std_streams.use(self._streams)
-        children.begin(self._relay, self._folder.rebasing(role), patch_table.see_files)
-        opt_out.begin(claimed)
+        seeds.seed_all(self.seed)
+        files = self._directories.files()
+        os_functions.set_files(files)
+        switch = self._directories.generation_switch(files)
+        children.install(self._relay, switch, patch_table.install_files)
+        opt_out.set_handler(on_opt_out)
         rank_local.register_rank()
         backward.on_first_work(self._begin)
         patch_table.install()
-        self._streams.enter()
-        sys.excepthook = self._heard_once
+        self._streams.install()
+        sys.excepthook = self._excepthook
 
     def _begin(self) -> None:
-        """From here on the ranks stay together, so those other than 0 can be confined."""
+        """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
         self.has_begun = True
         if self.world.rank != 0:
-            write_protection.confine()
+            write_protection.restrict()
 
-    def explain(self, error: BaseException) -> None:
-        """Note on an exception that escapes the script what instep knows of it."""
-        write_protection.explain(error, self.world.rank)
+    def add_notes(self, error: BaseException) -> None:
+        """Note on an exception of the script what instep knows of its cause."""
+        write_protection.add_notes(error, self.world.rank)
 
     def end(self) -> None:
-        """Everything is as it was, except that the ranks still know each other."""
-        if not self._in_place or os.getpid() != self._process:
+        """Restore everything, except that the ranks stay connected."""
+        if not self._installed or os.getpid() != self._process:
             return
-        self._in_place = False
-        patch_table.undo()
+        self._installed = False
+        patch_table.remove()
         backward.on_first_work(None)
         rank_local.unregister_rank()
-        opt_out.end()
-        children.end()
-        std_streams.use(None)
-        os_functions.play(None)
-        self._streams.leave()
-        launcher_env.show()
-        sys.excepthook = self._hook
-        self._folder.leave()
+        opt_out.set_handler(None)
+        children.uninstall()
+        os_functions.set_files(None)
+        self._streams.restore()
+        launcher_env.restore()
+        sys.excepthook = self._excepthook_before
+        self._directories.delete()
 
-    def forget(self) -> None:
-        """The ranks do not know each other any more, and can meet anew. Collective.
+    def leave_job(self) -> None:
+        """Disconnect the ranks, which can then meet again. Collective.
 
-        At the same store, under other keys: `stores.again`.
+        They meet at the same store, under other keys: `stores.again`.
         """
         barrier()
         del self._store
         self._relay.close()
         bootstrap.leave()
 
-    def failing(self, what: str) -> bool:
-        """The script fails; returns whether this rank is to say so.
+    def reports_failure(self, message: str) -> bool:
+        """Called when the script fails: whether this rank is to report it.
 
-        What all ranks do alike is rank 0's to say, when it comes to it; the others wait for its
-        end. Another rank speaks if rank 0 comes to another end, or to none in PATIENCE seconds.
+        If all ranks fail in the same way, rank 0 reports it when it comes to it, and the others
+        wait for its end. Another rank reports its failure if rank 0 fails in another way, ends, or
+        does neither in PATIENCE seconds.
         """
-        if self._has_failed or not self._in_place:
+        if self._has_failed or not self._installed:
             return True
         self._has_failed = True
         try:
             if self.world.rank == 0:
-                self._store.set(_FAILED, what)
+                self._store.set(_FAILED, message)
                 return True
             self._store.wait([_FAILED], timedelta(seconds=PATIENCE))
-            if self._store.get(_FAILED) != what.encode():
+            if self._store.get(_FAILED) != message.encode():
                 return True
-        except RuntimeError:  # rank 0, who keeps the store, may have gone
+        except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
         with suppress(RuntimeError):
             self._store.wait([_NEVER], settings.patience())
         return False
 
-    def _leave_together(self) -> None:
-        """Rank 0 keeps the store, and it may be the last one to come to the script's end."""
-        if self._has_failed or not self._in_place or os.getpid() != self._process:
+    def _wait_for_all_ranks(self) -> None:
+        """At the script's end: rank 0 keeps the store, and it may be the last rank to come here."""
+        if self._has_failed or not self._installed or os.getpid() != self._process:
             return
         if self.world.rank == 0:
             self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
-        everybody = [f"{_DONE}{rank}" for rank in range(self.world.size)]
+        all_done = [f"{_DONE}{rank}" for rank in range(self.world.size)]
         client.announce_exit()
-        with suppress(RuntimeError):  # rank 0 has gone: it waited for all
-            wait_at_exit(lambda: self._store.wait(everybody, settings.patience()))
+        with suppress(RuntimeError):  # rank 0 has ended: it waited for all ranks
+            wait_at_exit(lambda: self._store.wait(all_done, settings.patience()))
 
-    def _heard_once(
-        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    def _excepthook(
+        self, type_: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        """For sys.excepthook."""
-        heard = self.failing(in_words(error))
-        self.explain(error)
-        if heard and self.world.rank != 0:
-            self._streams.leave()
-        if heard:
-            self._hook(kind, error, frames)
+        """For sys.excepthook: if all ranks raise the same exception, only rank 0 prints it."""
+        reports = self.reports_failure(in_words(error))
+        self.add_notes(error)
+        if reports and self.world.rank != 0:
+            self._streams.restore()
+        if reports:
+            self._excepthook_before(type_, error, frames)
 
 
-def _meet() -> World:
-    """With keys of its own: should the script start a process group, it finds none of ours."""
+def _join() -> World:
+    """Use keys of instep's own, which a process group of the script does not find."""
     hook = sys.excepthook
     world = bootstrap.init_apart("unedited")
-    # Not torch's, which puts the rank before each line of a traceback.
+    # Not torch's hook, which prints the rank before each line of a traceback.
     sys.excepthook = client.excepthook() or hook
     return world
 
 
-def _facts(store: dist.Store, world: World) -> Facts:
+def _exchange_job_info(store: dist.Store, world: World) -> JobInfo:
     if world.rank == 0:
-        facts = Facts(seeds.draw(), std_streams.Terminal.here(), _host(), _new_folder(world))
-        store.set(_FACTS, pickle.dumps(facts))  # type: ignore[arg-type]  # the stub knows only str
-        return facts
-    told: Facts = pickle.loads(store.get(_FACTS))  # verified: rank 0 has written it
-    return told
+        terminal = std_streams.Terminal.detect()
+        job = JobInfo(seeds.choose_seed(), terminal, _host(), _make_directory(world))
+        store.set(_JOB_INFO, pickle.dumps(job))  # type: ignore[arg-type]  # the stub says str
+        return job
+    received: JobInfo = pickle.loads(store.get(_JOB_INFO))  # verified: rank 0 has written it
+    return received
 
 
 def _host() -> str:
     return f"{socket.gethostname()} {boot_id()}"
 
 
-def _new_folder(world: World) -> str:
-    """A folder for each rank. `instep run` removes it whatever happens; else the last one does."""
-    above = os.environ.get(launchers.FAILURE_FILE)
-    beside = storage.folder(world.local_size) if above is None else Path(above).parent
-    folder = tempfile.mkdtemp(prefix="instep-", dir=beside)
+def _make_directory(world: World) -> str:
+    """Make a directory for the ranks of rank 0's host.
+
+    `instep run` deletes it whatever happens; under another launcher the last rank does.
+    """
+    failure_file = os.environ.get(launchers.FAILURE_FILE)
+    parent = storage.folder(world.local_size) if failure_file is None else Path(failure_file).parent
+    directory = tempfile.mkdtemp(prefix="instep-", dir=parent)
     for rank in range(world.size):
-        os.mkdir(os.path.join(folder, f"rank{rank}"))
-    return os.path.realpath(folder)
+        os.mkdir(os.path.join(directory, f"rank{rank}"))
+    return os.path.realpath(directory)
 
 
-def _mine(world: World) -> str:
-    """A folder for this rank, whose host is not rank 0's."""
-    return tempfile.mkdtemp(prefix="instep-", dir=storage.folder(world.local_size))
+class _LayerDirectories:
+    """The directories that hold this rank's layers."""
 
-
-class _Folder:
-    """Where this rank's layers lie."""
-
-    def __init__(self, facts: Facts, world: World) -> None:
-        self._shared = facts.folder if facts.host == _host() else None
+    def __init__(self, job: JobInfo, world: World) -> None:
+        self._shared = job.directory if job.host == _host() else None
         if self._shared is not None and not os.path.isdir(self._shared):
             self._shared = None  # the same machine in another container
-        self._own = (
-            os.path.join(self._shared, f"rank{world.rank}")
-            if self._shared is not None
-            else os.path.realpath(_mine(world))
-        )
-        self._layers = None if world.rank == 0 else Generations(self._own, self._shared)
-
+        if self._shared is not None:
+            self._own = os.path.join(self._shared, f"rank{world.rank}")
+        else:
+            parent = storage.folder(world.local_size)
+            self._own = os.path.realpath(tempfile.mkdtemp(prefix="instep-", dir=parent))
+        self._generations = None if world.rank == 0 else Generations(self._own, self._shared)
         client.remove_after_exit(self._own, self._shared)
 
-    def role(self) -> Rank0Files | OverlayFiles:
-        """This rank's way with files."""
-        if self._layers is not None:
-            return OverlayFiles(self._layers.own, self._layers.before)
+    def files(self) -> Rank0Files | OverlayFiles:
+        """The files as this rank sees and changes them."""
+        if self._generations is not None:
+            return OverlayFiles(self._generations.rank_layer, self._generations.before)
         assert self._shared is not None
-        return Rank0Files(before_of(self._shared, 0))
+        return Rank0Files(before_layer(self._shared, 0))
 
-    def rebasing(self, role: Rank0Files | OverlayFiles) -> Rebasing:
-        """What the files are after a command."""
-        return Rebasing(role, self._shared, self._layers)
+    def generation_switch(self, files: Rank0Files | OverlayFiles) -> GenerationSwitch:
+        """Starts a new generation of these layers after a command."""
+        return GenerationSwitch(files, self._shared, self._generations)
 
-    def places(self) -> list[str]:
-        """All folders in which this rank writes."""
+    def writable(self) -> list[str]:
+        """All directories in which this rank writes."""
         return [self._own, *([] if self._shared is None else [self._shared])]
 
     def mark(self) -> Path:
-        """Where this rank says which file it is writing: to the supervisor, else to its watcher."""
+        """Where this rank marks that it writes a file: for the supervisor, or for its watcher."""
         if launchers.FAILURE_FILE in os.environ:
             return unfinished_files.mark_at(Path(os.environ[launchers.FAILURE_FILE]))
         os.makedirs(self._own, mode=0o700, exist_ok=True)
         return Path(self._own, unfinished_files.MARK)
 
-    def leave(self) -> None:
-        """Remove what is this rank's, and what is everybody's after the last one."""
+    def delete(self) -> None:
+        """Delete this rank's directory; the last rank of the host also deletes the shared one."""
         with bypass_overlay():
             shutil.rmtree(self._own, ignore_errors=True)
             if self._shared is not None and not [*Path(self._shared).glob("rank*")]:

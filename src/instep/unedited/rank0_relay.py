@@ -1,8 +1,8 @@
-"""What rank 0 does for all: it does it, and tells the others what came of it.
+"""Rank 0 does something for all ranks, and the others get its value or its exception.
 
-Not a collective: rank 0 waits for nobody who does not come. A rank that asks for what rank 0 has
-not come to waits, since outside of `apart` all ranks take the same path; it says so when rank 0
-does something else.
+This is no collective: rank 0 does not wait for a rank that never asks. A rank that asks for
+something waits until rank 0 comes to it, since outside of `rank_local` all ranks take the same
+path. It raises an error if rank 0 does something else.
 """
 
 from __future__ import annotations
@@ -24,205 +24,216 @@ from instep.unedited.errors import UneditedError
 
 T = TypeVar("T")
 
-_FIRST, _LONGEST = 0.0005, 0.05
-"""Seconds between two looks: they double from the first to the longest."""
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 0.0005, 0.05
+"""Seconds between two looks at the store: they double from the first to the longest."""
 PATIENCE = 60.0
 """Seconds that rank 0 waits for the others before it changes what they may still look at."""
-PIECE = 1 << 20
-"""Bytes of one message of the store's, which refuses those above 8 MiB."""
+MESSAGE_BYTES = 1 << 20
+"""The size of one message; the store refuses messages above 8 MiB."""
 
 
-class Moment(Protocol):
-    """What becomes of the ranks' files at a moment to which all of them come."""
+class FileSync(Protocol):
+    """Passes the state of rank 0's files on to the other ranks, while all ranks wait."""
 
-    def opened(self) -> Any:
-        """On rank 0, while the others wait: what they have to know of its files. It must pickle."""
+    def capture(self) -> Any:
+        """On rank 0: what the others have to know of its files. It must pickle."""
 
-    def enter(self, told: Any) -> None:
-        """On another rank, while rank 0 waits: go on with the files as rank 0 has them."""
+    def apply(self, state: Any) -> None:
+        """On another rank: go on with the files as rank 0 has them."""
 
 
 class Relay:
     """Numbered messages from rank 0, in the order in which the script asks for them."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str = "told") -> None:
-        self._store = dist.PrefixStore(name, store)  # verified, as what is told is unpickled
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str = "relay") -> None:
+        self._store = dist.PrefixStore(name, store)  # verified, because values are unpickled
         self._rank, self._size = rank, size
         self._number = 0
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._lanes: dict[str, Relay] = {}
+        self._channels: dict[str, Relay] = {}
 
     def close(self) -> None:
-        """Let go of the store: whatever comes, nobody is told."""
+        """Release the store: from now on every rank does everything by itself."""
         self._process = -1
-        self._lanes.clear()
+        self._channels.clear()
         del self._store
 
-    def lane(self, name: str) -> Relay:
-        """The relay of this name, with numbers of its own: for what has an order of its own."""
+    def channel(self, name: str) -> Relay:
+        """The relay of this name, which numbers its own messages in an order of their own."""
         with self._lock:
-            if name not in self._lanes:
-                lane = Relay(self._store, self._rank, self._size, name)
-                lane._process = self._process
-                self._lanes[name] = lane
-            return self._lanes[name]
+            if name not in self._channels:
+                channel = Relay(self._store, self._rank, self._size, name)
+                channel._process = self._process
+                self._channels[name] = channel
+            return self._channels[name]
 
     @property
-    def does(self) -> bool:
-        """Whether this is the rank that does it for all."""
+    def is_rank0(self) -> bool:
+        """Whether this is the rank that does it for all ranks."""
         return self._rank == 0
 
-    def is_of_this_process(self) -> bool:
-        """Whether this is the rank itself, and not apart: then the others ask for the same."""
+    def is_replicated(self) -> bool:
+        """Whether this is the rank's own process and not rank-local: all ranks do the same."""
         return os.getpid() == self._process and not is_rank_local()
 
-    def reaches_here(self) -> bool:
-        """Whether all ranks come to this place: the main thread, not apart, in the rank itself."""
-        return self.is_of_this_process() and threading.current_thread() is threading.main_thread()
+    def is_ordered(self) -> bool:
+        """Whether all ranks come here in the same order: `is_replicated`, in the main thread."""
+        return self.is_replicated() and threading.current_thread() is threading.main_thread()
 
-    def once(
+    def run_on_rank0(
         self,
-        kind: str,
-        do: Callable[[], T],
+        name: str,
+        function: Callable[[], T],
         detail: str = "",
         *,
-        together: bool = False,
-        moment: Moment | None = None,
+        wait_first: bool = False,
+        sync: FileSync | None = None,
     ) -> T:
-        """The value of `do()`, or its exception, on rank 0. It must pickle.
+        """The value of `function()`, or its exception, on rank 0. It must pickle.
 
-        `together`: rank 0 waits for the others first, because it may change files which they
-        shall not see changed before they come here too. `moment`: it waits for them when it has
-        done it, tells them what is to become of their files, and goes on when they are through.
-        Raises DisagreementError where rank 0 does something else, and UneditedError where the
-        value does not pickle.
+        Args:
+            name: of the operation, for messages.
+            function: called on rank 0 only.
+            detail: what the operation is about, which must be the same on all ranks.
+            wait_first: whether rank 0 waits for the others before it starts, because it may change
+                files which they must not see changed before they come here too.
+            sync: rank 0 waits for the others when it is done, and goes on when they have applied
+                the state of its files.
+
+        Raises DisagreementError if rank 0 does something else, and UneditedError if the value does
+        not pickle.
         """
         with self._lock:
             self._number += 1
             step = f"{self._number}/"
         if self._rank == 0:
-            return self._do_and_tell(step, kind, do, detail, together, moment)
-        told: T = self._be_told(step, kind, detail, moment)
-        return told
+            return self._run_and_send(step, name, function, detail, wait_first, sync)
+        value: T = self._receive(step, name, detail, sync)
+        return value
 
     # ------------------------------------------------------------------------------- rank 0
 
-    def _do_and_tell(
+    def _run_and_send(
         self,
         step: str,
-        kind: str,
-        do: Callable[[], T],
+        name: str,
+        function: Callable[[], T],
         detail: str,
-        together: bool,
-        moment: Moment | None,
+        wait_first: bool,
+        sync: FileSync | None,
     ) -> T:
-        self._store.set(f"{step}begun", f"{kind}\0{detail}")
-        if together:
-            self._wait_for_the_others(step)
+        self._store.set(f"{step}started", f"{name}\0{detail}")
+        if wait_first:
+            self._wait_for_others(step)
         try:
             with rank_local():
-                value = do()
-            message = _packed(kind, value)
+                value = function()
+            message = _pickle_value(name, value)
         except Exception as error:
-            self._tell(step, _packed_error(error), moment)
+            self._send(step, _pickle_error(error), sync)
             raise
         except BaseException as error:  # the others, interrupted too, may have left this step
-            self._tell(step, _packed_error(error), None)
+            self._send(step, _pickle_error(error), None)
             raise
-        self._tell(step, message, moment)
+        self._send(step, message, sync)
         return value
 
-    def _wait_for_the_others(self, step: str) -> None:
+    def _wait_for_others(self, step: str) -> None:
         self._wait([f"{step}here{rank}" for rank in range(1, self._size)], PATIENCE)
 
-    def _tell(self, step: str, message: bytes, moment: Moment | None) -> None:
-        if moment is None:
-            self._send(step, pickle.dumps((message, False, None)))
+    def _send(self, step: str, message: bytes, sync: FileSync | None) -> None:
+        if sync is None:
+            self._send_parts(step, pickle.dumps((message, False, None)))
             return
-        self._wait_for_the_others(step)
-        self._send(step, pickle.dumps((message, True, moment.opened())))
-        if self._wait([f"{step}read"], PATIENCE):
-            self._store.delete_key(f"{step}read")
+        self._wait_for_others(step)
+        self._send_parts(step, pickle.dumps((message, True, sync.capture())))
+        if self._wait([f"{step}applied"], PATIENCE):
+            self._store.delete_key(f"{step}applied")
 
-    def _send(self, step: str, message: bytes) -> None:
-        pieces = range(0, len(message), PIECE)
-        for number, start in enumerate(pieces):
-            piece = message[start : start + PIECE]
-            self._store.set(f"{step}piece{number}", piece)  # type: ignore[arg-type]  # says str
-        self._store.set(f"{step}done", str(len(pieces)))
+    def _send_parts(self, step: str, message: bytes) -> None:
+        starts = range(0, len(message), MESSAGE_BYTES)
+        for number, start in enumerate(starts):
+            part = message[start : start + MESSAGE_BYTES]
+            self._store.set(f"{step}part{number}", part)  # type: ignore[arg-type]  # says str
+        self._store.set(f"{step}done", str(len(starts)))
 
     # ------------------------------------------------------------------------ the other ranks
 
-    def _be_told(self, step: str, kind: str, detail: str, moment: Moment | None) -> Any:
+    def _receive(self, step: str, name: str, detail: str, sync: FileSync | None) -> Any:
         self._store.set(f"{step}here{self._rank}", "")
-        self._check_what_rank_0_does(f"{step}begun", kind, detail)
+        self._check_operation(f"{step}started", name, detail)
         self._wait([f"{step}done"], None)
-        pieces = [f"{step}piece{n}" for n in range(int(self._store.get(f"{step}done")))]
-        message, waits, files = pickle.loads(b"".join(map(self._store.get, pieces)))
-        if waits and moment is not None:
-            moment.enter(files)
-        self._taken(step, pieces, waits=waits)
+        parts = [f"{step}part{n}" for n in range(int(self._store.get(f"{step}done")))]
+        message, synchronizes, state = pickle.loads(b"".join(map(self._store.get, parts)))
+        if synchronizes and sync is not None:
+            sync.apply(state)
+        self._acknowledge(step, parts, synchronizes=synchronizes)
         value, error = pickle.loads(message)
         if error is not None:
             raise error
         return value
 
-    def _taken(self, step: str, pieces: list[str], *, waits: bool) -> None:
-        """The last one who has read a message deletes it, and says so to a rank 0 that waits."""
-        if self._store.add(f"{step}taken", 1) < self._size - 1:
+    def _acknowledge(self, step: str, parts: list[str], *, synchronizes: bool) -> None:
+        """The last rank that has received a message deletes it, and tells a rank 0 that waits."""
+        if self._store.add(f"{step}received", 1) < self._size - 1:
             return
         here = [f"{step}here{rank}" for rank in range(1, self._size)]
-        for key in (f"{step}begun", f"{step}done", f"{step}taken", *pieces, *here):
+        for key in (f"{step}started", f"{step}done", f"{step}received", *parts, *here):
             self._store.delete_key(key)
-        if waits:
-            self._store.set(f"{step}read", "")
+        if synchronizes:
+            self._store.set(f"{step}applied", "")
 
-    def _check_what_rank_0_does(self, key: str, kind: str, detail: str) -> None:
-        if not self._wait([key], float(int(settings.TIMEOUT))):
-            raise CollectiveTimeoutError(["rank 0"], kind, float(int(settings.TIMEOUT)))
-        theirs, _, other = self._store.get(key).decode().partition("\0")
-        if theirs != kind:
-            raise self._disagree(theirs, kind)
-        if _without_names(other) != _without_names(detail):
-            raise self._disagree(f"{kind} {other}", f"{kind} {detail}")
+    def _check_operation(self, key: str, name: str, detail: str) -> None:
+        seconds = float(int(settings.TIMEOUT))
+        if not self._wait([key], seconds):
+            raise CollectiveTimeoutError(["rank 0"], name, seconds)
+        name0, _, detail0 = self._store.get(key).decode().partition("\0")
+        if name0 != name:
+            raise self._disagreement(name0, name)
+        if _without_process_names(detail0) != _without_process_names(detail):
+            raise self._disagreement(f"{name} {detail0}", f"{name} {detail}")
 
-    def _disagree(self, theirs: str, mine: str) -> DisagreementError:
+    def _disagreement(self, on_rank0: str, here: str) -> DisagreementError:
         return DisagreementError(
             "what comes next",
-            {theirs: [0], mine: [self._rank]},
+            {on_rank0: [0], here: [self._rank]},
             "Something that differs between processes (time, process id, host name) decides "
             "in this script; start it with --plain.",
         )
 
     def _wait(self, keys: list[str], seconds: float | None) -> bool:
-        """Until all keys are there, or for so many seconds; returns whether they are there."""
-        pause, begun = _FIRST, time.monotonic()
+        """Wait until all keys are set; False after that many seconds."""
+        interval, start = _FIRST_INTERVAL, time.monotonic()
         while not self._store.check(keys):
-            if seconds is not None and time.monotonic() - begun > seconds:
+            if seconds is not None and time.monotonic() - start > seconds:
                 return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            time.sleep(interval)
+            interval = min(2 * interval, _LONGEST_INTERVAL)
         return True
 
 
-def _without_names(detail: str) -> str:
+def _without_process_names(detail: str) -> str:
     """A command without what may differ between processes: words with digits in them (a time, a
     process id, a uuid), and the names that tempfile draws."""
     return re.sub(r"tmp[a-z0-9_]{8}|[\w.:+-]*\d[\w.:+-]*", "*", detail)
 
 
-def _packed(kind: str, value: object) -> bytes:
+def _pickle_value(name: str, value: object) -> bytes:
     try:
         return pickle.dumps((value, None))
-    except Exception as error:  # whatever the value's own __reduce__ raises
-        raise UneditedError.cannot_tell(kind, type(value).__name__, str(error)) from error
+    except Exception as error:  # raised by the value's own __reduce__
+        raise UneditedError(
+            f"rank 0 did this for all ranks: {name}; but its result, a value of type "
+            f"{type(value).__name__}, cannot be sent to the others: {error}. Let it return text, "
+            "bytes or plain values, or run this script with one rank (-n 1), or with --plain."
+        ) from error
 
 
-def _packed_error(error: BaseException) -> bytes:
+def _pickle_error(error: BaseException) -> bytes:
     try:
-        packed = pickle.dumps((None, error))
-        pickle.loads(packed)
-    except Exception:  # the same; and what its class makes of its arguments
+        pickled = pickle.dumps((None, error))
+        pickle.loads(pickled)
+    except Exception:  # the same, and raised by its class for the arguments
         return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-    return packed
+    return pickled

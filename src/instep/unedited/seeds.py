@@ -1,4 +1,4 @@
-"""One seed for every generator of every rank, and for those that nobody seeds."""
+"""One seed for the generators of all ranks, and for those that the script does not seed."""
 
 from __future__ import annotations
 
@@ -13,50 +13,58 @@ from typing import Any
 from instep.distributed.communication.rank_local import is_thread_rank_local
 from instep.process import settings
 from instep.process.import_hooks import after_import
-from instep.process.patching import Function
+from instep.process.patching import Function, patches
+
+_seed = 0
+_calls = itertools.count()
 
 
-def draw() -> int:
-    """The job's seed: INSTEP_SEED, else a new one."""
+def choose_seed() -> int:
+    """The job's seed: INSTEP_SEED, or a new one."""
     if not str(settings.SEED):
         return int.from_bytes(os.urandom(4), "little")
     return int(settings.SEED)
 
 
-def sow(seed: int) -> None:
-    """Seed random, numpy and torch: the last two when they are imported, if they ever are."""
-    global _seed, _drawn
-    _seed, _drawn = seed, itertools.count()
+def seed_all(seed: int) -> None:
+    """Seed random, numpy and torch; the last two when they are imported, if they ever are."""
+    global _seed, _calls
+    _seed, _calls = seed, itertools.count()
     random.seed(seed)
     after_import("numpy.random", lambda module: module.seed(seed))
     after_import("torch", lambda module: module.manual_seed(seed))
 
 
-_seed = 0
-_drawn = itertools.count()
+def random_bits(original: Function, bits: int) -> int:
+    """For the bits that numpy takes from the operating system to seed a generator.
 
-
-def entropy(original: Function, bits: int) -> int:
-    """What numpy takes from the operating system for a generator that is given no seed
-    (`default_rng()`): a function of the job's seed, of which of a rank's processes this is, and of
-    how often it was asked.
-
-    Where ranks do different work, it is drawn from a generator that they are known to draw from.
+    A function of the job's seed, of the process among those of its rank, and of the number of
+    calls. Where ranks do different work the number of calls differs, so there the bits come from
+    Python's generator, which instep has seeded.
     """
     if is_thread_rank_local():
         return random.getrandbits(bits)
-    parts = (_seed, current_process()._identity, next(_drawn))
+    parts = (_seed, current_process()._identity, next(_calls))
     digest = shake_128(repr(parts).encode()).digest((bits + 7) // 8)
     return int.from_bytes(digest, "little") >> -bits % 8
 
 
-def reseed(original: Function, a: Any = None, version: int = 2) -> None:
-    """random.seed."""
-    original(entropy(original, 256) if a is None else a, version)
+def seed_random(original: Function, a: Any = None, version: int = 2) -> None:
+    """For random.seed."""
+    original(random_bits(original, 256) if a is None else a, version)
 
 
-def reseed_torch(original: Function) -> int:
-    """torch.seed."""
-    seed = entropy(original, 63)
+def seed_torch(original: Function) -> int:
+    """For torch.seed."""
+    seed = random_bits(original, 63)
     import_module("torch").manual_seed(seed)
     return seed
+
+
+SEED_PATCHES = patches(
+    "a generator that the script does not seed is the same on all ranks",
+    ("numpy.random.bit_generator", "randbits", random_bits),
+    (random, "seed", seed_random),
+    ("torch", "seed", seed_torch),
+    ("torch.random", "seed", seed_torch),
+)

@@ -1,4 +1,6 @@
-"""A script is divided from `start` to `stop`: every rank runs it, and it sees one process."""
+"""The session of an unedited script: from `start` to `stop` every rank runs the whole script, and
+the script sees one process.
+"""
 
 from __future__ import annotations
 
@@ -23,83 +25,87 @@ class Session:
     world: World
     seed: int
     """What torch, numpy and random were seeded with on every rank."""
-    alone: SingleRankSession | None = field(default=None, repr=False)
-    """What is in place in a world of one."""
-    together: Any = field(default=None, repr=False)
-    """What is in place in a world of more."""
+    single_rank: SingleRankSession | None = field(default=None, repr=False)
+    """What is installed in a world of one."""
+    multi_rank: Any = field(default=None, repr=False)
+    """What is installed in a larger world: a MultiRankSession, which imports torch."""
 
 
 _current: Session | None = None
 
 
 def current() -> Session | None:
-    """The session that this process is in."""
+    """The session of this process."""
     return _current
 
 
 def start() -> Session | None:
-    """Meet the other ranks and let the script that follows see one process.
+    """Join the other ranks and let the script that follows see one process.
 
-    Does nothing a second time, or in a process that multiprocessing started: that is no rank.
-    Starts this program again where strings would hash differently on the ranks.
+    Does nothing the second time, or in a process that multiprocessing started, which is no rank.
+    Starts this program again if strings would have different hashes on the ranks.
     Raises LaunchError.
     """
     global _current
     if _current is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
         if world.size > 1:
-            hash_alike()
-        launcher_env.narrow(world)
+            fix_hash_seed()
+        launcher_env.set_visible_device(world)
         if world.size == 1:
-            alone = SingleRankSession()
-            _current = Session(world, alone.seed, alone=alone)
+            single = SingleRankSession()
+            _current = Session(world, single.seed, single_rank=single)
         else:
-            _current = _together()
+            multi = import_module("instep.unedited.multi_rank").MultiRankSession(opt_out)
+            _current = Session(multi.world, multi.seed, multi_rank=multi)
     return _current
 
 
 def stop() -> None:
-    """Undo everything."""
+    """Restore everything that `start` has replaced."""
     global _current
     session, _current = _current, None
     if session is not None:
-        (session.alone or session.together).end()
+        (session.single_rank or session.multi_rank).end()
 
 
-def stand_down(reason: str) -> None:
-    """Leave the script alone from here on: it runs on every rank as it stands.
+def opt_out(reason: str) -> None:
+    """Let the script run on every rank as it is from now on.
 
-    Raises UneditedError where work was divided already.
+    Raises UneditedError if the ranks have shared work already.
     """
     session = _current
     if session is None:
         return
     if (
-        session.together.has_begun
+        session.multi_rank.has_begun
         or import_module("instep.unedited.sharded_call.modules").call_counts.sharded
     ):
-        raise UneditedError.too_late(reason)
-    say_left_alone(session.world, reason)
-    session.together.forget()
+        raise UneditedError(
+            f"all ranks have run this script as one process so far, and now {reason}. "
+            "Run it with --plain, as a script for several processes."
+        )
+    print_opt_out(session.world, reason)
+    session.multi_rank.leave_job()
     stop()
 
 
-def explain(error: BaseException) -> None:
-    """Note on an exception that escapes the script what instep knows of it."""
-    if _current is not None and _current.together is not None:
-        _current.together.explain(error)
+def add_notes(error: BaseException) -> None:
+    """Note on an exception of the script what instep knows of its cause."""
+    if _current is not None and _current.multi_rank is not None:
+        _current.multi_rank.add_notes(error)
 
 
-def failing(what: str) -> bool:
-    """The script fails; returns when that can be said, and whether by this rank."""
-    if _current is None or _current.together is None:
+def reports_failure(message: str) -> bool:
+    """Called when the script fails: waits until that may be reported; whether by this rank."""
+    if _current is None or _current.multi_rank is None:
         return True
-    said_here: bool = _current.together.failing(what)
-    return said_here
+    reports: bool = _current.multi_rank.reports_failure(message)
+    return reports
 
 
-def say_left_alone(world: World, reason: str) -> None:
-    """One line, on rank 0 of several."""
+def print_opt_out(world: World, reason: str) -> None:
+    """Print one line on rank 0 of several."""
     if world.rank == 0 and world.size > 1:
         print(
             f"instep: every rank runs this script as it is, since {reason}.",
@@ -108,15 +114,10 @@ def say_left_alone(world: World, reason: str) -> None:
         )
 
 
-def _together() -> Session:
-    together = import_module("instep.unedited.multi_rank").MultiRankSession(stand_down)
-    return Session(together.world, together.seed, together=together)
+def fix_hash_seed() -> None:
+    """Start this program again, unless sets of strings have the same order on all ranks already.
 
-
-def hash_alike() -> None:
-    """Sets of strings have the same order on all ranks: Python decides that as it starts.
-
-    Starts this program again where that is not so.
+    Python decides about that as it starts.
     """
     if os.environ.get("PYTHONHASHSEED", "random") == "random" and "-" not in sys.orig_argv:
         os.environ["PYTHONHASHSEED"] = "0"

@@ -1,10 +1,10 @@
-"""A world of one, which needs neither the other rooms nor torch: only what is random must not
-depend on how many ranks there are.
+"""A world of one: random numbers are those of any other world, and everything else is untouched.
+
+It imports neither torch nor what is needed to run on several ranks.
 """
 
 from __future__ import annotations
 
-import random
 from importlib import import_module
 from typing import Any
 
@@ -23,25 +23,17 @@ LOADER_PATCH = Patch(
     "each rank loads its own rows of a batch",
 )
 
-_UNSEEDED = "a generator without a seed is the same on all ranks"
-SEED_PATCHES = (
-    Patch("numpy.random.bit_generator", "randbits", seeds.entropy, _UNSEEDED),
-    Patch(random, "seed", seeds.reseed, _UNSEEDED),
-    Patch("torch", "seed", seeds.reseed_torch, _UNSEEDED),
-    Patch("torch.random", "seed", seeds.reseed_torch, _UNSEEDED),
-)
-
 
 class SingleRankSession:
-    """Everything that is in place from the beginning to `end`."""
+    """What is installed in a world of one, until `end`."""
 
     def __init__(self) -> None:
-        self.seed = seeds.draw()
-        seeds.sow(self.seed)
+        self.seed = seeds.choose_seed()
+        seeds.seed_all(self.seed)
         launcher_env.hide()
-        self._patched = PatchHandle([LOADER_PATCH, *SEED_PATCHES])
+        self._patches = PatchHandle([LOADER_PATCH, *seeds.SEED_PATCHES])
 
     def end(self) -> None:
-        """Everything is as it was."""
-        launcher_env.show()
-        self._patched.remove()
+        """Restore everything."""
+        launcher_env.restore()
+        self._patches.remove()

@@ -1,7 +1,8 @@
-"""Standard input, output and error of a rank: rank 0 has them, the others see what it sees."""
+"""The standard streams of a rank: rank 0 has them, and the other ranks see what rank 0 sees."""
 
 from __future__ import annotations
 
+import builtins
 import fcntl
 import io
 import os
@@ -10,25 +11,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from instep.process.patching import Function, patches
 from instep.unedited.rank0_relay import Relay
 
 T = TypeVar("T")
-Function = Callable[..., Any]
 _os_read = os.read
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """What rank 0's three streams are."""
+    """Which of rank 0's streams are terminals."""
 
-    is_one: tuple[bool, ...]
-    """Whether stdin, stdout, stderr are terminals."""
+    is_terminal: tuple[bool, ...]
+    """For stdin, stdout and stderr."""
     sizes: tuple[tuple[int, int] | None, ...]
-    """Columns and lines of each; None where it has none."""
+    """The columns and lines of each; None if it has none."""
 
     @classmethod
-    def here(cls) -> Terminal:
-        """Those of this process."""
+    def detect(cls) -> Terminal:
+        """The terminals of this process."""
         return cls(tuple(map(os.isatty, range(3))), tuple(map(_size, range(3))))
 
 
@@ -39,60 +40,65 @@ def _size(fd: int) -> tuple[int, int] | None:
         return None
 
 
-class Streams:
-    """This rank's streams, from `enter` to `leave`."""
+class StdStreams:
+    """The standard streams of this rank, replaced from `install` to `restore`."""
 
     def __init__(self, rank: int, terminal: Terminal, relay: Relay) -> None:
         self.terminal = terminal
         self._rank = rank
         self._relay = relay
-        self._kept: list[int] = []
+        self._saved: list[int] = []
         self._stdin = sys.stdin
 
-    def enter(self) -> None:
-        """Rank 0 shares what it reads; of the others nothing is heard."""
+    def install(self) -> None:
+        """Let rank 0 share what it reads, and silence the other ranks."""
+        _current[:] = [self]
         if self._rank != 0:
-            self._mute()
+            self._silence()
         if self._stdin is not None:
             sys.stdin = io.TextIOWrapper(
-                io.BufferedReader(_Input(self)),
+                io.BufferedReader(_Rank0Stdin(self)),
                 encoding=self._stdin.encoding,
                 errors=self._stdin.errors,
                 line_buffering=bool(self._stdin.line_buffering),
             )
-            self._answer_isatty(sys.stdin, 0)
+            self._replace_isatty(sys.stdin, 0)
 
-    def told(self, what: str, do: Callable[[], T], otherwise: T) -> T:
-        """What `do()` gives on rank 0; `otherwise`, where only this rank may be asking."""
-        if self._relay.reaches_here():
-            return self._relay.once(what, do)
-        return do() if self._rank == 0 else otherwise
+    def run_on_rank0(self, name: str, function: Callable[[], T], default: T) -> T:
+        """The value of `function()` on rank 0; `default` if this rank alone may be calling."""
+        if self._relay.is_ordered():
+            return self._relay.run_on_rank0(name, function)
+        return function() if self._rank == 0 else default
 
-    def leave(self) -> None:
-        """They are what they were. What was read ahead for sys.stdin is lost with it."""
+    def restore(self) -> None:
+        """Restore the streams. What sys.stdin has read ahead is lost."""
+        _current.clear()
         sys.stdin = self._stdin
-        if self._kept:
+        if self._saved:
             _flush()
-            for fd, kept in enumerate(self._kept):
-                os.dup2(kept, fd)
-                os.close(kept)
-            self._kept.clear()
+            for fd, saved in enumerate(self._saved):
+                os.dup2(saved, fd)
+                os.close(saved)
+            self._saved.clear()
             for stream in (sys.__stdout__, sys.__stderr__):
                 vars(stream).pop("isatty", None)
 
-    def _mute(self) -> None:
+    def _silence(self) -> None:
         _flush()
-        nothing = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
-            self._kept.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
-            os.dup2(nothing, fd)
-        os.close(nothing)
+            self._saved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+            os.dup2(null, fd)
+        os.close(null)
         for fd, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
-            self._answer_isatty(stream, fd)
+            self._replace_isatty(stream, fd)
 
-    def _answer_isatty(self, stream: Any, fd: int) -> None:
+    def _replace_isatty(self, stream: Any, fd: int) -> None:
         if stream is not None:
-            stream.isatty = lambda: self.terminal.is_one[fd]
+            stream.isatty = lambda: self.terminal.is_terminal[fd]
+
+
+_current: list[StdStreams] = []
 
 
 def _flush() -> None:
@@ -101,45 +107,35 @@ def _flush() -> None:
             stream.flush()
 
 
-class _Input(io.RawIOBase):
+class _Rank0Stdin(io.RawIOBase):
     """File descriptor 0 of rank 0, on every rank."""
 
     name = "<stdin>"
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: StdStreams) -> None:
         self._streams = streams
 
     def readable(self) -> bool:
-        """It is for reading."""
+        """As in io.RawIOBase."""
         return True
 
     def fileno(self) -> int:
-        """Where rank 0 reads."""
+        """The descriptor on rank 0."""
         return 0
 
     def readinto(self, buffer: Any) -> int:
-        """As io.RawIOBase has it."""
+        """As in io.RawIOBase."""
         count = len(buffer)
-        data = self._streams.told("standard input", lambda: _os_read(0, count), b"")
+        data = self._streams.run_on_rank0("standard input", lambda: _os_read(0, count), b"")
         buffer[: len(data)] = data
         return len(data)
 
 
-# --------------------------------------------------------------------------- for the table
-
-_current: list[Streams] = []
-
-
-def use(streams: Streams | None) -> None:
-    """The functions below answer for these streams; None: they are what they are."""
-    _current[:] = [] if streams is None else [streams]
-
-
 def input_(original: Function, prompt: object = "") -> Any:
-    """For `input`, which at a terminal does not read sys.stdin."""
-    if not _current or not _current[0].terminal.is_one[0]:
+    """For `input`, which does not read sys.stdin at a terminal."""
+    if not _current or not _current[0].terminal.is_terminal[0]:
         return original(prompt)
-    line = _current[0].told("input()", lambda: original(prompt), None)
+    line = _current[0].run_on_rank0("input()", lambda: original(prompt), None)
     if line is None:
         raise EOFError("EOF when reading a line")
     return line
@@ -149,15 +145,24 @@ def read(original: Function, fd: int, length: int) -> Any:
     """For os.read."""
     if not _current or fd != 0:
         return original(fd, length)
-    return _current[0].told("standard input", lambda: original(fd, length), b"")
+    return _current[0].run_on_rank0("standard input", lambda: original(fd, length), b"")
 
 
 def isatty(original: Function, fd: int) -> Any:
     """For os.isatty."""
-    return _current[0].terminal.is_one[fd] if _current and fd in range(3) else original(fd)
+    return _current[0].terminal.is_terminal[fd] if _current and fd in range(3) else original(fd)
 
 
-def terminal_size(original: Function, fd: int = 1) -> Any:
+def get_terminal_size(original: Function, fd: int = 1) -> Any:
     """For os.get_terminal_size."""
     size = _current[0].terminal.sizes[fd] if _current and fd in range(3) else None
     return original(fd) if size is None else os.terminal_size(size)
+
+
+STREAM_PATCHES = patches(
+    "rank 0 has the standard streams and the terminal of all ranks",
+    (builtins, "input", input_),
+    (os, "read", read),
+    (os, "isatty", isatty),
+    (os, "get_terminal_size", get_terminal_size),
+)

@@ -36,7 +36,7 @@ def prepare(command: Sequence[str]) -> None:
     if world == World():
         return
     if world.size > 1:
-        session.hash_alike()
+        session.fix_hash_seed()
     told, drawn = place_variables(world), {}
     one_host = world.one_host
     if not os.environ.keys() >= _TORCHS:

@@ -44,6 +44,6 @@ def _parse_known_args(
     if declared and words == sys.argv[1:] and not any(map(_GIVEN.fullmatch, words)):
         from instep.unedited import session  # the supervisor of ranks does without
 
-        session.stand_down(f"it takes {declared[0]}")
+        session.opt_out(f"it takes {declared[0]}")
         words = [f"{declared[0]}={local_rank}", *words]
     return original(parser, words, *rest, **kwargs)

@@ -17,7 +17,7 @@ from instep.unedited import session
 from instep.unedited.files import bypass
 
 real_files = bypass.bypass_overlay
-failing, explain = session.failing, session.explain
+failing, explain = session.reports_failure, session.add_notes
 
 
 def run(command: Sequence[str], *, plain: bool = False) -> None:
@@ -44,7 +44,7 @@ def begin(command: Sequence[str]) -> None:
     if reason is None:
         session.start()
     else:
-        session.say_left_alone(launchers.detect(), reason)
+        session.print_opt_out(launchers.detect(), reason)
 
 
 def _is_ours(command: Sequence[str]) -> bool:

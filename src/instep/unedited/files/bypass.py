@@ -16,7 +16,7 @@ _depth = _Depth()
 
 @contextmanager
 def bypass_overlay() -> Iterator[None]:
-    """In here, this thread's file calls are what they are without instep."""
+    """Let this thread's file calls act on the real files, as without instep. Also a decorator."""
     _depth.value += 1
     try:
         yield
@@ -25,5 +25,5 @@ def bypass_overlay() -> Iterator[None]:
 
 
 def is_bypassed() -> bool:
-    """Whether this thread is in there."""
+    """Whether this thread is inside `bypass_overlay`."""
     return _depth.value > 0

@@ -1,8 +1,9 @@
-"""Where the layers of one rank lie: two of them for each generation.
+"""Where the layers of one rank are kept: two of them for each generation.
 
-A generation begins when a command that the script has started is known to have ended. `before`
-then tells what the files were at that moment, and the rank's own layer is empty. The layers' paths
-lead through a link, `now`, so that whatever process the rank forks or spawns changes with it.
+A generation starts when a command that the script started is known to have ended. From then on
+`before` holds what the files were at that moment, and the rank's own layer is empty. The paths of
+the layers lead through a link, `now`, so that processes which the rank has forked or spawned
+change to the new generation too.
 """
 
 from __future__ import annotations
@@ -17,65 +18,68 @@ from instep.unedited.files.layers import Layer
 _NOW = "now"
 
 
-def before_of(shared: str, number: int) -> Layer:
-    """What rank 0 keeps in a generation, in the folder of this host's ranks."""
+def before_layer(shared: str, number: int) -> Layer:
+    """What rank 0 keeps in a generation, in the directory that this host's ranks share."""
     return Layer(os.path.join(shared, "before", str(number)))
 
 
-def in_use(shared: str) -> set[int]:
-    """The generations of this host's ranks, of all but rank 0."""
+def generations_in_use(shared: str) -> set[int]:
+    """The generations of this host's ranks other than rank 0."""
     return {int(os.readlink(link)) for link in Path(shared).glob(f"rank*/{_NOW}")}
 
 
 class Generations:
-    """The layers of a rank other than 0, in `folder`; `shared` is its host's folder, if any."""
+    """The layers of a rank other than 0, in `directory`.
 
-    def __init__(self, folder: str, shared: str | None) -> None:
-        self._folder, self._shared = folder, shared
-        self.begin(0)
+    `shared` is the directory of rank 0's host; None if this rank runs on another host.
+    """
+
+    def __init__(self, directory: str, shared: str | None) -> None:
+        self._directory, self._shared = directory, shared
+        self.start(0)
 
     @property
     def number(self) -> int:
         """The present generation."""
-        return int(os.readlink(os.path.join(self._folder, _NOW)))
+        return int(os.readlink(os.path.join(self._directory, _NOW)))
 
     @property
-    def own(self) -> Layer:
-        """This rank's layer, in whichever generation."""
-        return self._layer("own", self._folder)
+    def rank_layer(self) -> Layer:
+        """This rank's layer in the present generation, also after that has changed."""
+        return self._layer("own", self._directory)
 
     @property
     def before(self) -> Layer | None:
-        """What rank 0 keeps, in whichever generation."""
+        """What rank 0 keeps in the present generation, also after that has changed."""
         return None if self._shared is None else self._layer("before", f"{self._shared}/before")
 
-    def _layer(self, name: str, beside: str) -> Layer:
-        here = rf"{re.escape(self._folder)}/\w+/{name}"
-        return Layer(f"{self._folder}/{_NOW}/{name}", rf"{here}|{re.escape(beside)}/\d+")
+    def _layer(self, name: str, parent: str) -> Layer:
+        here = rf"{re.escape(self._directory)}/\w+/{name}"
+        return Layer(f"{self._directory}/{_NOW}/{name}", rf"{here}|{re.escape(parent)}/\d+")
 
-    def own_of(self, number: int) -> Layer:
+    def rank_layer_of(self, number: int) -> Layer:
         """This rank's layer of one generation."""
-        return Layer(os.path.join(self._folder, str(number), "own"))
+        return Layer(os.path.join(self._directory, str(number), "own"))
 
-    def make(self, number: int) -> None:
-        """Make room for a generation."""
-        folder = os.path.join(self._folder, str(number))
-        os.makedirs(folder, exist_ok=True)
+    def create(self, number: int) -> None:
+        """Make the directory of a generation."""
+        directory = os.path.join(self._directory, str(number))
+        os.makedirs(directory, exist_ok=True)
         if self._shared is not None:
             with suppress(FileExistsError):
-                os.symlink(f"../../before/{number}", os.path.join(folder, "before"))
+                os.symlink(f"../../before/{number}", os.path.join(directory, "before"))
 
-    def begin(self, number: int) -> None:
-        """From now on it is this generation."""
-        self.make(number)
-        draft = os.path.join(self._folder, f"{_NOW}-{number}")
+    def start(self, number: int) -> None:
+        """Make this generation the present one."""
+        self.create(number)
+        draft = os.path.join(self._directory, f"{_NOW}-{number}")
         os.symlink(str(number), draft)
-        os.replace(draft, os.path.join(self._folder, _NOW))
+        os.replace(draft, os.path.join(self._directory, _NOW))
 
 
-def emptied(folder: str) -> None:
-    """Delete the files below `folder`. Its folders stay: processes may be in them."""
-    for at, _, names in os.walk(folder):
+def delete_files(directory: str) -> None:
+    """Delete the files below a directory, but no directory: a process may be in it."""
+    for at, _, names in os.walk(directory):
         for name in names:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(at, name))

@@ -1,7 +1,9 @@
-"""A layer of changes over a file system, kept in a folder: what is there instead, and what is gone.
+"""A layer of changes over a file system: a directory that holds changed files, and marks.
 
-Layers lie on disk and not in memory, so that whatever process a rank forks or spawns sees them.
-Paths are absolute and without symbolic links on the way.
+The terms are those of Linux's overlayfs: a whiteout says that a path does not exist, an opaque
+directory hides what lower layers have in it, a metacopy has the metadata of a file without its
+content. Layers are kept on disk, so that processes which a rank forks or spawns see them too.
+Paths are absolute, and no directory on the way to the last name is a symbolic link.
 """
 
 from __future__ import annotations
@@ -14,158 +16,159 @@ import shutil
 import stat
 from contextlib import suppress
 
-GONE = ""
-"""Where something lies that this layer says is not there."""
+MISSING = ""
+"""The location of a path that a layer says does not exist."""
 
-_FOLDER, _MARK, _NEW, _RELEASED, _KEPT, _LOST = "d", "m", "o", "r", "k", "l"
-"""First headers of names below `marks`: a folder on the way to marks; the mark of what is gone; of
-a folder that is new, so that nothing that lies below this layer is in it; of what lies where it
-lies without layers; of a folder that is here itself, not only on the way to what is; of a file
-whose content was too large to keep: what lies here has its size, mode and times only."""
+_DIRECTORY, _WHITEOUT, _OPAQUE, _RELEASED, _COPIED, _METACOPY = "d", "w", "o", "r", "c", "m"
+"""First letters of the names below `marks`. _DIRECTORY: a directory that holds marks. _RELEASED:
+the file at the path itself is the right one. _COPIED: this layer has the directory's own metadata;
+without this mark or _OPAQUE it only has the directory as the parent of something."""
 
 
 class Layer:
-    """Changes in one folder, which is made when the first one comes.
+    """The changes below one directory, which is made at the first change.
 
-    `lies_in`: a pattern of the folder's names, where it has others.
+    `alias_pattern` matches the directory's names if it has several.
     """
 
-    def __init__(self, folder: str, lies_in: str | None = None) -> None:
-        self.folder = folder
-        self._lies_in = re.compile(rf"(?:{lies_in or re.escape(folder)})/files(?=/|$)")
-        self._files = os.path.join(folder, "files")
-        self._marks = os.path.join(folder, "marks")
+    def __init__(self, directory: str, alias_pattern: str | None = None) -> None:
+        self.directory = directory
+        self._location = re.compile(rf"(?:{alias_pattern or re.escape(directory)})/files(?=/|$)")
+        self._files = os.path.join(directory, "files")
+        self._marks = os.path.join(directory, "marks")
 
     def find(self, path: str) -> str | None:
-        """Where `path` lies in this layer; GONE if it is not there; None if nothing is known."""
-        place = self._files + path
+        """The location of `path`; MISSING if it does not exist; None if this layer has no entry."""
+        location = self._files + path
         try:
-            seen = os.lstat(place)
+            status = os.lstat(location)
         except NotADirectoryError:
-            return GONE
+            return MISSING
         except FileNotFoundError:
             if os.path.lexists(self._mark(path, _RELEASED)):
                 return path
-            return GONE if self._is_closed(path) else None
-        if stat.S_ISDIR(seen.st_mode) and not (self._is_here(path) or self._is_closed(path)):
-            return None  # only on the way to what is here: its mode is not the folder's
-        return place
+            return MISSING if self._is_whited_out(path) else None
+        if stat.S_ISDIR(status.st_mode) and not (
+            self._has_directory(path) or self._is_whited_out(path)
+        ):
+            return None  # made as a parent only: its mode is not that of the real directory
+        return location
 
-    def knows(self, path: str) -> bool:
-        """Whether this layer has `path` itself, or says that it itself is not there."""
-        return os.path.lexists(self._files + path) or os.path.lexists(self._mark(path, _MARK))
+    def has_entry(self, path: str) -> bool:
+        """Whether this layer has `path` itself or a whiteout for it."""
+        return os.path.lexists(self._files + path) or os.path.lexists(self._mark(path, _WHITEOUT))
 
-    def is_new(self, folder: str) -> bool:
-        """Whether the folder was made in this layer, and not only on the way to something."""
-        return os.path.lexists(self._mark(folder, _NEW))
+    def is_opaque(self, directory: str) -> bool:
+        """Whether the directory was made in this layer, and not only as a parent of something."""
+        return os.path.lexists(self._mark(directory, _OPAQUE))
 
-    def _is_here(self, folder: str) -> bool:
-        return any(os.path.lexists(self._mark(folder, kind)) for kind in (_NEW, _KEPT))
+    def _has_directory(self, directory: str) -> bool:
+        return any(os.path.lexists(self._mark(directory, mark)) for mark in (_OPAQUE, _COPIED))
 
-    def has_lost(self, path: str, place: str) -> bool:
-        """Whether `place` is where `path` lies in this layer, without its content."""
-        return place == self._files + path and os.path.lexists(self._mark(path, _LOST))
+    def is_metacopy(self, path: str, location: str) -> bool:
+        """Whether `location` is this layer's entry for `path`, and lacks the file's content."""
+        return location == self._files + path and os.path.lexists(self._mark(path, _METACOPY))
 
-    def hides(self, folder: str) -> bool:
-        """Whether nothing that lies below this layer is in a folder."""
-        return self.is_new(folder) or self.find(folder) == GONE
+    def hides(self, directory: str) -> bool:
+        """Whether this layer hides everything that lower layers have in a directory."""
+        return self.is_opaque(directory) or self.find(directory) == MISSING
 
-    def room_for(self, path: str) -> str:
-        """Where to write `path` from now on; the folder above is made."""
-        place = self._files + path
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        self._unset(path, _MARK, _RELEASED, _LOST)
-        return place
+    def add_file(self, path: str) -> str:
+        """Return the location where `path` is to be written; its parents are made."""
+        location = self._files + path
+        os.makedirs(os.path.dirname(location), exist_ok=True)
+        self._unset(path, _WHITEOUT, _RELEASED, _METACOPY)
+        return location
 
-    def room_for_folder(self, path: str) -> str:
-        """Where to make the folder `path`, in which nothing is yet."""
-        self._set(path, _NEW)
-        return self.room_for(path)
+    def add_directory(self, path: str) -> str:
+        """Return the location where the new, empty directory `path` is to be made."""
+        self._set(path, _OPAQUE)
+        return self.add_file(path)
 
-    def keep_folder(self, folder: str) -> None:
-        """Let a folder be here as it is now, without what is in it."""
-        place = self.room_for(folder)
-        os.makedirs(place, exist_ok=True)
-        self._set(folder, _KEPT)
-        shutil.copystat(folder, place)
+    def copy_directory(self, directory: str) -> None:
+        """Copy the metadata of a directory, without its entries."""
+        location = self.add_file(directory)
+        os.makedirs(location, exist_ok=True)
+        self._set(directory, _COPIED)
+        shutil.copystat(directory, location)
 
-    def lose(self, path: str) -> None:
-        """Let a file be here, without its content."""
-        seen, place = os.lstat(path), self.room_for(path)
-        self._set(path, _LOST)
-        with open(place, "wb") as file:
-            file.truncate(seen.st_size)
-        shutil.copystat(path, place)
+    def copy_metadata(self, path: str) -> None:
+        """Copy the metadata of a file, without its content."""
+        size, location = os.lstat(path).st_size, self.add_file(path)
+        self._set(path, _METACOPY)
+        with open(location, "wb") as file:
+            file.truncate(size)
+        shutil.copystat(path, location)
 
     def remove(self, path: str) -> None:
-        """From now on `path`, with all that this layer has below it, is not there."""
-        place = self._files + path
-        if os.path.isdir(place) and not os.path.islink(place):
-            shutil.rmtree(place)
-        elif os.path.lexists(place):
-            os.unlink(place)
-        self._unset(path, _NEW, _RELEASED, _KEPT, _LOST)
-        self._set(path, _MARK)
+        """Remove `path` and everything below it from this layer, and set a whiteout."""
+        location = self._files + path
+        if os.path.isdir(location) and not os.path.islink(location):
+            shutil.rmtree(location)
+        elif os.path.lexists(location):
+            os.unlink(location)
+        self._unset(path, _OPAQUE, _RELEASED, _COPIED, _METACOPY)
+        self._set(path, _WHITEOUT)
 
     def release(self, path: str) -> None:
-        """Drop the file: from now on the one that lies at `path` itself is right."""
+        """Remove this layer's file: the one at `path` itself is right by now."""
         self._set(path, _RELEASED)
         os.unlink(self._files + path)
 
-    def names(self, folder: str) -> tuple[set[str], set[str]]:
-        """What this layer has in a folder, and what it says is gone from there."""
-        marks = _names(self._marks_in(folder))
+    def names(self, directory: str) -> tuple[set[str], set[str]]:
+        """The names that this layer has in a directory, and those that it has whiteouts for."""
+        marks = _names(self._marks_in(directory))
         released = {name[1:] for name in marks if name[0] == _RELEASED}
-        gone = {name[1:] for name in marks if name[0] == _MARK}
-        return _names(self._files + folder) | released, gone
+        whiteouts = {name[1:] for name in marks if name[0] == _WHITEOUT}
+        return _names(self._files + directory) | released, whiteouts
 
-    def virtual(self, place: str) -> str:
-        """The path that lies at `place`; `place` itself where that is not in this layer."""
-        found = self._lies_in.match(place)
-        return (place[found.end() :] or "/") if found else place
+    def visible_path(self, location: str) -> str:
+        """The path whose file lies at `location`; `location` itself if it is not in this layer."""
+        found = self._location.match(location)
+        return (location[found.end() :] or "/") if found else location
 
-    def _is_closed(self, path: str) -> bool:
-        """Whether a mark says that there is no `path`: its own, or that of a folder above."""
+    def _is_whited_out(self, path: str) -> bool:
+        """Whether a mark of `path` or of a parent says that `path` does not exist."""
         at = self._marks
-        *above, last = path.split("/")[1:]
-        for name in above:
-            if os.path.lexists(f"{at}/{_MARK}{name}") or os.path.lexists(f"{at}/{_NEW}{name}"):
+        *parents, last = path.split("/")[1:]
+        for name in parents:
+            if any(os.path.lexists(f"{at}/{mark}{name}") for mark in (_WHITEOUT, _OPAQUE)):
                 return True
-            at = f"{at}/{_FOLDER}{name}"
+            at = f"{at}/{_DIRECTORY}{name}"
             if not os.path.lexists(at):
                 return False
-        return os.path.lexists(f"{at}/{_MARK}{last}")
+        return os.path.lexists(f"{at}/{_WHITEOUT}{last}")
 
-    def _set(self, path: str, kind: str) -> None:
-        mark = self._mark(path, kind)
-        os.makedirs(os.path.dirname(mark), exist_ok=True)
-        with open(mark, "w"):
+    def _set(self, path: str, mark: str) -> None:
+        file = self._mark(path, mark)
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "w"):
             pass
 
-    def _unset(self, path: str, *kinds: str) -> None:
-        for kind in kinds:
+    def _unset(self, path: str, *marks: str) -> None:
+        for mark in marks:
             with suppress(FileNotFoundError):
-                os.unlink(self._mark(path, kind))
+                os.unlink(self._mark(path, mark))
 
-    def _marks_in(self, folder: str) -> str:
-        return self._marks + folder.rstrip("/").replace("/", f"/{_FOLDER}")
+    def _marks_in(self, directory: str) -> str:
+        return self._marks + directory.rstrip("/").replace("/", f"/{_DIRECTORY}")
 
-    def _mark(self, path: str, kind: str) -> str:
-        folder, name = os.path.split(path)
-        return f"{self._marks_in(folder)}/{kind}{name}"
+    def _mark(self, path: str, mark: str) -> str:
+        directory, name = os.path.split(path)
+        return f"{self._marks_in(directory)}/{mark}{name}"
 
 
-def _names(folder: str) -> set[str]:
+def _names(directory: str) -> set[str]:
     try:
-        return set() if os.path.islink(folder) else set(os.listdir(folder))
+        return set() if os.path.islink(directory) else set(os.listdir(directory))
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # links in a circle
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         return set()
 
 
 def copy(source: str, target: str) -> None:
-    """Copy one file, link, or empty folder, with its times and mode."""
+    """Copy one file, link or directory with its times and mode; a directory without its entries."""
     mode = os.lstat(source).st_mode
     if stat.S_ISDIR(mode):
         os.makedirs(target, exist_ok=True)
@@ -178,7 +181,7 @@ _FICLONE = 0x40049409
 
 
 def clone(source: str, target: str) -> bool:
-    """Copy a file, with its times and mode, by sharing its blocks; False where that cannot be."""
+    """Copy a file with its times and mode by sharing its blocks; False if that is not possible."""
     if not stat.S_ISREG(os.lstat(source).st_mode):
         return False
     try:

@@ -1,30 +1,27 @@
-"""Libraries that open files by themselves, not through `open`: they are told where."""
+"""The replacements of functions of libraries that open files themselves, not with `open`."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from instep.distributed.communication.rank_local import rank_local
-from instep.process.patching import subclass
+from instep.process.patching import Function, subclass
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.os_functions import (
+    current_files,
     open_,
     os_open,
-    role,
-    to_make,
-    to_read,
-    to_write,
-    written_anew,
+    path_to_create,
+    path_to_read,
+    path_to_replace,
+    path_to_write,
 )
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-
-Function = Callable[..., Any]
 
 _KEEP_CONTENT = os.O_CREAT
 
@@ -37,50 +34,52 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
     """For torch.save."""
     if not _is_path(f):
         return original(obj, f, *args, **kwargs)
-    with written_anew(f) as place:
-        original(obj, place, *args, **kwargs)
-    return _saved(f)
+    with path_to_replace(f) as location:
+        original(obj, location, *args, **kwargs)
+    return _record_checkpoint(f)
 
 
-def _saved(path: Any) -> None:
-    saver = role()
-    if isinstance(saver, OverlayFiles):
-        saver.saved(path)
+def _record_checkpoint(path: Any) -> None:
+    files = current_files()
+    if isinstance(files, OverlayFiles):
+        files.record_checkpoint(path)
 
 
-def reads(position: int, name: str) -> Function:
-    """A replacement for a function that reads the path which is this argument of its."""
+def reads_path(position: int, name: str) -> Function:
+    """A replacement of a function that reads the path given as this argument."""
 
-    def reading(original: Function, *args: Any, **kwargs: Any) -> Any:
+    def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
         path = args[position] if position < len(args) else kwargs.get(name)
         if not _is_path(path):
             return original(*args, **kwargs)
-        return _with(to_read(path), position, name, original, args, kwargs)
+        return _call_with(path_to_read(path), position, name, original, args, kwargs)
 
-    return reading
+    return answer
 
 
-def writes(position: int, name: str, suffix: str = "", *, checkpoint: bool = False) -> Function:
-    """The same for a path that it writes anew, and to which it adds `suffix` if that is missing."""
+def writes_path(
+    position: int, name: str, suffix: str = "", *, checkpoint: bool = False
+) -> Function:
+    """The same for a path that it replaces, and to which it adds `suffix` if that is missing."""
 
-    def writing(original: Function, *args: Any, **kwargs: Any) -> Any:
+    def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
         path = args[position] if position < len(args) else kwargs.get(name)
         if not _is_path(path):
             return original(*args, **kwargs)
         text = os.fspath(path)  # type: ignore[arg-type]
         if suffix and not text.endswith(suffix):
             text += suffix
-        with written_anew(text) as place:
-            result = _with(place, position, name, original, args, kwargs)
+        with path_to_replace(text) as location:
+            result = _call_with(location, position, name, original, args, kwargs)
         if checkpoint:
-            _saved(text)
+            _record_checkpoint(text)
         return result
 
-    return writing
+    return answer
 
 
-def _with(
-    place: Any,
+def _call_with(
+    location: Any,
     position: int,
     name: str,
     function: Function,
@@ -88,126 +87,131 @@ def _with(
     kwargs: dict[str, Any],
 ) -> Any:
     if position < len(args):
-        return function(*args[:position], place, *args[position + 1 :], **kwargs)
-    return function(*args, **kwargs | {name: place})
+        return function(*args[:position], location, *args[position + 1 :], **kwargs)
+    return function(*args, **kwargs | {name: location})
 
 
-def opens(original: Function, self: Any, path: Any, mode: Any = "r", *a: Any, **k: Any) -> Any:
-    """For a class that opens a path with a mode, such as h5py.File."""
+def file_init(original: Function, self: Any, path: Any, mode: Any = "r", *a: Any, **k: Any) -> Any:
+    """For the __init__ of a class that opens a path with a mode, such as h5py.File."""
     if _is_path(path):
         text = mode or "r"
         flags = os.O_TRUNC | os.O_CREAT if text[0] in "wx" else _KEEP_CONTENT
-        path = to_read(path) if text == "r" else to_write(path, flags)
+        path = path_to_read(path) if text == "r" else path_to_write(path, flags)
     return original(self, path, mode, *a, **k)
 
 
-def connect(original: Function, database: Any, *args: Any, **kwargs: Any) -> Any:
-    """For sqlite3.connect and sqlite3.Connection."""
+def sqlite_connect(original: Function, database: Any, *args: Any, **kwargs: Any) -> Any:
+    """For sqlite3.connect and the __init__ of sqlite3.Connection."""
     is_uri = args[_URI] if len(args) > _URI else kwargs.get("uri", False)
-    return original(_database(os.fsdecode(database), bool(is_uri)), *args, **kwargs)
+    return original(_sqlite_location(os.fsdecode(database), bool(is_uri)), *args, **kwargs)
 
 
-def connection(original: type) -> type:
+def sqlite_connection(original: type) -> type:
     """For the class sqlite3.Connection."""
-    return subclass(original, connect)
+    return subclass(original, sqlite_connect)
 
 
 _URI = 6
-"""Behind the path."""
+"""The position of this argument, after the path."""
 
 
-def _database(name: str, is_uri: bool) -> str:
-    """Where SQLite shall look for it, its journals beside it."""
+def _sqlite_location(name: str, is_uri: bool) -> str:
+    """The location of a database, whose journals SQLite makes beside it."""
     if name in ("", ":memory:"):
         return name
     if not is_uri or not name.startswith("file:"):
-        return _with_journals(name)
-    said, _, query = name.partition("?")
-    path = unquote(urlsplit(said).path)
+        return _write_with_journals(name)
+    uri, _, query = name.partition("?")
+    path = unquote(urlsplit(uri).path)
     mode = parse_qs(query).get("mode", ["rwc"])[0]
     if mode == "memory" or path in ("", ":memory:"):
         return name
-    place = to_read(path) if mode == "ro" else _with_journals(path)
-    return f"file:{quote(os.path.abspath(place))}{'?' if query else ''}{query}"
+    location = path_to_read(path) if mode == "ro" else _write_with_journals(path)
+    return f"file:{quote(os.path.abspath(location))}{'?' if query else ''}{query}"
 
 
-def _with_journals(path: str) -> str:
+def _write_with_journals(path: str) -> str:
     for journal in ("-journal", "-wal"):
-        if os.path.exists(path + journal) or isinstance(role(), Rank0Files):
-            to_write(path + journal, _KEEP_CONTENT)
-    return str(to_write(path, _KEEP_CONTENT))
+        if os.path.exists(path + journal) or isinstance(current_files(), Rank0Files):
+            path_to_write(path + journal, _KEEP_CONTENT)
+    return str(path_to_write(path, _KEEP_CONTENT))
 
 
-def lmdb(original: type) -> type:
-    """For the class lmdb.Environment, which is lmdb.open too and has no subclasses."""
+def lmdb_environment(original: type) -> type:
+    """For the class lmdb.Environment, which is lmdb.open too and cannot be subclassed."""
 
-    class _Kind(type):
+    class _Metaclass(type):
         def __call__(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-            return _environment(original, path, *args, **kwargs)
+            return _open_environment(original, path, *args, **kwargs)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)
 
-    return _Kind(original.__name__, (), {"__doc__": original.__doc__})
+    return _Metaclass(original.__name__, (), {"__doc__": original.__doc__})
 
 
-def _environment(
+def _open_environment(
     make: Function, path: Any, map_size: int = 10 << 20, subdir: bool = True, **kwargs: Any
 ) -> Any:
     name = os.fsdecode(path)
     data, lock = (f"{name}/data.mdb", f"{name}/lock.mdb") if subdir else (name, f"{name}-lock")
     if kwargs.get("readonly"):
-        place = to_read(data)
-        if isinstance(role(), OverlayFiles):
+        location = path_to_read(data)
+        if isinstance(current_files(), OverlayFiles):
             kwargs["lock"] = False  # it would write into rank 0's file
     else:
         if subdir and kwargs.get("create", True) and not os.path.isdir(name):
             os.mkdir(name, kwargs.get("mode", 0o755))
-        place, _ = to_write(data, _KEEP_CONTENT), to_write(lock, _KEEP_CONTENT)
-    return make(os.path.dirname(place) if subdir else place, map_size, subdir, **kwargs)
+        location, _ = path_to_write(data, _KEEP_CONTENT), path_to_write(lock, _KEEP_CONTENT)
+    return make(os.path.dirname(location) if subdir else location, map_size, subdir, **kwargs)
 
 
 def file_io(original: type) -> type:
     """For the class io.FileIO."""
 
-    def begin(
-        begin: Function, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None
+    def init(
+        init: Function, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None
     ) -> None:
-        open_(begin, file, mode, closefd=closefd, opener=opener)
+        open_(init, file, mode, closefd=closefd, opener=opener)
 
-    return subclass(original, begin)
+    return subclass(original, init)
 
 
 def posix_open(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """For posix.open, which is os.open; Python's import system caches by it what it compiles."""
+    """For posix.open, with which Python's import system caches the bytecode that it compiles."""
     if sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap_external":
         return original(*args, **kwargs)
     return os_open(original, *args, **kwargs)
 
 
-def bind(original: Function, self: Any, address: Any) -> Any:
-    """For socket.bind: on ranks other than 0, at a path that lies elsewhere."""
-    if self.family != socket.AF_UNIX or not _is_path(address) or os.fsencode(address)[:1] == b"\0":
+def socket_bind(original: Function, self: Any, address: Any) -> Any:
+    """For the bind of a Unix socket."""
+    if not _is_unix_path(self, address):
         return original(self, address)
-    return _near(to_make(address), lambda place: original(self, place))
+    return _call_with_short_path(path_to_create(address), lambda path: original(self, path))
 
 
-def reach(original: Function, self: Any, address: Any) -> Any:
-    """For socket.connect and connect_ex."""
-    if self.family != socket.AF_UNIX or not _is_path(address) or os.fsencode(address)[:1] == b"\0":
+def socket_connect(original: Function, self: Any, address: Any) -> Any:
+    """For connect and connect_ex of a Unix socket."""
+    if not _is_unix_path(self, address):
         return original(self, address)
-    return _near(to_read(address), lambda place: original(self, place))
+    return _call_with_short_path(path_to_read(address), lambda path: original(self, path))
 
 
-def _near(place: Any, do: Function) -> Any:
-    """A socket's path may have 107 headers only: `do` it with a short name of `place`."""
-    folder, name = os.path.split(os.fsdecode(place))
-    if len(os.fsencode(place)) < _SOCKET_PATH:
-        return do(place)
+def _is_unix_path(self: Any, address: Any) -> bool:
+    is_path = self.family == socket.AF_UNIX and _is_path(address)
+    return is_path and os.fsencode(address)[:1] != b"\0"
+
+
+def _call_with_short_path(location: Any, function: Function) -> Any:
+    """Shorten the location of a socket, whose path may have 107 bytes only."""
+    directory, name = os.path.split(os.fsdecode(location))
+    if len(os.fsencode(location)) < _SOCKET_PATH:
+        return function(location)
     with bypass_overlay():
-        fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
     try:
-        return do(f"/proc/self/fd/{fd}/{name}")
+        return function(f"/proc/self/fd/{fd}/{name}")
     finally:
         os.close(fd)
 
@@ -215,20 +219,22 @@ def _near(place: Any, do: Function) -> Any:
 _SOCKET_PATH = 107
 
 
-def from_file(original: Function, filename: Any, shared: Any = None, *a: Any, **k: Any) -> Any:
+def torch_from_file(
+    original: Function, filename: Any, shared: Any = None, *a: Any, **k: Any
+) -> Any:
     """For torch.from_file, which maps the file itself, and changes it if it is `shared`."""
-    place = to_write(filename, _KEEP_CONTENT) if shared else to_read(filename)
-    return original(place, shared, *a, **k)
+    location = path_to_write(filename, _KEEP_CONTENT) if shared else path_to_read(filename)
+    return original(location, shared, *a, **k)
 
 
 def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
-    """For torch.load: only where it maps the file itself."""
-    by_itself = kwargs.get("mmap") and _is_path(f)
-    return original(to_read(f) if by_itself else f, *args, **kwargs)
+    """For torch.load, which opens the file itself if it maps it."""
+    maps = kwargs.get("mmap") and _is_path(f)
+    return original(path_to_read(f) if maps else f, *args, **kwargs)
 
 
-def silent_init(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """For wandb.init: on ranks other than 0, a run that is nowhere."""
-    silent = {"mode": "disabled"} if isinstance(role(), OverlayFiles) else {}
-    with rank_local():  # rank 0 starts processes there that the others do not
-        return original(*args, **kwargs | silent)
+def wandb_init(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For wandb.init: on ranks other than 0, a disabled run."""
+    disabled = {"mode": "disabled"} if isinstance(current_files(), OverlayFiles) else {}
+    with rank_local():  # rank 0 starts processes there that the others do not start
+        return original(*args, **kwargs | disabled)

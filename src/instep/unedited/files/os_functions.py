@@ -1,8 +1,8 @@
-"""What answers for `open` and the functions of `os` that take a path.
+"""The replacements of `open` and of the functions of `os` that take a path.
 
-Rank 0 keeps what it is about to change and goes on; the others are sent to where their own version
-lies. A path that is relative to a folder's descriptor (`dir_fd=`) is turned into an absolute one.
-What takes the descriptor of a file is left alone.
+Rank 0 keeps what it is about to change and calls the original. Other ranks call the original with
+the location of their own version. A path that is relative to a directory's descriptor (`dir_fd=`)
+becomes an absolute one. A function that is given the descriptor of a file is not affected.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+from instep.process.patching import Function
+from instep.unedited.files.atomic_writes import atomic_write
 from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.files.whole_writes import drafted
-
-Function = Callable[..., Any]
 
 _mkdir = os.mkdir
-_roles: list[Rank0Files | OverlayFiles] = []
+_current: list[Rank0Files | OverlayFiles] = []
 
 
-def play(role: Rank0Files | OverlayFiles | None) -> None:
-    """From now on, file calls of this process go through `role`; None: they are what they are."""
-    _roles[:] = [] if role is None else [role]
+def set_files(files: Rank0Files | OverlayFiles | None) -> None:
+    """Let file calls of this process go through `files`; None: let them act as without instep."""
+    _current[:] = [] if files is None else [files]
 
 
-def role() -> Rank0Files | OverlayFiles | None:
-    """What `play` was given last."""
-    return _roles[0] if _roles else None
+def current_files() -> Rank0Files | OverlayFiles | None:
+    """The argument of the latest `set_files`."""
+    return _current[0] if _current else None
 
 
-def answering(*paths: object) -> Rank0Files | OverlayFiles | None:
-    """Who answers for these paths; None: the original function does."""
-    if not _roles or is_bypassed() or any(isinstance(path, int) for path in paths):
+def files_for(*paths: object) -> Rank0Files | OverlayFiles | None:
+    """The files through which a call with these paths goes; None: it goes to the original."""
+    if not _current or is_bypassed() or any(isinstance(path, int) for path in paths):
         return None
-    return _roles[0]
+    return _current[0]
 
 
 @contextmanager
-def named(path: Any, second: Any = None) -> Iterator[None]:
-    """Errors name the paths that the script gave."""
+def script_paths_in_errors(path: Any, second: Any = None) -> Iterator[None]:
+    """Replace locations in errors by the paths that the script gave."""
     try:
         yield
     except OSError as error:
@@ -58,102 +57,102 @@ def named(path: Any, second: Any = None) -> Iterator[None]:
         raise
 
 
-# ------------------------------------------------------------------- folders by their descriptors
+# -------------------------------------------------------------------- paths relative to `dir_fd`
 
 _RELATIVE = {"dir_fd": ("dst", "path"), "src_dir_fd": ("src",), "dst_dir_fd": ("dst",)}
-"""Which parameter is relative to this one: the first that a function has."""
+"""The parameter that is relative to this one: the first of these that the function has."""
 
 
-def _takes_folders(function: Function) -> Function:
-    """A replacement which is given absolute paths for those relative to a folder's descriptor."""
+def _resolve_dir_fds(function: Function) -> Function:
+    """A replacement that gets absolute paths for those relative to a directory's descriptor."""
     names = list(signature(function).parameters)
 
     @functools.wraps(function)
-    def with_paths(original: Function, *args: Any, **kwargs: Any) -> Any:
-        folders = {name: kwargs.pop(name) for name in _RELATIVE if kwargs.get(name) is not None}
-        if not folders:
+    def with_absolute_paths(original: Function, *args: Any, **kwargs: Any) -> Any:
+        fds = {name: kwargs.pop(name) for name in _RELATIVE if kwargs.get(name) is not None}
+        if not fds:
             return function(original, *args, **kwargs)
         bound = signature(function).bind(original, *args, **kwargs)
         given = [bound.arguments[name] for name in ("path", "src", "dst") if name in names]
-        role = answering(*given)
-        if role is None:
-            return function(original, *args, **kwargs, **folders)
-        with named(*given):
-            for name, fd in folders.items():
-                which = next(each for each in _RELATIVE[name] if each in names)
-                bound.arguments[which] = _within(fd, bound.arguments[which], role)
+        files = files_for(*given)
+        if files is None:
+            return function(original, *args, **kwargs, **fds)
+        with script_paths_in_errors(*given):
+            for name, fd in fds.items():
+                parameter = next(each for each in _RELATIVE[name] if each in names)
+                bound.arguments[parameter] = _join(fd, bound.arguments[parameter], files)
             return function(*bound.args, **bound.kwargs)
 
-    return with_paths
+    return with_absolute_paths
 
 
-def _within(fd: int, path: Any, role: Rank0Files | OverlayFiles) -> str:
-    """A path that is relative to this descriptor's folder."""
+def _join(fd: int, path: Any, files: Rank0Files | OverlayFiles) -> str:
+    """The absolute path of a path that is relative to this descriptor's directory."""
     text = os.fsdecode(path)
     if os.path.isabs(text):
         return text
     try:
-        return os.path.join(role.open_folders.path_of(fd), text)
+        return os.path.join(files.open_directories.path_of(fd), text)
     except OSError as error:
         error.filename = path
         raise
 
 
-def _steadily(
-    role: OverlayFiles,
-    find: Callable[[], str],
+def _retry_if_changed(
+    files: OverlayFiles,
+    locate: Callable[[], str],
     use: Function,
     discard: Function = lambda result: None,
 ) -> Any:
-    """`use(find())`; again, elsewhere, if rank 0 has begun to change what was found meanwhile."""
-    place = ""
+    """`use(locate())`, again if rank 0 began to change what was located in the meantime."""
+    location = ""
     while True:
-        before, place = place, find()
+        previous, location = location, locate()
         try:
-            result = use(place)
+            result = use(location)
         except OSError:
-            if place == before or role.kept(place) is None:
+            if location == previous or files.kept_by_rank0(location) is None:
                 raise
         else:
-            if place == before or role.kept(place) is None:
+            if location == previous or files.kept_by_rank0(location) is None:
                 return result
             discard(result)
 
 
-# ------------------------------------------------------------------------ for whoever opens itself
+# -------------------------------------------------------- for libraries that open files themselves
 
 
-def to_read(path: Any) -> Any:
-    """Where a library that opens files by itself shall read `path`."""
-    role = answering(path)
-    return role.readable(path) if isinstance(role, OverlayFiles) else path
+def path_to_read(path: Any) -> Any:
+    """The location at which a library is to read `path`."""
+    files = files_for(path)
+    return files.locate_to_read(path) if isinstance(files, OverlayFiles) else path
 
 
-def to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
-    """Where it shall write `path`. Raises what opening it with these flags would raise."""
-    role = answering(path)
-    if isinstance(role, Rank0Files):
-        role.keep(path)
-    return role.writable(path, flags) if isinstance(role, OverlayFiles) else path
+def path_to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
+    """The location at which it is to write `path`. Raises what os.open with these flags raises."""
+    files = files_for(path)
+    if isinstance(files, Rank0Files):
+        files.keep(path)
+    return files.locate_to_write(path, flags) if isinstance(files, OverlayFiles) else path
 
 
-def to_make(path: Any) -> Any:
-    """Where it shall make `path`, which must not exist."""
-    role = answering(path)
-    if isinstance(role, Rank0Files):
-        role.keep(path, follow=False)
-    return role.new(path) if isinstance(role, OverlayFiles) else path
+def path_to_create(path: Any) -> Any:
+    """The location at which it is to make `path`, which must not exist."""
+    files = files_for(path)
+    if isinstance(files, Rank0Files):
+        files.keep(path, follow=False)
+    return files.locate_new(path) if isinstance(files, OverlayFiles) else path
 
 
 @contextmanager
-def written_anew(path: Any) -> Iterator[Any]:
-    """Where it shall write all of `path`, whose old content stays until this block has ended."""
-    role = answering(path)
-    if isinstance(role, Rank0Files):
-        with drafted(path, role) as draft:
+def path_to_replace(path: Any) -> Iterator[Any]:
+    """The location at which it is to write all of `path`; the old content stays until the end."""
+    files = files_for(path)
+    if isinstance(files, Rank0Files):
+        with atomic_write(path, files) as draft:
             yield draft
     else:
-        yield to_write(path)
+        yield path_to_write(path)
 
 
 # ------------------------------------------------------------------------------------ opening
@@ -162,20 +161,20 @@ def written_anew(path: Any) -> Iterator[Any]:
 def open_(
     original: Function, file: Any, mode: str = "r", *args: Any, opener: Any = None, **kwargs: Any
 ) -> Any:
-    """For `open`: whoever has an opener of his own calls os.open."""
-    role = answering(file)
+    """For `open`. If the script gives an opener, that calls os.open."""
+    files = files_for(file)
     given = opener or (args[5] if len(args) > 5 else None)
-    if isinstance(role, Rank0Files) and not {*"wax+"}.isdisjoint(mode):
-        role.keep(file)
-    if isinstance(role, OverlayFiles) and given is None:
+    if isinstance(files, Rank0Files) and not {*"wax+"}.isdisjoint(mode):
+        files.keep(file)
+    if isinstance(files, OverlayFiles) and given is None:
         return original(file, mode, *args[:5], opener=_opener, **kwargs)
     return original(file, mode, *args, opener=opener, **kwargs)
 
 
-def numpy_opener(original: Function, self: Any, kind: Any) -> Any:
-    """For numpy's table of openers, which knows `open` as it was."""
-    found = original(self, kind)
-    return builtins.open if kind is None else found
+def numpy_opener(original: Function, self: Any, extension: Any) -> Any:
+    """For numpy's table of openers, which holds the original `open`."""
+    found = original(self, extension)
+    return builtins.open if extension is None else found
 
 
 def _opener(path: Any, flags: int) -> int:
@@ -185,178 +184,171 @@ def _opener(path: Any, flags: int) -> int:
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-@_takes_folders
+@_resolve_dir_fds
 def os_open(
     original: Function, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
 ) -> Any:
     """For os.open."""
-    role = answering(path)
-    if isinstance(role, Rank0Files) and flags & _CHANGES:
-        role.keep(path)
-    if not isinstance(role, OverlayFiles):
+    files = files_for(path)
+    if isinstance(files, Rank0Files) and flags & _CHANGES:
+        files.keep(path)
+    if not isinstance(files, OverlayFiles):
         return original(path, flags, mode, dir_fd=dir_fd)
-    with named(path):
-        if not flags & _CHANGES:
-            fd: int = _steadily(
-                role,
-                lambda: role.readable(path),
-                lambda place: original(place, flags, mode),
-                os.close,
-            )
-            role.opened(fd, path)
-            return fd
-        return original(role.writable(path, flags), flags | os.O_CREAT, mode)
+    with script_paths_in_errors(path):
+        if flags & _CHANGES:
+            return original(files.locate_to_write(path, flags), flags | os.O_CREAT, mode)
+        fd: int = _retry_if_changed(
+            files,
+            lambda: files.locate_to_read(path),
+            lambda location: original(location, flags, mode),
+            os.close,
+        )
+        files.record_open(fd, path)
+        return fd
 
 
 def truncate(original: Function, path: Any, length: int) -> None:
     """For os.truncate."""
-    with named(path):
-        original(to_write(path, 0), length)
+    with script_paths_in_errors(path):
+        original(path_to_write(path, 0), length)
 
 
-# ------------------------------------------------------------------------------------ looking
+# ----------------------------------------------------------------------------------- metadata
 
 
-@_takes_folders
-def look(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For os.stat and so on."""
-    role = answering(path)
-    if not isinstance(role, OverlayFiles):
-        return original(path, *args, **kwargs)
-    with named(path):
-        follow = kwargs.get("follow_symlinks", True)
-        return _steadily(
-            role,
-            lambda: role.place(path, follow=follow),
-            lambda place: original(place, *args, **kwargs),
-        )
+def _reads_metadata(*, follow: bool) -> Function:
+    """A replacement of a function that reads a path; `follow`: whether it follows a link."""
+
+    @_resolve_dir_fds
+    def answer(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+        files = files_for(path)
+        if not isinstance(files, OverlayFiles):
+            return original(path, *args, **kwargs)
+        with script_paths_in_errors(path):
+            follows = kwargs.get("follow_symlinks", follow)
+            return _retry_if_changed(
+                files,
+                lambda: files.locate(path, follow=follows),
+                lambda location: original(location, *args, **kwargs),
+            )
+
+    return answer
+
+
+stat, lstat = _reads_metadata(follow=True), _reads_metadata(follow=False)
+"""For os.stat, os.statvfs, os.getxattr and so on; for os.lstat and os.readlink."""
 
 
 def access(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.access, which raises nothing."""
     try:
-        return look(original, path, *args, **kwargs)
+        return stat(original, path, *args, **kwargs)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-@_takes_folders
-def look_at_link(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For os.lstat and os.readlink."""
-    role = answering(path)
-    if not isinstance(role, OverlayFiles):
+@_resolve_dir_fds
+def set_metadata(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
+    """For os.chmod, os.utime and so on. A file that is not this rank's own stays as it is."""
+    files = files_for(path)
+    if not isinstance(files, OverlayFiles):
         return original(path, *args, **kwargs)
-    with named(path):
-        return _steadily(
-            role,
-            lambda: role.place(path, follow=False),
-            lambda place: original(place, *args, **kwargs),
-        )
+    with script_paths_in_errors(path):
+        location = files.locate_own(path, follow=kwargs.get("follow_symlinks", True))
+        return None if location is None else original(location, *args, **kwargs)
 
 
 # ----------------------------------------------------------------------------------- changing
 
 
-@_takes_folders
+@_resolve_dir_fds
 def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.mkdir, os.mkfifo and os.mknod."""
-    role = answering(path)
-    if isinstance(role, Rank0Files):
-        role.keep(path, follow=False)
-    if isinstance(role, OverlayFiles):
-        with named(path):
-            return original(role.new(path, folder=original is _mkdir), *args, **kwargs)
+    files = files_for(path)
+    if isinstance(files, Rank0Files):
+        files.keep(path, follow=False)
+    if isinstance(files, OverlayFiles):
+        with script_paths_in_errors(path):
+            location = files.locate_new(path, directory=original is _mkdir)
+            return original(location, *args, **kwargs)
     return original(path, *args, **kwargs)
 
 
-@_takes_folders
+@_resolve_dir_fds
 def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.symlink."""
-    role = answering(dst)
-    if role is not None:
-        role.forget_links()
-    if isinstance(role, Rank0Files):
-        role.keep(dst, follow=False)
-    if isinstance(role, OverlayFiles):
-        with named(src, dst):
-            return original(src, role.new(dst))
+    files = _files_for_new_link(dst)
+    if isinstance(files, OverlayFiles):
+        with script_paths_in_errors(src, dst):
+            return original(src, files.locate_new(dst))
     return original(src, dst, *args, **kwargs)
 
 
-@_takes_folders
+@_resolve_dir_fds
 def link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     """For os.link."""
-    role = answering(src, dst)
-    if role is not None:
-        role.forget_links()
-    if isinstance(role, Rank0Files):
-        role.keep(dst, follow=False)
-    if not isinstance(role, OverlayFiles):
-        return original(src, dst, **kwargs)
-    with named(src, dst):
-        return role.link(src, dst)
-
-
-@_takes_folders
-def unlink(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
-    """For os.unlink and os.remove."""
-    role = answering(path)
-    with named(path):
-        if isinstance(role, OverlayFiles) and role.unlink(path):
-            return None
-    if isinstance(role, Rank0Files):
-        role.keep(path, follow=False, unwritten=True)
-        role.forget_links()
-    return original(path, dir_fd=dir_fd)
-
-
-@_takes_folders
-def rmdir(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
-    """For os.rmdir."""
-    role = answering(path)
-    with named(path):
-        if isinstance(role, OverlayFiles) and role.rmdir(path):
-            return None
-    if isinstance(role, Rank0Files):
-        role.keep(path, follow=False)
-        role.forget_links()
-    return original(path, dir_fd=dir_fd)
-
-
-@_takes_folders
-def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
-    """For os.rename and os.replace."""
-    role = answering(src, dst)
-    with named(src, dst):
-        if isinstance(role, OverlayFiles) and role.rename(src, dst):
-            return None
-    if isinstance(role, Rank0Files):
-        role.keep_both(src, dst)
-        role.forget_links()
+    files = _files_for_new_link(dst, src)
+    if isinstance(files, OverlayFiles):
+        with script_paths_in_errors(src, dst):
+            return files.link(src, dst)
     return original(src, dst, **kwargs)
 
 
-@_takes_folders
-def describe(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For os.chmod, os.utime and so on: what was there before keeps its mode and times."""
-    role = answering(path)
-    if not isinstance(role, OverlayFiles):
-        return original(path, *args, **kwargs)
-    with named(path):
-        place = role.own(path, follow=kwargs.get("follow_symlinks", True))
-        return None if place is None else original(place, *args, **kwargs)
+def _files_for_new_link(dst: Any, *src: Any) -> Rank0Files | OverlayFiles | None:
+    files = files_for(dst, *src)
+    if files is not None:
+        files.clear_links()
+    if isinstance(files, Rank0Files):
+        files.keep(dst, follow=False)
+    return files
+
+
+def _removes(remove: Callable[[OverlayFiles, Any], bool], *, never_written_again: bool) -> Function:
+    """A replacement of a function that removes a path."""
+
+    @_resolve_dir_fds
+    def answer(original: Function, path: Any, *, dir_fd: int | None = None) -> Any:
+        files = files_for(path)
+        with script_paths_in_errors(path):
+            if isinstance(files, OverlayFiles) and remove(files, path):
+                return None
+        if isinstance(files, Rank0Files):
+            files.keep(path, follow=False, never_written_again=never_written_again)
+            files.clear_links()
+        return original(path, dir_fd=dir_fd)
+
+    return answer
+
+
+unlink = _removes(OverlayFiles.unlink, never_written_again=True)
+"""For os.unlink and os.remove."""
+rmdir = _removes(OverlayFiles.rmdir, never_written_again=False)
+"""For os.rmdir, which fails for a file: that may still be written."""
+
+
+@_resolve_dir_fds
+def rename(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
+    """For os.rename and os.replace."""
+    files = files_for(src, dst)
+    with script_paths_in_errors(src, dst):
+        if isinstance(files, OverlayFiles) and files.rename(src, dst):
+            return None
+    if isinstance(files, Rank0Files):
+        files.keep_rename(src, dst)
+        files.clear_links()
+    return original(src, dst, **kwargs)
 
 
 def rmtree(
     original: Function, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any
 ) -> Any:
-    """For shutil.rmtree: by paths, not by file descriptors."""
-    role = answering(path)
-    if role is None:
+    """For shutil.rmtree: let it work by paths, not by file descriptors."""
+    files = files_for(path)
+    if files is None:
         return original(path, *args, dir_fd=dir_fd, **kwargs)
     if dir_fd is not None:
-        with named(path):
-            return rmtree(original, _within(dir_fd, path, role), *args, **kwargs)
+        with script_paths_in_errors(path):
+            return rmtree(original, _join(dir_fd, path, files), *args, **kwargs)
     before = shutil._use_fd_functions  # type: ignore[attr-defined]
     shutil._use_fd_functions = False  # type: ignore[attr-defined]
     try:
@@ -365,21 +357,21 @@ def rmtree(
         shutil._use_fd_functions = before  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------- where this process is
+# ---------------------------------------------------------------------------- current directory
 
 
 def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
-    role = answering(path)
-    with named(path):
-        original(role.folder(path) if isinstance(role, OverlayFiles) else path)
+    files = files_for(path)
+    with script_paths_in_errors(path):
+        original(files.locate_directory(path) if isinstance(files, OverlayFiles) else path)
 
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
-    role = _roles[0] if _roles else None
+    files = current_files()
     here: str = original()
-    return role.virtual(here) if isinstance(role, OverlayFiles) else here
+    return files.visible_path(here) if isinstance(files, OverlayFiles) else here
 
 
 def getcwdb(original: Function) -> bytes:
@@ -390,14 +382,14 @@ def getcwdb(original: Function) -> bytes:
 # ---------------------------------------------------------------------------------- temporary
 
 
-def temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """For tempfile's functions: in the usual folder, under a name that nobody else has."""
-    folder = signature(original).bind(*args, **kwargs).arguments.get("dir")
-    if not _roles or (folder is not None and os.fspath(folder) != tempfile.gettempdir()):
+def make_temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For the functions of tempfile: make a real file in the usual directory, private to a rank."""
+    directory = signature(original).bind(*args, **kwargs).arguments.get("dir")
+    if not _current or (directory is not None and os.fspath(directory) != tempfile.gettempdir()):
         return original(*args, **kwargs)
     with bypass_overlay():
         made = original(*args, **kwargs)
     path = made if isinstance(made, str) else getattr(made, "name", None) or made[1]
     if isinstance(path, str):
-        _roles[0].spare(path)
+        _current[0].add_temporary(path)
     return made

@@ -1,4 +1,4 @@
-"""A rank other than 0 writes into a layer of its own, and reads what it finds through it."""
+"""A rank other than 0 writes into a layer of its own, and reads through its layers."""
 
 from __future__ import annotations
 
@@ -8,311 +8,323 @@ import stat
 from contextlib import suppress
 
 from instep.unedited.errors import UneditedError
-from instep.unedited.files.layers import GONE, Layer, copy
-from instep.unedited.files.paths import Path, Paths, on_real_files, path_error
+from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.layers import MISSING, Layer, copy
+from instep.unedited.files.paths import PathResolver, StrOrBytesPath, path_error
 
-SAVED_BYTES = 2 << 30
-"""How much a rank's own checkpoints may take in all, but for the last one."""
+CHECKPOINT_BYTES = 2 << 30
+"""How much a rank's own checkpoints may take in all, without the last one."""
 
 
-class OverlayFiles(Paths):
-    """Any other rank: writes into a layer of its own."""
+class OverlayFiles(PathResolver):
+    """The files as a rank other than 0 sees them: its own layer, `before`, and the real files."""
 
-    def __init__(self, own: Layer, before: Layer | None) -> None:
-        super().__init__([layer for layer in (own, before) if layer is not None])
-        self._own = own
-        self._saved: dict[str, int] = {}
+    def __init__(self, rank_layer: Layer, before: Layer | None) -> None:
+        super().__init__([layer for layer in (rank_layer, before) if layer is not None])
+        self._rank_layer = rank_layer
+        self._checkpoints: dict[str, int] = {}
 
-    def forget(self) -> None:
-        """The layers are others by now."""
-        self._saved.clear()
-        self.forget_links()
+    def start_generation(self) -> None:
+        """Forget what was known of the layers of the generation before."""
+        self._checkpoints.clear()
+        self.clear_links()
 
-    @on_real_files
-    def place(self, path: Path, *, follow: bool = True) -> str:
-        """Where `path` lies. Raises FileNotFoundError or NotADirectoryError."""
-        return self._existing(self.followed(path) if follow else self.plain(path), path)
+    @bypass_overlay()
+    def locate(self, path: StrOrBytesPath, *, follow: bool = True) -> str:
+        """The location of `path`. Raises FileNotFoundError or NotADirectoryError."""
+        return self._existing(self.resolve(path) if follow else self.resolve_parents(path), path)
 
-    @on_real_files
-    def readable(self, path: Path) -> str:
-        """Where to read `path`. Raises as above; UneditedError where it was too large to keep."""
-        plain = self.followed(path)
-        place = self._existing(plain, path)
-        self._check_kept(plain, place)
-        return place
+    @bypass_overlay()
+    def locate_to_read(self, path: StrOrBytesPath) -> str:
+        """The same, to read its content. UneditedError if rank 0 could not keep the content."""
+        resolved = self.resolve(path)
+        location = self._existing(resolved, path)
+        self._check_content(resolved, location)
+        return location
 
-    @on_real_files
-    def opened(self, fd: int, path: Path) -> None:
-        """The script has opened `path`: if that is a folder, paths may be relative to it."""
+    @bypass_overlay()
+    def record_open(self, fd: int, path: StrOrBytesPath) -> None:
+        """Record that the script has opened `path`, if it is a directory."""
         if stat.S_ISDIR(os.fstat(fd).st_mode):
-            self.open_folders.opened(fd, self.followed(path))
+            self.open_directories.add(fd, self.resolve(path))
 
-    def _check_kept(self, plain: str, place: str) -> None:
-        if any(layer.has_lost(plain, place) for layer in self.layers):
-            raise UneditedError.not_kept(plain, os.path.getsize(place))
+    def _check_content(self, resolved: str, location: str) -> None:
+        if any(layer.is_metacopy(resolved, location) for layer in self.layers):
+            size = os.path.getsize(location) / 2**30
+            raise UneditedError(
+                f"this rank reads {resolved} ({size:.1f} GiB) after rank 0 has written over it. "
+                "Rank 0 keeps at most 1 GiB of what it writes over, less if TMPDIR is full, more "
+                "only if TMPDIR is on the same file system and that shares blocks (btrfs, XFS). "
+                "Write the new content under another name."
+            )
 
-    @on_real_files
-    def folder(self, path: Path) -> str:
-        """Where to go for the folder `path`: to the folder itself, if it is in sight."""
-        plain = self.followed(path)
-        place = self._existing(plain, path)
-        return plain if os.path.isdir(plain) and os.path.isdir(place) else place
+    @bypass_overlay()
+    def locate_directory(self, path: StrOrBytesPath) -> str:
+        """Where to change to for the directory `path`: the real one if it is visible."""
+        resolved = self.resolve(path)
+        location = self._existing(resolved, path)
+        return resolved if os.path.isdir(resolved) and os.path.isdir(location) else location
 
-    @on_real_files
-    def writable(self, path: Path, flags: int = os.O_CREAT) -> str:
-        """Where to open `path` with these flags, if not for reading only.
+    @bypass_overlay()
+    def locate_to_write(self, path: StrOrBytesPath, flags: int = os.O_CREAT) -> str:
+        """Where to open `path` with these flags, which include writing.
 
-        Raises what one process would have got: FileExistsError, FileNotFoundError,
-        PermissionError and so on.
+        Raises what one process would get: FileExistsError, FileNotFoundError, PermissionError
+        and so on.
         """
-        anew = flags & os.O_CREAT and flags & os.O_EXCL
-        plain = self.plain(path) if anew else self.followed(path)
-        if self.is_spared(plain):
-            return plain
-        found = self.find(plain)
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        resolved = self.resolve_parents(path) if exclusive else self.resolve(path)
+        if self.is_private(resolved):
+            return resolved
+        found = self.find(resolved)
         try:
-            return self._to_write(plain, found, path, flags)
+            return self._locate_to_write(resolved, found, path, flags)
         except OSError:
-            if self.find(plain) == found:
+            if self.find(resolved) == found:
                 raise
-            return self.writable(path, flags)  # rank 0 has just changed what was found
+            return self.locate_to_write(path, flags)  # rank 0 has just changed what was found
 
-    def _to_write(self, plain: str, found: str, path: Path, flags: int) -> str:
-        if found == GONE:
+    def _locate_to_write(self, resolved: str, found: str, path: StrOrBytesPath, flags: int) -> str:
+        if found == MISSING:
             if not flags & os.O_CREAT:
-                self._existing(plain, path)
-            self._check_folder(plain, path)
-            return self._own.room_for(plain)
+                self._existing(resolved, path)
+            self._check_parent(resolved, path)
+            return self._rank_layer.add_file(resolved)
         if flags & os.O_CREAT and flags & os.O_EXCL:
             raise path_error(errno.EEXIST, path)
         if os.path.isdir(found):
             raise path_error(errno.EISDIR, path)
-        if not stat.S_ISREG(os.stat(found).st_mode):
-            mine = self._own.find(plain) == found  # made by this rank, which also reads from it
-            return found if mine else os.devnull  # else a pipe or a device: rank 0 feeds it
+        if not stat.S_ISREG(os.stat(found).st_mode):  # a pipe or a device, which rank 0 writes to
+            made_here = self._rank_layer.find(resolved) == found  # this rank also reads from it
+            return found if made_here else os.devnull
         if not os.access(found, os.W_OK):
             raise path_error(errno.EACCES, path)
-        return self._own.room_for(plain) if flags & os.O_TRUNC else self._brought_up(plain)
+        return (
+            self._rank_layer.add_file(resolved) if flags & os.O_TRUNC else self._copy_up(resolved)
+        )
 
-    @on_real_files
-    def saved(self, path: Path) -> None:
-        """A checkpoint is written. The oldest ones go: by now rank 0's are whole, and are read."""
-        plain = self.followed(path)
-        self._saved.pop(plain, None)
-        found = self.find(plain)
-        if found != plain:
-            self._saved[plain] = os.path.getsize(found)
-        while len(self._saved) > 1 and sum(self._saved.values()) > SAVED_BYTES:
-            oldest = next(iter(self._saved))
-            del self._saved[oldest]
-            if self._own.find(oldest) and os.path.exists(oldest):
-                self._own.release(oldest)
+    @bypass_overlay()
+    def record_checkpoint(self, path: StrOrBytesPath) -> None:
+        """Delete the oldest checkpoints if they take too much: by now rank 0's are complete."""
+        resolved = self.resolve(path)
+        self._checkpoints.pop(resolved, None)
+        found = self.find(resolved)
+        if found != resolved:
+            self._checkpoints[resolved] = os.path.getsize(found)
+        while len(self._checkpoints) > 1 and sum(self._checkpoints.values()) > CHECKPOINT_BYTES:
+            oldest = next(iter(self._checkpoints))
+            del self._checkpoints[oldest]
+            if self._rank_layer.find(oldest) and os.path.exists(oldest):
+                self._rank_layer.release(oldest)
 
-    @on_real_files
-    def new(self, path: Path, *, folder: bool = False) -> str:
-        """Where to make `path`, which must not exist. Raises FileExistsError and its like."""
-        plain = self.plain(path)
-        if self.is_spared(plain):
-            return plain
-        self._check_new(plain, path)
-        return self._own.room_for_folder(plain) if folder else self._own.room_for(plain)
+    @bypass_overlay()
+    def locate_new(self, path: StrOrBytesPath, *, directory: bool = False) -> str:
+        """Where to make `path`, which must not exist. Raises FileExistsError and so on."""
+        resolved = self.resolve_parents(path)
+        if self.is_private(resolved):
+            return resolved
+        self._check_new(resolved, path)
+        layer = self._rank_layer
+        return layer.add_directory(resolved) if directory else layer.add_file(resolved)
 
-    @on_real_files
-    def unlink(self, path: Path) -> bool:
-        """Let a file or link be gone; False where that is to be done to the path itself."""
-        plain = self.plain(path)
-        if self.is_spared(plain):
+    @bypass_overlay()
+    def unlink(self, path: StrOrBytesPath) -> bool:
+        """Remove a file or link; False if the caller is to remove the path itself."""
+        resolved = self.resolve_parents(path)
+        if self.is_private(resolved):
             return False
-        found = self._existing(plain, path)
-        if self._is_folder(found):
+        found = self._existing(resolved, path)
+        if _is_directory(found):
             raise path_error(errno.EISDIR, path)
-        self._check_folder(plain, path)
-        self._own.remove(plain)
-        self.forget_links()
+        self._remove(resolved, path)
         return True
 
-    @on_real_files
-    def rmdir(self, path: Path) -> bool:
-        """Let an empty folder be gone; False as above."""
-        plain = self.plain(path)
-        if self.is_spared(plain):
+    @bypass_overlay()
+    def rmdir(self, path: StrOrBytesPath) -> bool:
+        """Remove an empty directory; False as above."""
+        resolved = self.resolve_parents(path)
+        if self.is_private(resolved):
             return False
-        found = self._existing(plain, path)
-        if not self._is_folder(found):
+        found = self._existing(resolved, path)
+        if not _is_directory(found):
             raise path_error(errno.ENOTDIR, path)
-        if self.names(plain):
+        if self.names(resolved):
             raise path_error(errno.ENOTEMPTY, path)
-        self._check_folder(plain, path)
-        self._own.remove(plain)
-        self.open_folders.moved(plain, None)
-        self.forget_links()
+        self._remove(resolved, path)
+        self.open_directories.rename(resolved, None)
         return True
 
-    @on_real_files
-    def rename(self, source: Path, target: Path) -> bool:
-        """Move a file or a folder; False as above."""
-        old = self.plain(source)
-        self._check_folder(old, source)
-        new = self.plain(target)
-        if self.is_spared(old) and self.is_spared(new):
+    def _remove(self, resolved: str, path: StrOrBytesPath) -> None:
+        self._check_parent(resolved, path)
+        self._rank_layer.remove(resolved)
+        self.clear_links()
+
+    @bypass_overlay()
+    def rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> bool:
+        """Rename a file or a directory; False as above."""
+        old = self.resolve_parents(source)
+        self._check_parent(old, source)
+        new = self.resolve_parents(target)
+        if self.is_private(old) and self.is_private(new):
             return False
-        self._check_folder(new, target)
+        self._check_parent(new, target)
         self._existing(old, source)
-        if old != new and not self._same_file(old, new):
-            self._check_move(old, new)
-            self._move(old, new)
-            self.open_folders.moved(new, None)
-            self.open_folders.moved(old, new)
-            self.forget_links()
+        if old != new and not self._is_same_file(old, new):
+            self._check_rename(old, new)
+            self._rename(old, new)
+            self.open_directories.rename(new, None)
+            self.open_directories.rename(old, new)
+            self.clear_links()
         return True
 
-    def _check_move(self, old: str, new: str) -> None:
+    def _check_rename(self, old: str, new: str) -> None:
         if new.startswith(f"{old}/"):
             raise path_error(errno.EINVAL, old)
         if old.startswith(f"{new}/"):
             raise path_error(errno.ENOTEMPTY, old)
         there = self.find(new)
-        if self._is_folder(self.find(old)):
-            if there != GONE and not self._is_folder(there):
+        if _is_directory(self.find(old)):
+            if there != MISSING and not _is_directory(there):
                 raise path_error(errno.ENOTDIR, old)
-            if there != GONE and self.names(new):
+            if there != MISSING and self.names(new):
                 raise path_error(errno.ENOTEMPTY, old)
-        elif self._is_folder(there):
+        elif _is_directory(there):
             raise path_error(errno.EISDIR, old)
 
-    @staticmethod
-    def _is_folder(place: str) -> bool:
-        return os.path.isdir(place) and not os.path.islink(place)
-
-    def _same_file(self, *paths: str) -> bool:
-        """Whether these are links to one file; rename leaves such alone."""
+    def _is_same_file(self, *paths: str) -> bool:
+        """Whether these are links to one file; rename does nothing then."""
         one, two = map(self.find, paths)
-        return GONE not in (one, two) and os.path.samestat(os.lstat(one), os.lstat(two))
+        return MISSING not in (one, two) and os.path.samestat(os.lstat(one), os.lstat(two))
 
-    def _move(self, old: str, new: str) -> None:
+    def _rename(self, old: str, new: str) -> None:
         found = self.find(old)
-        if self._is_folder(found):
+        if _is_directory(found):
             self._put(found, new)
             for name in self.names(old):
-                self._move(os.path.join(old, name), os.path.join(new, name))
+                self._rename(os.path.join(old, name), os.path.join(new, name))
         else:
-            self._put(found if self.is_spared(new) else self._brought_up(old), new)
-        if self.is_spared(old):
-            os.rmdir(old) if self._is_folder(old) else os.unlink(old)
+            self._put(found if self.is_private(new) else self._copy_up(old), new)
+        if self.is_private(old):
+            os.rmdir(old) if _is_directory(old) else os.unlink(old)
         else:
-            self._own.remove(old)
+            self._rank_layer.remove(old)
 
-    def _put(self, place: str, new: str) -> None:
-        """Let what lies at `place`, a folder without what is in it, be at `new`."""
-        if self.is_spared(new):
-            copy(place, new)
+    def _put(self, location: str, new: str) -> None:
+        """Link or copy what is at `location` to the path `new`; a directory without its entries."""
+        if self.is_private(new):
+            copy(location, new)
             return
-        self._own.remove(new)
-        if self._is_folder(place):
-            copy(place, self._own.room_for_folder(new))
+        self._rank_layer.remove(new)
+        if _is_directory(location):
+            copy(location, self._rank_layer.add_directory(new))
             return
-        target = self._own.room_for(new)
+        target = self._rank_layer.add_file(new)
         try:
-            os.link(place, target, follow_symlinks=False)
+            os.link(location, target, follow_symlinks=False)
         except OSError:  # from another file system
-            copy(place, target)
+            copy(location, target)
 
-    @on_real_files
-    def link(self, source: Path, target: Path) -> None:
-        """Give a file another name. Raises what os.link would."""
-        old = self.plain(source)
+    @bypass_overlay()
+    def link(self, source: StrOrBytesPath, target: StrOrBytesPath) -> None:
+        """Give a file another name. Raises what os.link would raise."""
+        old = self.resolve_parents(source)
         found = self._existing(old, source)
-        new = self.plain(target)
+        new = self.resolve_parents(target)
         self._check_new(new, target)
-        if self._is_folder(found):
+        if _is_directory(found):
             raise path_error(errno.EPERM, source)
-        self._put(self._brought_up(old), new)
+        self._put(self._copy_up(old), new)
 
-    @on_real_files
-    def own(self, path: Path, *, follow: bool = True) -> str | None:
-        """Where `path` lies, if that is this rank's own: its mode and times may be changed."""
-        plain = self.followed(path) if follow else self.plain(path)
-        found = self._existing(plain, path)
-        mine = self.is_spared(plain) or self._own.find(plain) == found
-        return found if mine else None
+    @bypass_overlay()
+    def locate_own(self, path: StrOrBytesPath, *, follow: bool = True) -> str | None:
+        """The location of `path` if this rank may change its metadata; None if it is rank 0's."""
+        resolved = self.resolve(path) if follow else self.resolve_parents(path)
+        found = self._existing(resolved, path)
+        is_own = self.is_private(resolved) or self._rank_layer.find(resolved) == found
+        return found if is_own else None
 
-    @on_real_files
-    def listed(self, path: Path) -> list[str] | None:
-        """The names in a folder where this job may have changed them; None where it has not."""
-        plain = self.followed(path)
-        found = self._existing(plain, path)
-        if found == plain and not any(any(layer.names(plain)) for layer in self.layers):
+    @bypass_overlay()
+    def listdir(self, path: StrOrBytesPath) -> list[str] | None:
+        """The names in a directory; None if this job has not changed them."""
+        resolved = self.resolve(path)
+        found = self._existing(resolved, path)
+        if found == resolved and not any(any(layer.names(resolved)) for layer in self.layers):
             return None
         if not os.path.isdir(found):
             raise path_error(errno.ENOTDIR, path)
-        names = self.names(plain)
-        return sorted(names) if any(self._own.names(plain)) else names
+        names = self.names(resolved)
+        return sorted(names) if any(self._rank_layer.names(resolved)) else names
 
-    def names(self, plain: str) -> list[str]:
-        """The names in a folder, those that have always been there first and in their order."""
+    def names(self, resolved: str) -> list[str]:
+        """The names in a directory: first those of the real one, in their order."""
         names: dict[str, None] = {}
-        if self._is_folder(plain) and self._is_itself(plain):
-            names = dict.fromkeys(os.listdir(plain))
-        if not self.is_spared(plain):
+        if _is_directory(resolved) and self._parents_unchanged(resolved):
+            names = dict.fromkeys(os.listdir(resolved))
+        if not self.is_private(resolved):
             for layer in reversed(self.layers):
-                there, gone = layer.names(plain)
-                below = () if layer.hides(plain) else names
-                names = dict.fromkeys(name for name in (*below, *there) if name not in gone)
+                there, whiteouts = layer.names(resolved)
+                lower = () if layer.hides(resolved) else names
+                names = dict.fromkeys(name for name in (*lower, *there) if name not in whiteouts)
         return list(names)
 
-    def virtual(self, place: str) -> str:
-        """The path that lies at `place`."""
+    def visible_path(self, location: str) -> str:
+        """The path whose file lies at `location`."""
         for layer in self.layers:
-            place = layer.virtual(place)
-        return place
+            location = layer.visible_path(location)
+        return location
 
-    def _existing(self, plain: str, path: object) -> str:
-        found = self.find(plain)
-        if found != GONE:
+    def _existing(self, resolved: str, path: object) -> str:
+        """The location of a path, or the error that one process would get."""
+        found = self.find(resolved)
+        if found != MISSING:
             return found
-        above = plain
-        while found == GONE:
-            above = os.path.dirname(above)
-            found = self.find(above)
+        parent = resolved
+        while found == MISSING:
+            parent = os.path.dirname(parent)
+            found = self.find(parent)
         raise path_error(errno.ENOENT if os.path.isdir(found) else errno.ENOTDIR, path)
 
-    def _check_new(self, plain: str, path: object) -> None:
-        """Whether nothing is here yet, and something can be made."""
-        if self.find(plain) != GONE:
+    def _check_new(self, resolved: str, path: object) -> None:
+        """Raise unless nothing is here yet and something can be made."""
+        if self.find(resolved) != MISSING:
             raise path_error(errno.EEXIST, path)
-        self._check_folder(plain, path)
+        self._check_parent(resolved, path)
 
-    def _check_folder(self, plain: str, path: object) -> None:
-        """Whether something can be made here."""
-        folder = self._existing(os.path.dirname(plain), path)
-        if not os.path.isdir(folder):
+    def _check_parent(self, resolved: str, path: object) -> None:
+        """Raise unless the directory above exists and may be written to."""
+        directory = self._existing(os.path.dirname(resolved), path)
+        if not os.path.isdir(directory):
             raise path_error(errno.ENOTDIR, path)
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not os.access(directory, os.W_OK | os.X_OK):
             raise path_error(errno.EACCES, path)
 
-    def _brought_up(self, plain: str) -> str:
-        """This rank's own copy of a file, as it is; what is spared stays where it is."""
-        found = self.find(plain)
-        if self.is_spared(plain):
+    def _copy_up(self, resolved: str) -> str:
+        """Copy a file into this rank's layer and return its location; private files stay."""
+        found = self.find(resolved)
+        if self.is_private(resolved):
             return found
-        self._check_kept(plain, found)
-        place = self._own.room_for(plain)
-        if found == plain:
-            self._copy_real(plain, place)
-        elif found != place:
-            copy(found, place)
-        return place
+        self._check_content(resolved, found)
+        location = self._rank_layer.add_file(resolved)
+        if found == resolved:
+            self._copy_real(resolved, location)
+        elif found != location:
+            copy(found, location)
+        return location
 
-    def _copy_real(self, plain: str, place: str) -> None:
-        """Copy what lies at `plain` itself, or what rank 0 has kept of it if it changes it now."""
+    def _copy_real(self, resolved: str, location: str) -> None:
+        """Copy the real file, or what rank 0 has kept of it if it changes the file meanwhile."""
         try:
-            copy(plain, place)
+            copy(resolved, location)
         except FileNotFoundError:
-            if self.kept(plain) is None:
+            if self.kept_by_rank0(resolved) is None:
                 raise
-        kept = self.kept(plain)
+        kept = self.kept_by_rank0(resolved)
         if kept is not None:
             with suppress(FileNotFoundError):
-                os.unlink(place)
-            self._check_kept(plain, kept)
-            copy(kept, place)
+                os.unlink(location)
+            self._check_content(resolved, kept)
+            copy(kept, location)
+
+
+def _is_directory(location: str) -> bool:
+    return os.path.isdir(location) and not os.path.islink(location)

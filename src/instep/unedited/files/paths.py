@@ -1,37 +1,28 @@
-"""What a path means: which file, in which layer, and which ones every rank has for itself."""
+"""Which file the script means by a path or by the descriptor of a directory."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
+import stat
 import tempfile
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.descriptors import OpenFolders
-from instep.unedited.files.layers import GONE, Layer
+from instep.unedited.files.layers import MISSING, Layer
 
-Path = str | bytes | os.PathLike[Any]
-Method = TypeVar("Method", bound=Callable[..., Any])
+StrOrBytesPath = str | bytes | os.PathLike[Any]
 
-_LINKS = 40
-
-
-def on_real_files(method: Method) -> Method:
-    """A method that sees and changes the files that are there."""
-
-    @functools.wraps(method)
-    def past_the_overlay(*args: Any, **kwargs: Any) -> Any:
-        with bypass_overlay():
-            return method(*args, **kwargs)
-
-    return past_the_overlay  # type: ignore[return-value]
+_MAX_LINKS = 40
+_CACHES = (
+    *("HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TRITON_CACHE_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
+)
 
 
-def spared_folders() -> list[str]:
-    """Where every rank reads and writes for itself: no files, or caches that processes share."""
+def private_directories() -> list[str]:
+    """Where every rank reads and writes by itself: kernel interfaces, and caches that lock."""
     home = os.path.expanduser("~")
     caches = [
         os.environ.get("XDG_CACHE_HOME", f"{home}/.cache"),
@@ -42,103 +33,148 @@ def spared_folders() -> list[str]:
     return ["/dev/", "/proc/", "/sys/", compiled, *(f"{os.path.realpath(c)}/" for c in caches)]
 
 
-_CACHES = (
-    *("HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
-    *("TRITON_CACHE_DIR", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH"),
-)
+class PathResolver:
+    """The base class of `Rank0Files` and `OverlayFiles`: resolves paths through layers.
 
-
-class Paths:
-    """What both sides have in common: which file a path means."""
+    A resolved path is absolute, and no directory on the way to its last name is a symbolic link.
+    """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
-        """The first one that knows a path is right."""
-        self.open_folders = OpenFolders()
-        self._spared = tuple(spared_folders())
+        """The first one that has an entry for a path is right."""
+        self.open_directories = OpenDirectories()
+        self._private = tuple(private_directories())
         self._temporary: set[str] = set()
         self._followed: dict[str, str] = {}
 
-    @on_real_files
-    def spare(self, path: str) -> None:
-        """No other rank can mean this path, or anything below it: let it be."""
+    @bypass_overlay()
+    def add_temporary(self, path: str) -> None:
+        """Treat this path and everything below it as private: no other rank can mean it."""
         self._temporary.add(os.path.realpath(path))
 
-    def is_spared(self, plain: str) -> bool:
-        """Whether every rank has this path for itself, or it is no file."""
-        if f"{plain}/".startswith(self._spared):
+    def is_private(self, resolved: str) -> bool:
+        """Whether every rank uses this path by itself: no file of the user, or temporary."""
+        if f"{resolved}/".startswith(self._private):
             return True
-        while self._temporary and len(plain) > 1:
-            if plain in self._temporary:
+        while self._temporary and len(resolved) > 1:
+            if resolved in self._temporary:
                 return True
-            plain = os.path.dirname(plain)
+            resolved = os.path.dirname(resolved)
         return False
 
     def temporary_in(self, text: str) -> list[str]:
-        """The temporary files that a text names, in its order."""
+        """The temporary files that occur in a text, in its order."""
         return sorted((path for path in self._temporary if path in text), key=text.index)
 
-    def forget_links(self) -> None:
-        """A link, or a folder that may have been one, has changed."""
+    def clear_links(self) -> None:
+        """Forget which links were followed: a link, or a directory above one, has changed."""
         self._followed.clear()
 
-    def plain(self, path: Path) -> str:
-        """Absolute, without links on the way to the last name."""
+    def resolve_parents(self, path: StrOrBytesPath) -> str:
+        """The absolute path, with links followed in all names but the last one."""
         text = os.path.abspath(os.fsdecode(path))
         for layer in self.layers:
-            text = layer.virtual(text)
-        return self._without_links_above(text)
+            text = layer.visible_path(text)
+        return self._resolve_parents(text)
 
-    def followed(self, path: Path) -> str:
-        """The same, and not a link itself."""
-        return self._follow(self.plain(path), 0)
+    def resolve(self, path: StrOrBytesPath) -> str:
+        """The absolute path, with links followed in all names."""
+        return self._follow(self.resolve_parents(path), 0)
 
-    def find(self, plain: str) -> str:
-        """Where a plain path lies; GONE if it does not exist, or did not when the job began."""
-        if self.is_spared(plain):
-            return plain if os.path.lexists(plain) and self._is_itself(plain) else GONE
+    def find(self, resolved: str) -> str:
+        """The location of a path; MISSING if it does not exist in what this rank sees."""
+        if self.is_private(resolved):
+            return self._real_location(resolved)
         for layer in self.layers:
-            place = layer.find(plain)
-            if place is not None:
-                return place
-        found = plain if os.path.lexists(plain) and self._is_itself(plain) else GONE
-        kept = self.kept(plain)
+            location = layer.find(resolved)
+            if location is not None:
+                return location
+        found = self._real_location(resolved)
+        kept = self.kept_by_rank0(resolved)
         return found if kept is None else kept
 
-    @on_real_files
-    def kept(self, plain: str) -> str | None:
-        """Where rank 0 has kept a path; None: it has not touched it, what was seen there is right.
+    def _real_location(self, resolved: str) -> str:
+        exists = os.path.lexists(resolved) and self._parents_unchanged(resolved)
+        return resolved if exists else MISSING
 
-        Rank 0 works at the same time, so this is asked again after looking.
+    @bypass_overlay()
+    def kept_by_rank0(self, resolved: str) -> str | None:
+        """Where rank 0 has kept what was at a path; None if it has not touched the path.
+
+        Rank 0 works at the same time, so this is asked again after the real file was looked at.
         """
-        return next((p for p in (x.find(plain) for x in self.layers[1:]) if p is not None), None)
+        return next((p for p in (x.find(resolved) for x in self.layers[1:]) if p is not None), None)
 
-    def _is_itself(self, plain: str) -> bool:
-        """Whether no folder above has become a link since the job began."""
-        above = os.path.dirname(plain)
-        return not any(layer.find(above) for layer in self.layers) or (
-            os.path.realpath(above) == above
+    def _parents_unchanged(self, resolved: str) -> bool:
+        """Whether no directory above the path has become a link since the job began."""
+        parent = os.path.dirname(resolved)
+        return not any(layer.find(parent) for layer in self.layers) or (
+            os.path.realpath(parent) == parent
         )
 
-    def _without_links_above(self, path: str, depth: int = 0) -> str:
-        folder, name = os.path.split(path)
+    def _resolve_parents(self, path: str, depth: int = 0) -> str:
+        directory, name = os.path.split(path)
         if not name:
             return path
-        if folder not in self._followed:
-            above = self._without_links_above(folder, depth)
-            self._followed[folder] = self._follow(above, depth)
-        return os.path.join(self._followed[folder], name)
+        if directory not in self._followed:
+            parents_resolved = self._resolve_parents(directory, depth)
+            self._followed[directory] = self._follow(parents_resolved, depth)
+        return os.path.join(self._followed[directory], name)
 
-    def _follow(self, plain: str, depth: int) -> str:
-        place = self.find(plain)
-        if place == GONE or not os.path.islink(place):
-            return plain
-        if depth > _LINKS:
-            raise path_error(errno.ELOOP, plain)
-        target = os.path.normpath(os.path.join(os.path.dirname(plain), os.readlink(place)))
-        return self._follow(self._without_links_above(target, depth + 1), depth + 1)
+    def _follow(self, resolved: str, depth: int) -> str:
+        location = self.find(resolved)
+        if location == MISSING or not os.path.islink(location):
+            return resolved
+        if depth > _MAX_LINKS:
+            raise path_error(errno.ELOOP, resolved)
+        target = os.path.normpath(os.path.join(os.path.dirname(resolved), os.readlink(location)))
+        return self._follow(self._resolve_parents(target, depth + 1), depth + 1)
 
 
-def path_error(number: int, path: object) -> OSError:
-    """What the operating system would raise about the path that the script gave."""
-    return OSError(number, os.strerror(number), path)
+class OpenDirectories:
+    """The paths, as the script sees them, of the directories that this rank has open.
+
+    On rank 0 the kernel knows them. Another rank may have renamed or removed a directory in its
+    own layer only, and rank 0 may have renamed the real one already, so that rank records them.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, tuple[tuple[int, int], str | None]] = {}
+
+    def add(self, fd: int, path: str) -> None:
+        """Record that `fd` is open for the directory at the absolute `path`."""
+        status = os.fstat(fd)
+        self._paths[fd] = (status.st_dev, status.st_ino), path
+
+    def rename(self, old: str, new: str | None) -> None:
+        """Record that everything at `old` is at `new` by now; None: it was removed."""
+        for fd, (identity, path) in list(self._paths.items()):
+            if path is not None and f"{path}/".startswith(f"{old}/"):
+                self._paths[fd] = identity, None if new is None else new + path[len(old) :]
+
+    def path_of(self, fd: int) -> str:
+        """The directory's path. Raises what a call with `dir_fd=fd` would raise."""
+        status = os.fstat(fd)
+        if not stat.S_ISDIR(status.st_mode):
+            raise path_error(errno.ENOTDIR)
+        identity, path = self._paths.get(fd, (None, None))
+        if identity != (status.st_dev, status.st_ino):
+            path = _kernel_path(fd, status)
+        if path is None:
+            raise path_error(errno.ENOENT)
+        return path
+
+
+@bypass_overlay()
+def _kernel_path(fd: int, status: os.stat_result) -> str | None:
+    """The path that the kernel reports; None if it was removed or cannot be reached."""
+    path = os.readlink(f"/proc/self/fd/{fd}")
+    try:
+        return path if os.path.samestat(os.stat(path), status) else None
+    except OSError:
+        return None
+
+
+def path_error(number: int, *path: object) -> OSError:
+    """The error that the operating system would raise about the path that the script gave."""
+    return OSError(number, os.strerror(number), *path)

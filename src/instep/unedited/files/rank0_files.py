@@ -1,4 +1,4 @@
-"""Rank 0 changes the files, for all. What the others may still have to read it keeps."""
+"""Rank 0 changes the real files, and keeps what the other ranks may still have to read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import stat
 from collections.abc import Callable
 
-from instep.unedited.files.layers import GONE, Layer, clone, copy
-from instep.unedited.files.paths import Path, Paths, on_real_files
+from instep.unedited.files.bypass import bypass_overlay
+from instep.unedited.files.layers import MISSING, Layer, clone, copy
+from instep.unedited.files.paths import PathResolver, StrOrBytesPath
 
 KEPT_BYTES = 1 << 30
-"""How much rank 0 keeps in all of what it writes over."""
+"""How much of what it writes over rank 0 copies in one generation."""
 
 
-class Rank0Files(Paths):
-    """Rank 0: changes the files, and keeps what was there before."""
+class Rank0Files(PathResolver):
+    """Keeps what was at a path in the `before` layer, before the path is changed."""
 
     def __init__(self, before: Layer) -> None:
         super().__init__(())
@@ -24,85 +25,88 @@ class Rank0Files(Paths):
         self._kept: set[str] = set()
         self._bytes = 0
 
-    def rebase(self, before: Layer, earlier: Callable[[], list[Layer]]) -> None:
-        """From now on keep what the files are now; `earlier()`: layers that are still looked at."""
+    def start_generation(self, before: Layer, earlier: Callable[[], list[Layer]]) -> None:
+        """From now on keep what the files are now. `earlier()`: layers that ranks still read."""
         self._before, self._earlier = before, earlier
         self._kept.clear()
         self._bytes = 0
-        self.forget_links()
+        self.clear_links()
 
-    @on_real_files
-    def keep(self, path: Path, *, follow: bool = True, unwritten: bool = False) -> None:
-        """Something will become of this path: remember what it was, unless that was done.
+    @bypass_overlay()
+    def keep(
+        self, path: StrOrBytesPath, *, follow: bool = True, never_written_again: bool = False
+    ) -> None:
+        """Keep what is at a path that is about to change; does nothing the second time.
 
-        `unwritten`: nobody will write into this file any more.
+        `never_written_again`: no process will write into this file, so a hard link is a copy.
         """
         try:
-            plain = self.followed(path) if follow else self.plain(path)
-        except OSError:  # links in a circle: who uses this path is told
+            resolved = self.resolve(path) if follow else self.resolve_parents(path)
+        except OSError:  # a loop of links: the function that uses the path raises it
             return
-        if plain in self._kept or self.is_spared(plain):
+        if resolved in self._kept or self.is_private(resolved):
             return
-        self._kept.add(plain)
-        if not os.path.lexists(plain):
-            self._before.remove(plain)
-        elif self._before.find(plain) is None:
-            mode = os.lstat(plain).st_mode
+        self._kept.add(resolved)
+        if not os.path.lexists(resolved):
+            self._before.remove(resolved)
+        elif self._before.find(resolved) is None:
+            mode = os.lstat(resolved).st_mode
             if stat.S_ISDIR(mode):
-                self._before.keep_folder(plain)
+                self._before.copy_directory(resolved)
             elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
-                self._keep_file(plain, unwritten)
+                self._keep_file(resolved, never_written_again)
         for layer in self._earlier():
-            if layer.find(plain) is None:
-                self._hand_down(plain, layer)
+            if layer.find(resolved) is None:
+                self._copy_to_earlier(resolved, layer)
 
-    def _keep_file(self, plain: str, unwritten: bool) -> None:
-        """Elsewhere first: the others may look at any time."""
-        draft = self._before.room_for(f"/.instep-{os.getpid()}")
-        if not ((unwritten and _linked(plain, draft)) or clone(plain, draft)):
-            self._bytes += os.lstat(plain).st_size
-            if self._bytes > KEPT_BYTES or not _copied(plain, draft):
-                self._before.lose(plain)
+    def _keep_file(self, resolved: str, never_written_again: bool) -> None:
+        """Copy to a draft first, because other ranks may look at any time."""
+        draft = self._before.add_file(f"/.instep-{os.getpid()}")
+        linked = never_written_again and _try_link(resolved, draft)
+        if not (linked or clone(resolved, draft)):
+            self._bytes += os.lstat(resolved).st_size
+            if self._bytes > KEPT_BYTES or not _try_copy(resolved, draft):
+                self._before.copy_metadata(resolved)
                 return
-        os.replace(draft, self._before.room_for(plain))
+        os.replace(draft, self._before.add_file(resolved))
 
-    def _hand_down(self, plain: str, layer: Layer) -> None:
-        """An earlier layer, which does not know this path, keeps what this one does."""
-        place = self._before.find(plain)
-        if place == GONE:
-            layer.remove(plain)
-        elif place is None:
+    def _copy_to_earlier(self, resolved: str, layer: Layer) -> None:
+        """Copy the present entry of a path to an earlier layer, which has none."""
+        location = self._before.find(resolved)
+        if location == MISSING:
+            layer.remove(resolved)
+        elif location is None:
             return
-        elif self._before.has_lost(plain, place):
-            layer.lose(plain)
-        elif os.path.isdir(place) and not os.path.islink(place):
-            layer.keep_folder(plain)
+        elif self._before.is_metacopy(resolved, location):
+            layer.copy_metadata(resolved)
+        elif os.path.isdir(location) and not os.path.islink(location):
+            layer.copy_directory(resolved)
         else:
-            target = layer.room_for(plain)
-            if not _linked(place, target):
-                copy(place, target)
+            target = layer.add_file(resolved)
+            if not _try_link(location, target):
+                copy(location, target)
 
-    @on_real_files
-    def keep_both(self, source: Path, target: Path) -> None:
-        """One will become the other: remember what both were, and everything below them."""
+    @bypass_overlay()
+    def keep_rename(self, source: StrOrBytesPath, target: StrOrBytesPath) -> None:
+        """Keep what is at both paths and below them, before one is renamed to the other."""
         self.keep(source, follow=False)
         self.keep(target, follow=False)
         if os.path.isdir(source) and not os.path.islink(source):
             for name in os.listdir(os.fsdecode(source)):
                 below = (os.path.join(os.fsdecode(path), name) for path in (source, target))
-                self.keep_both(*below)
+                self.keep_rename(*below)
 
-    @on_real_files
-    def has_changed(self, folder: str) -> bool:
-        """Whether this job has changed what is in this folder."""
+    @bypass_overlay()
+    def has_changed(self, directory: str) -> bool:
+        """Whether this job has changed the entries of a directory."""
         try:
-            return any(self._before.names(self.followed(folder)))
-        except OSError:  # links in a circle: who uses this path is told
+            return any(self._before.names(self.resolve(directory)))
+        except OSError:  # a loop of links, as above
             return False
 
 
-def _copied(source: str, target: str) -> bool:
-    """False where there is no room for it."""
+def _try_copy(source: str, target: str) -> bool:
+    """Copy a file; False if the file system is full."""
     try:
         copy(source, target)
     except OSError as error:
@@ -113,8 +117,9 @@ def _copied(source: str, target: str) -> bool:
     return True
 
 
-def _linked(source: str, target: str) -> bool:
-    if os.lstat(source).st_nlink > 1:  # it can be written into by another name
+def _try_link(source: str, target: str) -> bool:
+    """Make a hard link; False if the file has another name by which a process can write into it."""
+    if os.lstat(source).st_nlink > 1:
         return False
     try:
         os.link(source, target, follow_symlinks=False)

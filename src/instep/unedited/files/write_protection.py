@@ -1,7 +1,7 @@
-"""Ranks other than 0 cannot change the user's files past the layers, whatever library tries.
+"""Ranks other than 0 cannot change the user's files past the overlay, whatever a library does.
 
-What opens files in compiled code knows nothing of layers. On rank 0 that is right; any other rank
-is denied it by the kernel, and the error that comes of it is explained.
+Compiled code that opens files does not know of layers. On rank 0 its writes are right; on any
+other rank the kernel denies them, and instep explains the error that follows.
 """
 
 from __future__ import annotations
@@ -17,65 +17,66 @@ from instep.process import storage
 from instep.process.tracebacks import in_words
 from instep.unedited.files import landlock
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.paths import spared_folders
+from instep.unedited.files.paths import private_directories
 
 _DENIED = re.compile(
     r"permission denied|os error 13\b|errno:? 13\b|not permitted|read-?only"
     r"|(can ?not|could not|unable to|failed to|failed) (be )?(open|creat|writ|sav|mak)",
     re.IGNORECASE,
 )
-"""How libraries say that a file cannot be written."""
+"""What libraries say if a file cannot be written."""
 _FULL = re.compile(r"no space left|quota exceeded|os error 28\b|unexpected pos", re.IGNORECASE)
-_own: list[str] = []
-_confined: list[int] = []
+_allowed: list[str] = []
+_restricted_processes: list[int] = []
 
 
-def spare(*folders: str) -> None:
-    """In these folders this rank writes for itself, later too."""
-    _own.extend(folders)
+def allow(*directories: str) -> None:
+    """Let this rank write in these directories after `restrict` too."""
+    _allowed.extend(directories)
 
 
-def confine() -> None:
-    """From now on the calling thread, and what it starts, may change no file of the user's."""
-    if landlock.version() == 0 or _confined:
+def restrict() -> None:
+    """Deny the calling thread, and what it starts, to change the user's files."""
+    if landlock.version() == 0 or _restricted_processes:
         return
     with bypass_overlay():
-        folders = [*_caches(), *_own, os.path.realpath(tempfile.gettempdir())]
+        cache, *others = _cache_directories()
         with suppress(OSError):
-            os.makedirs(folders[0], mode=0o700, exist_ok=True)
-        landlock.deny_writing_outside(folders)
-    _confined.append(os.getpid())
+            os.makedirs(cache, mode=0o700, exist_ok=True)
+        temporary = os.path.realpath(tempfile.gettempdir())
+        landlock.restrict_writes([cache, *others, *_allowed, temporary])
+    _restricted_processes.append(os.getpid())
 
 
-def _caches() -> list[str]:
+def _cache_directories() -> list[str]:
     home = os.path.expanduser("~")
     first = os.environ.get("XDG_CACHE_HOME", f"{home}/.cache")
-    return [first, *spared_folders(), f"{home}/.nv"]
+    return [first, *private_directories(), f"{home}/.nv"]
 
 
-def explain(error: BaseException, rank: int) -> None:
-    """Note on an exception that escapes the script what may have been denied to this rank."""
-    _explain_full_disk(error, rank)
-    if not _confined or not _DENIED.search(in_words(error)):
+def add_notes(error: BaseException, rank: int) -> None:
+    """Note on an exception of the script what this rank may have been denied."""
+    _note_full_disk(error, rank)
+    if not _restricted_processes or not _DENIED.search(in_words(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({frame[0].filename}:{frame[0].lineno})" if frame else ""
     error.add_note(
-        f"instep: rank {rank} may not change the user's files: rank 0 does that, once, for all. "
-        f"If the call above{where} opens a file in compiled code, instep does not know it. Let it "
-        "write into a temporary file (tempfile) and move that into place by shutil.move, write "
-        "through Python's open, or start the script with --plain."
+        f"instep: rank {rank} may not change the user's files: rank 0 does that once for all "
+        f"ranks. If the call above{where} opens a file in compiled code, instep does not know of "
+        "it. Let it write into a temporary file (tempfile) and move that with shutil.move, write "
+        "with Python's open, or start the script with --plain."
     )
 
 
-def _explain_full_disk(error: BaseException, rank: int) -> None:
-    """TorchScript's and torch.save's writers say no more than that a position is unexpected."""
+def _note_full_disk(error: BaseException, rank: int) -> None:
+    """TorchScript and torch.save report a full disk only as a position that is unexpected."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if rank == 0 or not _own or not (is_full or _FULL.search(in_words(error))):
+    if rank == 0 or not _allowed or not (is_full or _FULL.search(in_words(error))):
         return
     with bypass_overlay():
-        place = storage.said(_own[0])
+        directory = storage.said(_allowed[0])
     error.add_note(
-        f"instep: rank {rank} keeps what the script writes below {place}. Let TMPDIR name a folder "
-        "with room for the checkpoints of all ranks of this host."
+        f"instep: rank {rank} keeps what the script writes below {directory}. Set TMPDIR to a "
+        "directory with room for the checkpoints of all ranks of this host."
     )

@@ -1,1 +1,1 @@
-"""Processes that an unedited script starts: rank 0 runs them, all ranks get the outcome."""
+"""Processes that an unedited script starts: rank 0 runs them, and all ranks get the results."""

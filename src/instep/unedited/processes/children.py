@@ -1,4 +1,4 @@
-"""Processes that a script starts: once where that can be told, and never as ranks."""
+"""Commands and other processes that a script starts: rank 0 starts a command once for all ranks."""
 
 from __future__ import annotations
 
@@ -16,236 +16,252 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from instep.process import PACKAGE_FOLDER
+from instep.process.patching import Function
 from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.processes.rebasing import Command, Rebasing
+from instep.unedited.processes.command_files import CommandFiles, GenerationSwitch
 from instep.unedited.rank0_relay import Relay
 
 T = TypeVar("T")
-Function = Callable[..., Any]
 
-KIND = "a command"
+_OPERATION = "a command"
 
 
 @dataclass(frozen=True)
-class Means:
-    """What is needed to start commands once."""
-
+class _Installed:
     relay: Relay
-    rebasing: Rebasing
-    see: Function
-    """For spawned workers: see the files through these layers."""
+    switch: GenerationSwitch
+    install_files: Function
+    """Called in spawned workers, with the layers through which they see the files."""
 
 
-_means: list[Means] = []
-_started: set[int] = set()
-"""Process ids of commands that rank 0 has started for all."""
+_installed: list[_Installed] = []
+_pids: set[int] = set()
+"""Process ids of commands that rank 0 has started for all ranks."""
 
 
-def begin(relay: Relay, rebasing: Rebasing, see: Function) -> None:
-    """Commands are started once, and told through `relay`; spawned workers call `see(*layers)`."""
-    _means[:] = [Means(relay, rebasing, see)]
+def install(relay: Relay, switch: GenerationSwitch, install_files: Function) -> None:
+    """Start commands on rank 0 only. Spawned workers call `install_files(*layers)`."""
+    _installed[:] = [_Installed(relay, switch, install_files)]
 
 
-def end() -> None:
-    """They are started wherever they are asked for."""
-    _means.clear()
-    _started.clear()
+def uninstall() -> None:
+    """Start commands on every rank that asks for them."""
+    _installed.clear()
+    _pids.clear()
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A command that the script itself asks for, on all ranks."""
+class SharedCommand:
+    """A command that all ranks ask for and rank 0 starts."""
 
     relay: Relay
     text: str
-    command: Command
+    files: CommandFiles
     in_main: bool
+    """Whether the ranks ask for it in their main threads."""
 
-    def once(self, do: Callable[[], T]) -> T:
-        """What `do` gives on rank 0, when the command has ended."""
-        moment = self.command if self.in_main else None
-        return self.relay.once(KIND, do, self.text, together=self.in_main, moment=moment)
+    def run(self, function: Callable[[], T]) -> T:
+        """The value of `function()` on rank 0, which returns when the command has ended."""
+        return self._run(function, self.files if self.in_main else None)
 
-    def begun(self, do: Callable[[], T]) -> T:
-        """The same, where the command is only begun by then."""
-        return self.relay.once(KIND, do, self.text, together=self.in_main)
+    def start(self, function: Callable[[], T]) -> T:
+        """The same for a function that only starts the command."""
+        return self._run(function, None)
+
+    def _run(self, function: Callable[[], T], sync: CommandFiles | None) -> T:
+        return self.relay.run_on_rank0(
+            _OPERATION, function, self.text, wait_first=self.in_main, sync=sync
+        )
 
 
-def asked(command: object, handles: Iterable[int] = (), folder: object = None) -> Asked | None:
-    """This command, if the script asks for it on all ranks.
+def shared_command(
+    command: object, handles: Iterable[int] = (), directory: object = None
+) -> SharedCommand | None:
+    """This command, if all ranks ask for it; None if each rank runs its own.
 
-    None where each rank runs its own: where ranks do different work, and in libraries.
-    Other threads have no common order: there, commands are known by what they are.
+    Each rank runs its own where ranks do different work, and if an installed library asks. Threads
+    other than the main one have no common order, so there commands are matched by their texts.
     """
-    if not _means or not _means[0].relay.is_of_this_process() or _asked_by_a_library():
+    if not _installed or not _installed[0].relay.is_replicated() or _called_by_library():
         return None
-    relay, rebasing = _means[0].relay, _means[0].rebasing
-    in_main = relay.reaches_here()
-    text = repr(command) if folder is None else f"{command!r} in {os.fspath(folder)!r}"  # type: ignore[call-overload]
+    relay, switch = _installed[0].relay, _installed[0].switch
+    in_main = relay.is_ordered()
+    text = repr(command)
+    if directory is not None:
+        text += f" in {os.fspath(directory)!r}"  # type: ignore[call-overload]
     if not in_main:
-        relay = relay.lane(f"command/{hashlib.sha256(text.encode()).hexdigest()}")
+        relay = relay.channel(f"command/{hashlib.sha256(text.encode()).hexdigest()}")
     with bypass_overlay():
-        named = Command(rebasing, f"{text} {os.getcwd()}", handles, rebases=in_main)
-    return Asked(relay, text, named, in_main)
+        names = f"{text} {os.getcwd()}"
+        files = CommandFiles(switch, names, handles, new_generation=in_main)
+    return SharedCommand(relay, text, files, in_main)
 
 
 def run(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """For subprocess.run and subprocess.call: rank 0 runs the command, all get what came of it."""
+    """For subprocess.run and subprocess.call."""
     command = kwargs["args"] if "args" in kwargs else args[0]
-    given = handles(kwargs)
-    this = asked(command, given, kwargs.get("cwd"))
-    if this is None:
+    handles = file_handles(kwargs)
+    shared = shared_command(command, handles, kwargs.get("cwd"))
+    if shared is None:
         return original(*args, **kwargs)
 
-    def do() -> tuple[int, Any, Any] | int:
-        refuse_pipes(given)
-        done = original(*args, **on_rank_0(kwargs))
-        if isinstance(done, subprocess.CompletedProcess):
-            return done.returncode, done.stdout, done.stderr
-        return int(done)
+    def run_original() -> tuple[int, Any, Any] | int:
+        reject_pipes(handles)
+        result = original(*args, **with_rank0_pipes(kwargs))
+        if isinstance(result, subprocess.CompletedProcess):
+            return result.returncode, result.stdout, result.stderr
+        return int(result)
 
-    done = this.once(do)
-    if isinstance(done, int):
-        return done
-    code, *texts = done
-    return subprocess.CompletedProcess(command, code, *map(this.command.as_seen_here, texts))
+    result = shared.run(run_original)
+    if isinstance(result, int):
+        return result
+    code, *outputs = result
+    return subprocess.CompletedProcess(command, code, *map(shared.files.with_own_names, outputs))
 
 
 def system(original: Function, command: Any) -> Any:
     """For os.system."""
-    this = asked(command)
-    return original(command) if this is None else this.once(lambda: original(command))
+    shared = shared_command(command)
+    return original(command) if shared is None else shared.run(lambda: original(command))
 
 
-def interact(original: Function, argv: Any, *args: Any, **kwargs: Any) -> Any:
+def pty_spawn(original: Function, argv: Any, *args: Any, **kwargs: Any) -> Any:
     """For pty.spawn."""
-    this = asked(argv)
-    start = partial(original, argv, *args, **kwargs)
-    return start() if this is None else this.once(start)
+    shared = shared_command(argv)
+    run_original = partial(original, argv, *args, **kwargs)
+    return run_original() if shared is None else shared.run(run_original)
 
 
-# -------------------------------------------------------------------- known by their process ids
+# --------------------------------------------------------------- commands with a process id
 
 
 def spawn(original: Function, mode: int, file: Any, args: Any, *env: Any) -> Any:
-    """For os.spawnv and its like."""
-    this = asked(args)
+    """For os.spawnv and so on."""
+    shared = shared_command(args)
     start = partial(original, mode, file, args, *env)
-    if this is None:
+    if shared is None:
         return start()
-    return this.once(start) if mode == os.P_WAIT else known(this.begun(start))
+    return shared.run(start) if mode == os.P_WAIT else add_pid(shared.start(start))
 
 
 def posix_spawn(original: Function, path: Any, argv: Any, *args: Any, **kwargs: Any) -> Any:
     """For os.posix_spawn and os.posix_spawnp."""
-    this = asked(argv)
+    shared = shared_command(argv)
     start = partial(original, path, argv, *args, **kwargs)
-    return start() if this is None else known(this.begun(start))
+    return start() if shared is None else add_pid(shared.start(start))
 
 
-def known(pid: int) -> int:
-    """Rank 0 has started this process for all."""
-    _started.add(pid)
+def add_pid(pid: int) -> int:
+    """Remember that rank 0 has started this process for all ranks."""
+    _pids.add(pid)
     return pid
 
 
-def over(pid: int) -> None:
-    """This process has ended: its id may be another one's next."""
-    _started.discard(pid)
+def remove_pid(pid: int) -> None:
+    """Forget a process that has ended: its id may become that of another one."""
+    _pids.discard(pid)
 
 
 def waitpid(original: Function, pid: int, options: int) -> Any:
     """For os.waitpid."""
-    this = asked(f"waiting for {pid}") if pid in _started else None
-    if this is None:
+    shared = shared_command(f"waiting for {pid}") if pid in _pids else None
+    if shared is None:
         return original(pid, options)
-    ended, status = this.once(partial(original, pid, options))
+    ended, status = shared.run(partial(original, pid, options))
     if ended:
-        over(pid)
+        remove_pid(pid)
     return ended, status
 
 
 def kill(original: Function, pid: int, signal: int) -> Any:
     """For os.kill and os.killpg."""
-    this = asked(f"a signal to {pid}") if pid in _started else None
-    return original(pid, signal) if this is None else this.begun(lambda: original(pid, signal))
+    shared = shared_command(f"a signal to {pid}") if pid in _pids else None
+    return original(pid, signal) if shared is None else shared.start(lambda: original(pid, signal))
 
 
-def asyncio_start(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """For what asyncio starts commands by."""
-    if asked("asyncio") is not None:
-        raise UneditedError.asyncio_commands()
+def start_asyncio_command(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """For the method with which asyncio starts commands."""
+    if shared_command("asyncio") is not None:
+        raise UneditedError(
+            "this script starts commands by asyncio, which several ranks cannot share. Use "
+            "subprocess.run or Popen; or run this script with one rank (-n 1), or with --plain."
+        )
     return original(self, *args, **kwargs)
 
 
-# ------------------------------------------------------------------------ what a command is given
+# ------------------------------------------------------------------ the arguments of a command
 
 
-def handles(kwargs: dict[str, Any]) -> list[int]:
-    """The script's own files that a command gets."""
+def file_handles(kwargs: dict[str, Any]) -> list[int]:
+    """The descriptors of the script's own files that a command is given."""
     streams = [kwargs.get(name) for name in ("stdin", "stdout", "stderr")]
-    given = [stream for stream in streams if stream is not None and pipe_of(stream) is None]
+    given = [stream for stream in streams if stream is not None and pipe_end(stream) is None]
     numbers = [stream if isinstance(stream, int) else stream.fileno() for stream in given]
     return [*(number for number in numbers if number >= 0), *kwargs.get("pass_fds", ())]
-
-
-def pipe_of(stream: Any) -> Any:
-    """The pipe of another command that the script passes on, as `Popen(stdin=other.stdout)`."""
-    raw = getattr(getattr(stream, "buffer", stream), "raw", stream)
-    return raw if isinstance(raw, PipeEnd) else None
 
 
 class PipeEnd:
     """One end of a pipe to a command that rank 0 has started."""
 
     fd: int
-    """Rank 0's file descriptor."""
+    """The descriptor on rank 0."""
 
 
-def on_rank_0(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """These arguments, with the pipes of other commands as what rank 0 has."""
+def pipe_end(stream: Any) -> PipeEnd | None:
+    """The pipe of another command that the script passes on, as in `Popen(stdin=other.stdout)`."""
+    raw = getattr(getattr(stream, "buffer", stream), "raw", stream)
+    return raw if isinstance(raw, PipeEnd) else None
+
+
+def with_rank0_pipes(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """These arguments, with rank 0's descriptors in place of the pipes of other commands."""
     return {
-        name: value if (pipe := pipe_of(value)) is None else pipe.fd
+        name: value if (pipe := pipe_end(value)) is None else pipe.fd
         for name, value in kwargs.items()
     }
 
 
-def refuse_pipes(given: Iterable[int]) -> None:
-    """Raise UneditedError where one of these files is a pipe or socket of the script's own."""
-    standard = [_file(fd) for fd in range(3)]
-    for fd in given:
-        kind = os.fstat(fd).st_mode
-        if (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)) and _file(fd) not in standard:
-            raise UneditedError.pipe_to_command(fd)
+def reject_pipes(handles: Iterable[int]) -> None:
+    """Raise UneditedError if one of these files is a pipe or socket of the script's own."""
+    standard = [_identity(fd) for fd in range(3)]
+    for fd in handles:
+        mode = os.fstat(fd).st_mode
+        if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and _identity(fd) not in standard:
+            raise UneditedError(
+                f"this script gives a command a pipe or a socket of its own (file descriptor "
+                f"{fd}). Only rank 0 starts the command, so the other ranks would read nothing "
+                "from it. Use subprocess.PIPE or a file; or run this script with one rank (-n 1), "
+                "or with --plain."
+            )
 
 
-def _file(fd: int) -> tuple[int, int] | None:
+def _identity(fd: int) -> tuple[int, int] | None:
     try:
-        seen = os.fstat(fd)
+        status = os.fstat(fd)
     except OSError:
         return None
-    return seen.st_dev, seen.st_ino
+    return status.st_dev, status.st_ino
 
 
-# ------------------------------------------------------------------------------- who asks
+# --------------------------------------------------------------------------------- the caller
 
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(
-    os.path.join(folder, "")
-    for folder in (
+    os.path.join(directory, "")
+    for directory in (
         *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
         site.getusersitepackages(),
     )
 )
 
 
-def _asked_by_a_library() -> bool:
-    """Whether installed code starts a command: it knows of several processes, or caches.
+def _called_by_library() -> bool:
+    """Whether installed code starts a command: it handles several processes itself, or caches.
 
-    Python's own modules (os, pty, shutil, concurrent.futures) start what they are told to.
+    Python's own modules (os, pty, shutil, concurrent.futures) start commands for their callers.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -264,41 +280,47 @@ def _asked_by_a_library() -> bool:
 
 def start_processes(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For torch.multiprocessing.spawn and start_processes."""
-    raise UneditedError.own_processes("torch.multiprocessing.spawn")
+    raise _starts_training_processes("torch.multiprocessing.spawn")
 
 
-_shared: list[bool] = []
+_shares_modules: list[bool] = []
 
 
 def share_memory(original: Function, self: Any) -> Any:
     """For nn.Module.share_memory: processes of the script's own will train this model."""
-    _shared.append(True)
+    _shares_modules.append(True)
     return original(self)
 
 
 def start(original: Function, self: Any) -> Any:
-    """For multiprocessing's Process.start: the child is no rank, whatever it does."""
+    """For multiprocessing's Process.start, unless the process is to train a model."""
     target = getattr(self, "_target", None)
-    trains = _shared and not getattr(target, "__module__", "").startswith("torch.utils.data")
-    if trains:
-        raise UneditedError.own_processes("multiprocessing, on a model in shared memory")
+    if _shares_modules and not getattr(target, "__module__", "").startswith("torch.utils.data"):
+        raise _starts_training_processes("multiprocessing, on a model in shared memory")
     return original(self)
 
 
-def preparation_data(original: Function, name: str) -> Any:
+def _starts_training_processes(how: str) -> UneditedError:
+    return UneditedError(
+        f"this script starts training processes of its own ({how}); on several ranks each "
+        "would start them all. Run it with one rank (-n 1), or with --plain."
+    )
+
+
+def get_preparation_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
-    role = os_functions.role()
-    if not _means or not isinstance(role, OverlayFiles):
+    files = os_functions.current_files()
+    if not _installed or not isinstance(files, OverlayFiles):
         return data
-    return data | {"instep": _Sight(role.layers)}
+    return data | {"instep": _InstallFiles(files.layers)}
 
 
-class _Sight:
-    """On unpickling, a process sees the files through these layers."""
+class _InstallFiles:
+    """Unpickling it lets a process see the files through these layers."""
 
     def __init__(self, layers: Iterable[object]) -> None:
         self._layers = tuple(layers)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _means[0].see, self._layers
+        return _installed[0].install_files, self._layers

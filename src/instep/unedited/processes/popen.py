@@ -1,7 +1,7 @@
 """subprocess.Popen: rank 0 has the process, and every rank an object that behaves like it.
 
-What depends on time (how much a read returns, whether the process still runs) is asked of rank 0
-at each call, so that all ranks take the same path.
+Results that depend on time (how much a read returns, whether the process still runs) come from
+rank 0 at each call, so that all ranks take the same path.
 """
 
 from __future__ import annotations
@@ -16,74 +16,80 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from instep.process.patching import Function
 from instep.unedited.errors import UneditedError
 from instep.unedited.processes import children
-from instep.unedited.processes.rebasing import Command
+from instep.unedited.processes.command_files import CommandFiles
 from instep.unedited.rank0_relay import Relay
 
 T = TypeVar("T")
-Function = Callable[..., Any]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _signature = inspect.signature(subprocess.Popen.__init__)
 _read, _write = os.read, os.write
 
 
-class Told:
-    """What a Popen object has whose process rank 0 has started for all."""
+class SharedProcess:
+    """Held by a Popen object whose process rank 0 has started for all ranks."""
 
-    def __init__(self, relay: Relay, name: str, command: Command) -> None:
+    def __init__(self, relay: Relay, name: str, files: CommandFiles) -> None:
         self._relay, self._name = relay, name
-        self.command = command
-        self.real: tuple[Any, ...] = (None, None, None)
+        self.files = files
+        self.rank0_streams: tuple[Any, ...] = (None, None, None)
         """On rank 0, the streams that Popen has made."""
 
     @property
-    def is_here(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0, which has the process."""
-        return self._relay.does
+        return self._relay.is_rank0
 
-    def once(self, what: str, do: Callable[[], T], *, ends: bool = True, of: str = "") -> T:
-        """What `do` gives on rank 0; `ends`: the process may have ended by then."""
-        if not self._relay.is_of_this_process():
-            if self._relay.does:
-                return do()
-            raise UneditedError.elsewhere()
+    def run_on_rank0(
+        self, name: str, function: Callable[[], T], *, may_end: bool = True, stream: str = ""
+    ) -> T:
+        """The value of `function()` on rank 0; `may_end`: the process may have ended by then."""
+        if not self._relay.is_replicated():
+            if self._relay.is_rank0:
+                return function()
+            raise UneditedError(
+                "only rank 0 has this command, and it is used where the ranks do different work "
+                "(in a module's forward, a data loader or a forked process). Start it there, too; "
+                "or run this script with one rank (-n 1), or with --plain."
+            )
         in_main = threading.current_thread() is threading.main_thread()
-        moment = self.command if ends and in_main else None
-        return self._relay.lane(f"{self._name}/{of}").once(what, do, moment=moment)
+        sync = self.files if may_end and in_main else None
+        return self._relay.channel(f"{self._name}/{stream}").run_on_rank0(name, function, sync=sync)
 
 
 def init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """For Popen.__init__."""
     given: dict[str, Any] = _signature.bind(self, *args, **kwargs).arguments
     del given["self"]
-    handles = children.handles(given)
-    this = children.asked(given["args"], handles, given.get("cwd"))
-    if this is None:
+    handles = children.file_handles(given)
+    shared = children.shared_command(given["args"], handles, given.get("cwd"))
+    if shared is None:
         original(self, *args, **kwargs)
         return
 
-    def do() -> tuple[int, int]:
-        children.refuse_pipes(handles)
-        original(self, **children.on_rank_0(given))
+    def start() -> tuple[int, int]:
+        children.reject_pipes(handles)
+        original(self, **children.with_rank0_pipes(given))
         return self.pid, next(_numbers)
 
-    pid, number = this.begun(do)
-    self._told = Told(this.relay, f"popen{number}", this.command)
-    if self._told.is_here:
-        self._told.real = self.stdin, self.stdout, self.stderr
+    pid, number = shared.start(start)
+    self._shared_process = SharedProcess(shared.relay, f"popen{number}", shared.files)
+    if self._shared_process.is_rank0:
+        self._shared_process.rank0_streams = self.stdin, self.stdout, self.stderr
     else:
-        _look_started(self, given, pid)
-    children.known(pid)
-    _give_streams(self, given)
+        _init_without_child(self, given, pid)
+    children.add_pid(pid)
+    _set_streams(self, given)
 
 
 _numbers = iter(range(1 << 62))
 
 
-def _look_started(self: Any, given: dict[str, Any], pid: int) -> None:
-    """What Popen's methods count on, in a process that has no child."""
+def _init_without_child(self: Any, given: dict[str, Any], pid: int) -> None:
+    """Set the attributes that Popen's methods use, in a process that has no child."""
     self.args, self.pid, self.returncode = given["args"], pid, None
     self.encoding, self.errors = given.get("encoding"), given.get("errors")
     self.pipesize = given.get("pipesize", -1)
@@ -94,119 +100,126 @@ def _look_started(self: Any, given: dict[str, Any], pid: int) -> None:
     self._waitpid_lock = threading.Lock()
 
 
-def _give_streams(self: Any, given: dict[str, Any]) -> None:
+def _set_streams(self: Any, given: dict[str, Any]) -> None:
     size = given.get("bufsize", -1)
-    for name, real in zip(_NAMES, self._told.real, strict=True):
+    for name, stream in zip(_NAMES, self._shared_process.rank0_streams, strict=True):
         if given.get(name) != subprocess.PIPE:
             setattr(self, name, None)
             continue
-        end = _End(self._told, name, -1 if real is None else real.fileno())
-        setattr(self, name, _opened(self, end, size, is_input=name == "stdin"))
+        end = _SharedPipe(self._shared_process, name, -1 if stream is None else stream.fileno())
+        setattr(self, name, _wrap_stream(self, end, size, is_input=name == "stdin"))
 
 
-def _opened(self: Any, end: _End, size: int, *, is_input: bool) -> Any:
-    """The file object that Popen would make of it."""
-    by_lines = is_input and self.text_mode and size == 1
+def _wrap_stream(self: Any, end: _SharedPipe, size: int, *, is_input: bool) -> Any:
+    """The file object that Popen would make of a pipe."""
+    line_buffering = is_input and self.text_mode and size == 1
     size = io.DEFAULT_BUFFER_SIZE if size in (-1, 1) else size
     if not is_input and size:
-        size = max(size, 1 << 16)  # each read of the end is a message to all ranks
-    kind = io.BufferedWriter if is_input else io.BufferedReader
-    stream: Any = kind(end, size) if size else end
+        size = max(size, 1 << 16)  # each read of the pipe is a message to all ranks
+    buffered = io.BufferedWriter if is_input else io.BufferedReader
+    stream: Any = buffered(end, size) if size else end
     if not self.text_mode:
         return stream
     options: dict[str, Any] = {"encoding": self.encoding, "errors": self.errors}
     if is_input:
-        options |= {"write_through": True, "line_buffering": by_lines}
+        options |= {"write_through": True, "line_buffering": line_buffering}
     return io.TextIOWrapper(stream, **options)
 
 
-class _End(io.RawIOBase, children.PipeEnd):
-    """One end of a pipe, of which rank 0 has the file descriptor."""
+class _SharedPipe(io.RawIOBase, children.PipeEnd):
+    """One end of a pipe, of which rank 0 has the descriptor."""
 
-    def __init__(self, told: Told, name: str, fd: int) -> None:
-        self._told, self._name = told, name
+    def __init__(self, process: SharedProcess, name: str, fd: int) -> None:
+        self._process, self._name = process, name
         self.fd = fd
 
     def readable(self) -> bool:
-        """Whether the command writes here."""
+        """Whether the command writes into this pipe."""
         return self._name != "stdin"
 
     def writable(self) -> bool:
-        """Whether the command reads here."""
+        """Whether the command reads from this pipe."""
         return self._name == "stdin"
 
     def readinto(self, buffer: Any) -> int:
-        """As io.RawIOBase has it."""
+        """As in io.RawIOBase."""
         count = len(buffer)
-        data = self._told.once("reading", lambda: _read(self.fd, count), of=self._name)
+        data = self._process.run_on_rank0(
+            "reading", lambda: _read(self.fd, count), stream=self._name
+        )
         buffer[: len(data)] = data
         return len(data)
 
     def write(self, data: Any) -> int:
-        """As io.RawIOBase has it."""
+        """As in io.RawIOBase."""
         with memoryview(data) as view:
             content = view.tobytes()
-        return self._told.once(
-            "writing", lambda: _write(self.fd, content), ends=False, of=self._name
+        return self._process.run_on_rank0(
+            "writing", lambda: _write(self.fd, content), may_end=False, stream=self._name
         )
 
     def fileno(self) -> int:
-        """Raises UneditedError: only rank 0 has one."""
-        raise UneditedError.stream_of_command("the file descriptor of a command's stream")
+        """Raise UneditedError: only rank 0 has a descriptor."""
+        raise UneditedError(
+            "this script asks for the file descriptor of a command's stream, but only rank 0 has "
+            "the command; the other ranks get from it what the command writes. Use read, "
+            "readline, write or communicate; or run this script with one rank (-n 1), or with "
+            "--plain."
+        )
 
     def isatty(self) -> bool:
-        """It is a pipe."""
+        """As in io.RawIOBase."""
         return False
 
     def close(self) -> None:
-        """As io.RawIOBase has it."""
+        """As in io.RawIOBase."""
         if not self.closed and self.fd >= 0:
-            real = self._told.real[_NAMES.index(self._name)]
-            if real is not None and not real.closed:
-                real.close()
+            stream = self._process.rank0_streams[_NAMES.index(self._name)]
+            if stream is not None and not stream.closed:
+                stream.close()
         super().close()
 
 
 # ---------------------------------------------------------------------------------- methods
 
 
-def _told_of(self: Any) -> Told | None:
-    """What there is to be asked of rank 0; None for a process of this rank's own."""
-    told = getattr(self, "_told", None)
-    return told if isinstance(told, Told) else None
+def _shared_process(self: Any) -> SharedProcess | None:
+    """The shared process of a Popen object; None if its process is this rank's own."""
+    process = getattr(self, "_shared_process", None)
+    return process if isinstance(process, SharedProcess) else None
 
 
 def poll(original: Function, self: Any) -> Any:
     """For Popen.poll."""
-    return _code(self, "polling", partial(original, self))
+    return _returncode(self, "polling", partial(original, self))
 
 
 def wait(original: Function, self: Any, timeout: float | None = None) -> Any:
     """For Popen.wait."""
-    return _code(self, "waiting", partial(original, self, timeout))
+    return _returncode(self, "waiting", partial(original, self, timeout))
 
 
-def _code(self: Any, what: str, do: Callable[[], Any]) -> Any:
-    told = _told_of(self)
-    if told is None:
-        return do()
+def _returncode(self: Any, name: str, function: Callable[[], Any]) -> Any:
+    process = _shared_process(self)
+    if process is None:
+        return function()
     if self.returncode is None:
-        _ended(self, told.once(what, do))
+        _set_returncode(self, process.run_on_rank0(name, function))
     return self.returncode
 
 
-def _ended(self: Any, code: int | None) -> None:
+def _set_returncode(self: Any, code: int | None) -> None:
     self.returncode = code
     if code is not None:
-        children.over(self.pid)
+        children.remove_pid(self.pid)
 
 
 def send_signal(original: Function, self: Any, sig: int) -> Any:
-    """For Popen.send_signal, by which terminate and kill go."""
-    told = _told_of(self)
-    if told is None:
+    """For Popen.send_signal, which terminate and kill call."""
+    process = _shared_process(self)
+    if process is None:
         return original(self, sig)
-    return told.once("a signal", lambda: original(self, sig), ends=False)
+    return process.run_on_rank0("a signal", lambda: original(self, sig), may_end=False)
 
 
 def communicate(
@@ -216,8 +229,8 @@ def communicate(
     timeout: float | None = None,
 ) -> Any:
     """For Popen.communicate."""
-    told = _told_of(self)
-    if told is None:
+    process = _shared_process(self)
+    if process is None:
         return original(self, input, timeout)
     streams = [getattr(self, name) for name in _NAMES]
     if timeout is None and not self._communication_started and streams.count(None) > 1:
@@ -226,29 +239,29 @@ def communicate(
         with suppress(BrokenPipeError):
             self.stdin.flush()
 
-    def do() -> tuple[Any, int]:
-        with _real_streams(self, told):
+    def run_original() -> tuple[Any, int]:
+        with _rank0_streams(self, process):
             return original(self, input, timeout), self.returncode
 
     try:
-        texts, code = told.once("communicating", do)
-        _ended(self, code)
+        outputs, code = process.run_on_rank0("communicating", run_original)
+        _set_returncode(self, code)
     finally:
         self._communication_started = True
     for stream in streams:
         if stream is not None:
             stream.close()
-    return tuple(map(told.command.as_seen_here, texts))
+    return tuple(map(process.files.with_own_names, outputs))
 
 
 @contextmanager
-def _real_streams(self: Any, told: Told) -> Iterator[None]:
-    """In here, on rank 0, Popen's own methods find the streams that they have made."""
-    ours = [getattr(self, name) for name in _NAMES]
-    for name, stream in zip(_NAMES, told.real, strict=True):
+def _rank0_streams(self: Any, process: SharedProcess) -> Iterator[None]:
+    """On rank 0, let Popen's own methods use the streams that they have made."""
+    replaced = [getattr(self, name) for name in _NAMES]
+    for name, stream in zip(_NAMES, process.rank0_streams, strict=True):
         setattr(self, name, stream)
     try:
         yield
     finally:
-        for name, stream in zip(_NAMES, ours, strict=True):
+        for name, stream in zip(_NAMES, replaced, strict=True):
             setattr(self, name, stream)

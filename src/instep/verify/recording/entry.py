@@ -14,7 +14,6 @@ from instep.distributed.rendezvous import bootstrap
 from instep.launch.worker import program, script
 from instep.process.patching import PatchHandle
 from instep.unedited import seeds
-from instep.unedited.single_rank import SEED_PATCHES
 from instep.verify.recording.recorder import Recorder
 from instep.verify.recording.records import RunPlan
 
@@ -24,8 +23,8 @@ def main(folder: str, *command: str) -> None:
     where = Path(folder)
     plan = RunPlan.read(where)
     if plan.without_instep:
-        seeds.sow(seeds.draw())
-        PatchHandle(SEED_PATCHES)
+        seeds.seed_all(seeds.choose_seed())
+        PatchHandle(seeds.SEED_PATCHES)
     else:
         program.begin(command)
     recorder = Recorder(plan, where, bootstrap.current().rank)

@@ -172,7 +172,7 @@ class RecordWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        write_protection.spare(str(folder))
+        write_protection.allow(str(folder))
         with bypass_overlay():
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 

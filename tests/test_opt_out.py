@@ -13,9 +13,9 @@ from test_unedited_world import RUN, Place
 @pytest.fixture
 def claimed():
     reasons = []
-    opt_out.begin(reasons.append)
+    opt_out.set_handler(reasons.append)
     yield reasons
-    opt_out.end()
+    opt_out.set_handler(None)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_launchers_variables_are_hidden_and_shown_again(launched):
     launcher_env.hide()
     assert dict(os.environ) == {k: v for k, v in before.items() if k not in launched}
     assert launcher_env.hidden == launched
-    launcher_env.show()
+    launcher_env.restore()
     del before[launchers.STORE_FD]  # what it named is not there any more
     assert dict(os.environ) == before
     assert launcher_env.hidden == {}
@@ -67,15 +67,15 @@ def test_who_asks_politely_hears_nothing_and_who_takes_it_for_granted_is_left_al
             opt_out.environ_getitem(item, os.environ, "RANK")
         assert claimed == ["it takes RANK for granted"]
     finally:
-        launcher_env.show()
+        launcher_env.restore()
 
 
 def test_some_calls_are_made_by_distributed_scripts_only(claimed):
-    claiming = opt_out.claims("it makes a group")
+    claiming = opt_out.opts_out("it makes a group")
     assert claiming(max, 3, 4) == 4
     assert claiming(sorted, [1, 2], reverse=True) == [2, 1]
     assert claimed == ["it makes a group"] * 2
-    opt_out.end()
+    opt_out.set_handler(None)
     assert claiming(max, 3, 4) == 4
     assert len(claimed) == 2
 
@@ -93,17 +93,17 @@ def test_the_scripts_own_process_group_is_not_initialized():
 
     for ours in ("instep.training.replicas", "torch.distributed.nn"):
         assert from_module(ours, opt_out.is_initialized, true) == (True,)
-        assert from_module(ours, opt_out.place, true, "group") == (True, "group")
+        assert from_module(ours, opt_out.rank_or_size, true, "group") == (True, "group")
     for other in ("__main__", "torch.nn", "torch.distributedly", "insteps"):
         assert from_module(other, opt_out.is_initialized, true) is False
         with pytest.raises(ValueError, match="make sure to call init_process_group"):
-            from_module(other, opt_out.place, true)
+            from_module(other, opt_out.rank_or_size, true)
 
 
 def test_a_script_that_turns_out_to_use_instep_is_left_alone(claimed):
-    assert from_module("__main__", opt_out.window, len, "replicate") == 9
-    assert from_module("__main__", opt_out.window, len, "not_there") == 9
-    assert from_module("instep.cli", opt_out.window, len, "replicate") == 9
+    assert from_module("__main__", opt_out.instep_getattr, len, "replicate") == 9
+    assert from_module("__main__", opt_out.instep_getattr, len, "not_there") == 9
+    assert from_module("instep.cli", opt_out.instep_getattr, len, "replicate") == 9
     assert claimed == ["it uses instep.replicate"]
 
 
@@ -114,7 +114,7 @@ def test_a_script_that_turns_out_to_use_instep_is_left_alone(claimed):
 def test_cuda_means_the_ranks_own_gpu(monkeypatch, device, visible, expected):
     monkeypatch.setenv("INSTEP_DEVICE", device)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    launcher_env.narrow(World(1, 2, 1, 2))
+    launcher_env.set_visible_device(World(1, 2, 1, 2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
@@ -129,4 +129,4 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
     """)
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "on all ranks, and now it takes RANK for granted" in done.stderr
+    assert "as one process so far, and now it takes RANK for granted" in done.stderr

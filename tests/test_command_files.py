@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from instep.unedited.files.generations import Generations, before_of
+from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.processes.rebasing import Command, Rebasing
+from instep.unedited.processes.command_files import CommandFiles, GenerationSwitch
 from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
 
 
@@ -23,16 +23,21 @@ class Ranks:
         shared = str(folder / "layers")
         os.makedirs(f"{shared}/rank1")
         layers = Generations(f"{shared}/rank1", shared)
-        keeper = Rank0Files(before_of(shared, 0))
-        shadow = OverlayFiles(layers.own, layers.before)
-        self.roles = (keeper, shadow)
-        self.sides = [Rebasing(keeper, shared, None), Rebasing(shadow, shared, layers)]
+        rank0 = Rank0Files(before_layer(shared, 0))
+        rank1 = OverlayFiles(layers.rank_layer, layers.before)
+        self.files = (rank0, rank1)
+        self.switches = [
+            GenerationSwitch(rank0, shared, None),
+            GenerationSwitch(rank1, shared, layers),
+        ]
 
     def command(self, do: Callable[[], object]) -> None:
         """Both come to a command that does this, and to its end."""
-        first, second = (Command(side, "", (), rebases=True) for side in self.sides)
+        first, second = (
+            CommandFiles(switch, "", (), new_generation=True) for switch in self.switches
+        )
         do()
-        second.enter(first.opened())
+        second.apply(first.capture())
 
 
 def story(seed: int) -> Iterator[list[object]]:
@@ -68,8 +73,8 @@ def test_every_rank_sees_what_one_process_would(
     ranks, starts = Ranks(tmp_path), commands(seed)
     stories = [story(seed), story(seed)]
     for expected in oracle:
-        for role, own in zip(ranks.roles, stories, strict=True):
-            with seen_through(role):
+        for files, own in zip(ranks.files, stories, strict=True):
+            with seen_through(files):
                 assert next(own) == expected
         ranks.command(lambda: next(starts))
 
@@ -81,21 +86,21 @@ def test_what_is_open_and_what_only_this_rank_has_stays(
     monkeypatch.chdir(tmp_path / "folder")
     ranks = Ranks(tmp_path)
     logs = []
-    for rank, role in enumerate(ranks.roles):
+    for rank, files in enumerate(ranks.files):
         os.chdir(tmp_path / "folder")
-        with seen_through(role):
+        with seen_through(files):
             os.makedirs(f"out/run{rank}")
             write(f"out/run{rank}/log", "w", "mine")
             logs.append(open("out/log", "a", buffering=1))  # noqa: SIM115
             logs[-1].write("script\n")
             os.chdir("out")
     ranks.command(lambda: write("log", "a", "command\n"))
-    for log, role in zip(logs, ranks.roles, strict=True):
-        with seen_through(role):
+    for log, files in zip(logs, ranks.files, strict=True):
+        with seen_through(files):
             log.write("script\n")
             assert read("log") == "script\ncommand\nscript\n"
             log.close()
-    with seen_through(ranks.roles[1]):
+    with seen_through(ranks.files[1]):
         assert os.getcwd() == str(tmp_path / "folder" / "out")
         assert read("run1/log") == "mine"
         assert sorted(os.listdir()) == ["log", "run0", "run1"]
@@ -106,13 +111,13 @@ def test_a_rank_that_is_late_sees_its_own_generation(
 ) -> None:
     monkeypatch.chdir(stocked(tmp_path / "folder"))
     ranks = Ranks(tmp_path)
-    first, second = (Command(side, "", (), rebases=True) for side in ranks.sides)
-    told = first.opened()
-    with seen_through(ranks.roles[0]):
+    first, second = (CommandFiles(switch, "", (), new_generation=True) for switch in ranks.switches)
+    state = first.capture()
+    with seen_through(ranks.files[0]):
         write("c", "w", "later")
         write("new", "w", "later")
-    for entered in (False, True):
-        if entered:
-            second.enter(told)
-        with seen_through(ranks.roles[1]):
+    for applied in (False, True):
+        if applied:
+            second.apply(state)
+        with seen_through(ranks.files[1]):
             assert (read("c"), os.path.exists("new")) == ("second", False)

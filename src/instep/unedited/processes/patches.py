@@ -1,0 +1,48 @@
+"""The functions that start or control processes and are replaced, and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from instep.process.patching import Patch, patches
+from instep.unedited.files import libraries
+from instep.unedited.processes import children, popen
+
+PROCESS_PATCHES: tuple[Patch, ...] = (
+    *patches(
+        "a command runs once, on rank 0, and all ranks get its results",
+        (subprocess, "run call", children.run),
+        (subprocess.Popen, "__init__", popen.init),
+        (subprocess.Popen, "poll", popen.poll),
+        (subprocess.Popen, "wait", popen.wait),
+        (subprocess.Popen, "communicate", popen.communicate),
+        (subprocess.Popen, "send_signal", popen.send_signal),
+        (os, "system", children.system),
+        (os, "spawnv spawnve spawnvp spawnvpe", children.spawn),
+        (os, "posix_spawn posix_spawnp", children.posix_spawn),
+        (os, "waitpid", children.waitpid),
+        (os, "kill killpg", children.kill),
+        ("pty", "spawn", children.pty_spawn),
+        (
+            "asyncio.unix_events:_UnixSubprocessTransport",
+            "_start",
+            children.start_asyncio_command,
+        ),
+    ),
+    *patches(
+        "a spawned worker sees the files that its rank sees",
+        ("multiprocessing.spawn", "get_preparation_data", children.get_preparation_data),
+    ),
+    *patches(
+        "training processes that the script starts itself would start on every rank",
+        ("torch.multiprocessing.spawn", "start_processes", children.start_processes),
+        ("torch.multiprocessing", "start_processes", children.start_processes),
+        ("torch.nn:Module", "share_memory", children.share_memory),
+        ("multiprocessing.process:BaseProcess", "start", children.start),
+    ),
+    *patches(
+        "one run is logged, not one for each rank",
+        ("wandb", "init", libraries.wandb_init),
+    ),
+)
