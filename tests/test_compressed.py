@@ -1,5 +1,10 @@
 """Compressed gradients: as near as promised, the same on all ranks, nothing lost for good."""
 
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +15,7 @@ from instep import PowerSGD
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.errors import DisagreementError
 from pool import ranks, run, talking_over
+from sharded_training import sharding
 
 pytestmark = pytest.mark.slow
 
@@ -250,6 +256,77 @@ def test_fewer_bytes_travel():
         before = counting.sent
         model(torch.ones(2, 50)).sum().backward()
         assert counting.sent - before == size
+
+
+def train_unedited(compression):
+    """Some steps of a loop without instep; how the parameters have moved, and the bytes sent for
+    each backward."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 20))
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counting, sent = Counting(get_transport()), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_COMPRESSION", compression)
+        with use_transport(counting), sharding() if instep.world_size > 1 else nullcontext():
+            for rows in (8, 7, 8, 5, 8, 8):
+                x, y = torch.randn(rows, 40), torch.randn(rows, 20)
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                before = counting.sent
+                loss.backward()
+                sent.append(counting.sent - before)
+                optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach() - start, sent
+
+
+@pytest.mark.parametrize(
+    ("compression", "least", "most"),
+    [("none", 0, 1e-5), ("fp16", 1e-5, 1e-3), ("bf16", 8e-5, 8e-3), ("powersgd", 0.01, 0.7)],
+)
+def test_an_unedited_script_has_a_variable_for_it(backend, compression, least, most):
+    ((true, _),) = run(1, train_unedited, "none")
+    (first, _), (second, _) = run(2, train_unedited, compression)
+    assert torch.equal(first, second)
+    assert least <= (first - true).norm() / true.norm() < most
+
+
+def test_an_unedited_script_sends_half_the_bytes():
+    ((_, whole), *_) = run(2, train_unedited, "none")
+    ((_, half), *_) = run(2, train_unedited, "bf16")
+    assert min(whole) > 4 * 1850
+    assert [2 * size for size in half] == whole
+
+
+SCRIPT = """
+import torch
+from torch.nn.functional import mse_loss
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5):
+    optimizer.zero_grad()
+    mse_loss(model(torch.randn(8, 40)), torch.randn(8, 20)).backward()
+    optimizer.step()
+print(*torch.nn.utils.parameters_to_vector(model.parameters()).tolist())
+"""
+
+
+def test_a_launched_script_trains_in_sixteen_bits(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def trained(*command, **variables):
+        words = [sys.executable, *command, "train.py"]
+        environ = os.environ | variables
+        out = subprocess.run(
+            words, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
+        ).stdout
+        return torch.tensor([float(word.split("]")[-1]) for word in out.split()])
+
+    alone = trained()
+    compressed = trained("-m", "instep", "run", "-n", "2", INSTEP_COMPRESSION="bf16")
+    assert 1e-6 < (compressed - alone).norm() / alone.norm() < 8e-3
 
 
 @ranks(2)
