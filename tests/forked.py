@@ -95,7 +95,7 @@ def _rank(
 
     from instep.distributed.communication import rank_local
     from instep.distributed.rendezvous import bootstrap
-    from instep.launch.worker.script_reader import speaks_for_itself
+    from instep.launch.worker.script_reader import find_opt_out
     from instep.verify.recording import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)
@@ -113,7 +113,7 @@ def _rank(
             os.environ |= place.environment(rank)
             if listener is not None:
                 os.environ[STORE_FD] = str(listener.detach())
-            if speaks_for_itself(command):
+            if find_opt_out(command):
                 bootstrap.init()
         try:
             entry.main(place.folder, *command)

@@ -14,8 +14,8 @@ from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
 from instep.distributed.rendezvous.arrival_wait import Vigil
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
-from instep.launch.multihost.hosts import address
-from instep.launch.multihost.supervisor_rendezvous import Member, meet
+from instep.launch.multihost.hosts import parse_address
+from instep.launch.multihost.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.worker import local_rank_argument
 
 CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
@@ -105,10 +105,10 @@ def test_an_address_of_somebody_else_is_no_place_to_listen():
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:70000", "a/b:1", "u@h:1"])
 def test_a_master_is_host_and_port(text):
-    assert address("[::1]:9").host == "::1"
-    assert (address("h:9").host, address("h:9").port) == ("h", 9)
+    assert parse_address("[::1]:9").host == "::1"
+    assert (parse_address("h:9").host, parse_address("h:9").port) == ("h", 9)
     with pytest.raises(CommandLineError, match="--master takes HOST:PORT, not"):
-        address(text)
+        parse_address(text)
 
 
 # ------------------------------------------------------------------------------------- the assembly
@@ -120,7 +120,9 @@ def come(place, *members, seconds=5.0):
 
     def one(key, member):
         try:
-            assembly = meet(place, member, lambda all_: {"ranks": [m.ranks for m in all_]}, seconds)
+            assembly = join_rendezvous(
+                place, member, lambda all_: {"ranks": [m.ranks for m in all_]}, seconds
+            )
             heard[key] = assembly.facts
             for line in assembly.lines.values():
                 line.close()
@@ -143,18 +145,20 @@ def place(request, tmp_path):
 
 
 def test_all_hear_what_the_first_decides(place):
-    members = [Member(k, 3, CARD, ranks=10 + k) for k in (2, 0, 1)]
+    members = [Participant(k, 3, CARD, ranks=10 + k) for k in (2, 0, 1)]
     assert come(place, *members) == [{"ranks": [10, 11, 12]}] * 3
 
 
 def test_all_hear_why_they_are_not_one_job(place):
-    heard = come(place, Member(0, 2, CARD, 1), Member(1, 2, card(instep="0.9"), 1))
+    heard = come(place, Participant(0, 2, CARD, 1), Participant(1, 2, card(instep="0.9"), 1))
     assert heard[0] == heard[1]
     assert heard[0].startswith("two versions of instep in one job")
 
 
 def test_all_hear_who_is_missing_and_who_is_there(place):
-    heard = come(place, Member(0, 3, CARD, 1), Member(1, 3, card(host="i"), 1), seconds=0.5)
+    heard = come(
+        place, Participant(0, 3, CARD, 1), Participant(1, 3, card(host="i"), 1), seconds=0.5
+    )
     expected = (
         "rank 2 of 3 did not come within 0 seconds; those that came: rank 0 on h, rank 1 on i."
     )
@@ -163,7 +167,7 @@ def test_all_hear_who_is_missing_and_who_is_there(place):
 
 def test_who_waits_long_says_for_whom(place, monkeypatch, capfd):
     monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
-    come(place, Member(0, 4, CARD, 1), Member(2, 4, card(host="i"), 1), seconds=0.5)
+    come(place, Participant(0, 4, CARD, 1), Participant(2, 4, card(host="i"), 1), seconds=0.5)
     assert (
         "instep: has waited 0 s for ranks 1, 3 of 4 to arrive, and waits 0 s more; "
         "those that came: rank 0 on h, rank 2 on i.\n"
@@ -172,31 +176,37 @@ def test_who_waits_long_says_for_whom(place, monkeypatch, capfd):
 
 def test_who_does_not_find_the_first_says_so(place, monkeypatch, capfd):
     monkeypatch.setenv("INSTEP_ARRIVAL_NOTICE", "0")
-    come(place, Member(1, 3, CARD, 1), seconds=0.2)
+    come(place, Participant(1, 3, CARD, 1), seconds=0.2)
     expected = "instep: has waited 0 s for rank 0 of 3 to arrive, and waits 0 s more.\n"
     assert capfd.readouterr().err == expected
 
 
 def test_the_others_hear_that_the_first_never_came(place):
-    (heard,) = come(place, Member(1, 2, CARD, 1), seconds=0.2)
+    (heard,) = come(place, Participant(1, 2, CARD, 1), seconds=0.2)
     assert heard.startswith("rank 0 of 2 did not come within 0 seconds.")
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (Member(1, 3, card(host="j"), 1), "rank 0 expects 2 ranks, but j came as rank 1 of 3."),
-        (Member(2, 3, card(host="j"), 1), "rank 0 expects 2 ranks, but j came as rank 2 of 3."),
+        (
+            Participant(1, 3, card(host="j"), 1),
+            "rank 0 expects 2 ranks, but j came as rank 1 of 3.",
+        ),
+        (
+            Participant(2, 3, card(host="j"), 1),
+            "rank 0 expects 2 ranks, but j came as rank 2 of 3.",
+        ),
     ],
 )
 def test_who_counts_differently_is_named(place, second, message):
-    heard = come(place, Member(0, 2, CARD, 1), second)
+    heard = come(place, Participant(0, 2, CARD, 1), second)
     assert [text.startswith(message) for text in heard] == [True, True]
 
 
 def test_who_comes_twice_is_named(place):
-    twice = [Member(1, 3, card(host=name), 1) for name in "ij"]
-    heard = come(place, Member(0, 3, CARD, 1), *twice)
+    twice = [Participant(1, 3, card(host=name), 1) for name in "ij"]
+    heard = come(place, Participant(0, 3, CARD, 1), *twice)
     assert {text.split(". ")[0] for text in heard} <= {
         "rank 1 has come twice, from i and from j",
         "rank 1 has come twice, from j and from i",
@@ -206,14 +216,14 @@ def test_who_comes_twice_is_named(place):
 def test_a_stranger_is_sent_away():
     place = endpoints.Address("127.0.0.1", _free_port(), "job")
     heard = []
-    first = threading.Thread(target=lambda: heard.extend(come(place, Member(0, 2, CARD, 1))))
+    first = threading.Thread(target=lambda: heard.extend(come(place, Participant(0, 2, CARD, 1))))
     first.start()
     with _connected(place) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with suppress(ConnectionResetError):
             while stranger.recv(1000):
                 pass  # the number that whoever comes is told; then it is hung up on
-    heard += come(place, Member(1, 2, CARD, 1))
+    heard += come(place, Participant(1, 2, CARD, 1))
     first.join()
     assert heard == [{"ranks": [1, 1]}] * 2
 
@@ -240,7 +250,7 @@ def offered(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
                         argparse.ArgumentParser.parse_known_args)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    local_rank_argument.offer(World(3, 4, 3, 4))
+    local_rank_argument.provide(World(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])

@@ -11,7 +11,7 @@ import pytest
 
 from instep import cli
 from instep.distributed.identity import cuda_visible_devices
-from instep.launch.env import rank_report, selftest, table
+from instep.launch.env import rank_report, self_test, table
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -65,8 +65,8 @@ def test_a_variable_that_cuda_does_not_know_was_set_too_late(
 
 @ranks(1, 2, 3)
 def test_every_collective_is_tried_and_right() -> None:
-    found = selftest.run(rank_report.device())
-    assert [name for name, _, _ in found] == list(selftest.TESTS)
+    found = self_test.run_collectives(rank_report.find_device())
+    assert [name for name, _, _ in found] == list(self_test.TESTS)
     assert {verdict for _, verdict, _ in found} == {"ok"}
 
 
@@ -79,7 +79,7 @@ def test_what_is_wrong_on_one_rank_is_shown() -> None:
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
     job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
            "available": ["gloo"], "set": {}}  # fmt: skip
-    text = table.text({"job": job, "ranks": [alike, other], "tests": tests})
+    text = table.format_report({"job": job, "ranks": [alike, other], "tests": tests})
     assert "launcher    srun (SLURM_STEP_ID=0)" in text
     assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
     assert "versions    torch 2\n" in text

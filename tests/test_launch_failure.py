@@ -374,12 +374,14 @@ def test_a_rank_that_nobody_watches_over_does_not_begin(
     assert launch.no_event()
 
 
-def test_a_job_goes_on_without_its_guard(launch: Launch) -> None:
+def test_a_job_goes_on_without_its_reaper(launch: Launch) -> None:
     script = launch.script("tell(rank)\nmeeting.wait_for(1)")
     with launch.start("-n", 2, script) as process:
         launch.events(2)
-        (guard,) = [p for p in launch.processes() if any("launch.guard" in w for w in p.cmdline())]
-        guard.kill()
+        (reaper,) = [
+            p for p in launch.processes() if any("launch.reaper" in w for w in p.cmdline())
+        ]
+        reaper.kill()
         launch.call(2)
         assert launch.end_of(process).returncode == 0
 

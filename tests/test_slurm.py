@@ -11,7 +11,7 @@ import pytest
 
 import components
 from instep import cli
-from instep.launch.slurm.batch import Batch, script
+from instep.launch.slurm.batch import Batch, format_script
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
 
@@ -22,9 +22,9 @@ def options(text: str) -> dict[str, str]:
 
 
 def test_a_script_for_gpus() -> None:
-    text = script(
+    text = format_script(
         Batch("py", ("train.py", "--name", "a b"), "train", nodes=2, tasks=4, gpus=True, time="1-0",
-              more=("partition=gpu",))
+              extra_options=("partition=gpu",))
     )  # fmt: skip
     assert options(text) == {
         "job-name": "train", "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4",
@@ -36,12 +36,12 @@ def test_a_script_for_gpus() -> None:
 
 
 def test_a_job_that_goes_on_after_its_limit() -> None:
-    text = script(Batch("py", ("train.py",), "train", again=True))
+    text = format_script(Batch("py", ("train.py",), "train", requeue=True))
     assert (
         "if [ $code -eq 143 ]; then  # at the time limit: go on in a new turn\n    scontrol" in text
     )
     assert "gpus-per-node" not in options(text)
-    assert "signal" not in options(script(Batch("py", ("train.py",), "train", signal=0)))
+    assert "signal" not in options(format_script(Batch("py", ("train.py",), "train", signal=0)))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secr
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
-from instep.launch.multihost.supervisor_rendezvous import Member, meet
+from instep.launch.multihost.supervisor_rendezvous import Participant, join_rendezvous
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -406,12 +406,12 @@ def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
     place = endpoints.Address("127.0.0.1", port, "")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(
-            meet, place, Member(0, 2, card, 1), lambda _: {"said": 1}, 60.0, "host"
+            join_rendezvous, place, Participant(0, 2, card, 1), lambda _: {"said": 1}, 60.0, "host"
         )
         while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         held = pester(port, 500, seed=20)
-        other = meet(place, Member(1, 2, card, 1), lambda _: {}, 60.0, "host")
+        other = join_rendezvous(place, Participant(1, 2, card, 1), lambda _: {}, 60.0, "host")
         found = first.result(30)
     assert found.facts == other.facts == {"said": 1}
     assert found.secret == other.secret
@@ -425,12 +425,14 @@ def test_a_member_without_the_secret_is_told_so(monkeypatch, secrets):
     place = endpoints.Address("127.0.0.1", port, "")
     monkeypatch.setenv("INSTEP_SECRET", secrets[0])
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(meet, place, Member(0, 2, card, 1), lambda _: {}, 2.0, "host")
+        first = threads.submit(
+            join_rendezvous, place, Participant(0, 2, card, 1), lambda _: {}, 2.0, "host"
+        )
         while not port_file.answers("127.0.0.1", port):
             assert not first.done()
         monkeypatch.setenv("INSTEP_SECRET", secrets[1])
         with pytest.raises(AuthenticationError, match="Give all ranks the same one"):
-            meet(place, Member(1, 2, card, 1), lambda _: {}, 2.0, "host")
+            join_rendezvous(place, Participant(1, 2, card, 1), lambda _: {}, 2.0, "host")
         with pytest.raises(RendezvousError, match="host 1 of 2 did not come"):
             first.result(30)
 

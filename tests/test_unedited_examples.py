@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
-from instep.launch.worker.script_reader import speaks_for_itself
+from instep.launch.worker.script_reader import find_opt_out
 from instep.verify.verdict import Report, Verdict
 from instep.verify.verification import verify_script
 
@@ -57,7 +57,7 @@ def test_none_of_them_knows_of_instep():
     assert len(EXAMPLES) >= 10
     for name in EXAMPLES:
         path = FOLDER / f"{name}.py"
-        assert speaks_for_itself([str(path)]) is None
+        assert find_opt_out([str(path)]) is None
         assert "instep" not in path.read_text()
 
 

@@ -101,7 +101,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
     if not sys.flags.safe_path:
         del sys.path[0]  # this command's own folder
     try:
-        program.run(words, plain=plain)
+        program.run_program(words, plain=plain)
     except SystemExit as leaving:  # no sys.excepthook hears of it
         if leaving.code:
             program.failing(f"SystemExit: {leaving.code}")

@@ -11,9 +11,15 @@ from typing import Any
 from instep.distributed.identity import endpoints
 from instep.errors import CommandLineError
 from instep.launch import supervisor
-from instep.launch.environment import cores
+from instep.launch.environment import count_cores
 from instep.launch.job import Job
-from instep.launch.multihost.hosts import ONE_HOST, Hosts, address, of_launcher, wrong_hosts
+from instep.launch.multihost.hosts import (
+    ONE_NODE,
+    NodeConfig,
+    detect_nodes,
+    parse_address,
+    wrong_hosts,
+)
 from instep.launch.worker import script_reader
 from instep.process import settings
 
@@ -45,7 +51,7 @@ whole: everything, with the random numbers of plain Python"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The number of ranks, as other launchers call it too."""
-_MANY = 2
+_CROWDED = 2
 """Ranks for each core: with more, the start takes so long that a line says why."""
 WITH_VALUE = (*_RANKS, "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
@@ -96,7 +102,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         hosts=_hosts(asked),
     )
     _mention_few_cores(asked.n)
-    return supervisor.run(job, started=lambda: _mention_findings(job)).told()
+    return supervisor.run_job(job, started=lambda: _mention_findings(job)).print_report()
 
 
 def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
@@ -107,31 +113,32 @@ def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
     return CommandLineError(f"{what}: instep run -n 2 {script}")
 
 
-def _hosts(asked: argparse.Namespace) -> Hosts:
+def _hosts(asked: argparse.Namespace) -> NodeConfig:
     """What the options say, and where they do not, the launcher around this one."""
     if asked.nnodes == 1:
-        return ONE_HOST
+        return ONE_NODE
     if asked.nnodes is None and asked.node_rank is None:
         environ = dict(os.environ)
         if asked.dist_file:
             environ[settings.DIST_FILE.name] = asked.dist_file
-        return of_launcher(environ, asked.n)
+        return detect_nodes(environ, asked.n)
     node, nodes = asked.node_rank, asked.nnodes
     if node is None or nodes is None or not 0 <= node < nodes:
         raise wrong_hosts(f"--node-rank {node} of --nnodes {nodes}")
     if asked.master:
-        return Hosts(node, nodes, address(asked.master))
+        return NodeConfig(node, nodes, parse_address(asked.master))
     if asked.dist_file:
-        return Hosts(node, nodes, endpoints.SharedFile(os.path.abspath(asked.dist_file)))
+        return NodeConfig(node, nodes, endpoints.SharedFile(os.path.abspath(asked.dist_file)))
     raise wrong_hosts("the hosts need --master or --dist-file to meet")
 
 
 def _mention_few_cores(ranks: int) -> None:
     """One line where it takes long until all ranks have started, as each imports torch."""
-    if ranks > _MANY * cores():
+    count = count_cores()
+    if ranks > _CROWDED * count:
         print(
-            f"instep: starts {ranks} ranks on {cores()} core{'s' * (cores() != 1)}; they share the "
-            "cores, so it takes a while until all have met.",
+            f"instep: starts {ranks} ranks on {count} core{'s' * (count != 1)}; they share the "
+            "cores, so it takes a while until all of them are running.",
             file=sys.stderr,
             flush=True,
         )
@@ -142,7 +149,7 @@ def _mention_findings(job: Job) -> None:
 
     What an unedited script does is done once.
     """
-    if not job.plain and script_reader.speaks_for_itself(job.command) is None:
+    if not job.plain and script_reader.find_opt_out(job.command) is None:
         return
     from instep.check.checker import find_errors  # costs what a start should not wait for
 

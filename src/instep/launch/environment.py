@@ -9,12 +9,12 @@ from pathlib import Path
 
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
 from instep.distributed.identity.world import World
-from instep.launch.multihost.hosts import Party
+from instep.launch.multihost.hosts import JobInfo
 from instep.launch.multihost.master import interface_variables
 from instep.process import settings
 
 
-def place_variables(world: World) -> dict[str, str]:
+def world_variables(world: World) -> dict[str, str]:
     """The world in torch's names."""
     place = {
         "RANK": world.rank,
@@ -29,7 +29,7 @@ def place_variables(world: World) -> dict[str, str]:
 
 def rank_environment(
     environ: Mapping[str, str],
-    party: Party,
+    job_info: JobInfo,
     *,
     local_rank: int,
     failure_file: Path,
@@ -37,42 +37,42 @@ def rank_environment(
 ) -> dict[str, str]:
     """The user's environment as rank `local_rank` of this host shall see it."""
     kept = {name: value for name, value in environ.items() if not says_who(name)}
-    here = party.sizes[party.node]
+    here = job_info.sizes[job_info.node]
     threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:
         kept.setdefault("MKL_NUM_THREADS", threads)
     defaults = {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": "0"}
     world = World(
-        rank=party.first + local_rank,
-        size=party.size,
+        rank=job_info.first + local_rank,
+        size=job_info.size,
         local_rank=local_rank,
         local_size=here,
-        node_rank=party.node,
-        nodes=len(party.sizes),
+        node_rank=job_info.node,
+        nodes=len(job_info.sizes),
     )
     told = {
-        "MASTER_ADDR": party.master,
-        "MASTER_PORT": str(party.port),
-        JOB: party.name,
+        "MASTER_ADDR": job_info.master,
+        "MASTER_PORT": str(job_info.port),
+        JOB: job_info.name,
         FAILURE_FILE: str(failure_file),
-        settings.SECRET.name: party.secret.hex(),
+        settings.SECRET.name: job_info.secret.hex(),
     }
     if store_fd is not None:
         told[STORE_FD] = str(store_fd)
-    interface = interface_variables(party.master, one_host=party.one_host)
-    return defaults | interface | kept | place_variables(world) | told
+    interface = interface_variables(job_info.master, one_host=job_info.one_host)
+    return defaults | interface | kept | world_variables(world) | told
 
 
 def threads_per_rank(size: int) -> int:
     """The cores that this process may use, divided among `size` ranks; at least 1."""
-    return max(1, cores() // size)
+    return max(1, count_cores() // size)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores by affinity, or fewer where a container's quota says so."""
-    cores = len(os.sched_getaffinity(0))
+    count_cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
+        return count_cores
+    return count_cores if quota == "max" else min(count_cores, math.ceil(int(quota) / int(period)))

@@ -91,7 +91,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises CommandLineError, StartError."""
     given = vars(asked)
     if asked.check_build:
-        return _check_build()
+        return _print_build()
     for flag in (*_ABSENT, *_ABSENT_VALUES):
         if given[flag]:
             raise CommandLineError(
@@ -108,18 +108,18 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         command,
         asked.output_filename,
         plain=True,
-        variables=lambda rank: _place(rank, size) | variables,
+        variables=lambda rank: _horovod_variables(rank, size) | variables,
     )
     if asked.verbose:
         print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)
-    return supervisor.run(job, started=lambda: None).told()
+    return supervisor.run_job(job, started=lambda: None).print_report()
 
 
-def _place(rank: int, size: int) -> dict[str, str]:
+def _horovod_variables(rank: int, size: int) -> dict[str, str]:
     """What Horovod's workers find in their environment."""
-    told = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
-    told |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {f"HOROVOD_{name}": str(value) for name, value in told.items()}
+    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -203,7 +203,7 @@ def _script(program: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _check_build() -> int:
+def _print_build() -> int:
     import torch  # costs seconds, and only this question needs it
 
     cuda = torch.cuda.is_available()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import CommandLineError
-from instep.launch.multihost.hosts import ONE_HOST, Hosts
+from instep.launch.multihost.hosts import ONE_NODE, NodeConfig
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Job:
     """Whether the program runs as it is, with nothing of it divided."""
     variables: Callable[[int], Mapping[str, str]] = lambda rank: {}
     """What each rank finds in its environment besides its place."""
-    hosts: Hosts = ONE_HOST
+    hosts: NodeConfig = ONE_NODE
     """Where else it runs."""
     card: Card | None = None
     """What the other hosts are shown; unless given, that of the command."""
@@ -47,7 +47,7 @@ def check_script(path: str) -> None:
     if os.path.isdir(path):
         raise _cannot_run(path, "it is a directory")
     if not os.path.exists(path):
-        raise _cannot_run(path, "there is no such file", _instead_of(path))
+        raise _cannot_run(path, "there is no such file", _advise(path))
     if not os.path.isfile(path):  # each rank reads it
         raise _cannot_run(path, "it is no ordinary file")
     if path.endswith(".ipynb"):
@@ -61,7 +61,7 @@ def _cannot_run(path: str, why: str, advice: str = "Name a Python script.") -> C
     return CommandLineError(f"cannot run {path}: {why}. {advice}")
 
 
-def _instead_of(path: str) -> str:
+def _advise(path: str) -> str:
     """What to do about a program that is no file."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(path)):
         return f"Leave {path} out: the script's name comes first."

@@ -19,39 +19,39 @@ from instep.errors import CommandLineError
 from instep.process.failure import Failure
 
 STDOUT, STDERR = 1, 2
-UNTOUCHED = None
+INHERITED = None
 """For Popen: the child writes where this process writes."""
 Streams = tuple[int | None, int | None]
 """stdout and stderr of a rank, as Popen takes them."""
 
 
-class Output(Protocol):
+class OutputMode(Protocol):
     """One way to treat what the ranks print."""
 
     def streams(self, rank: int) -> Streams:
         """Where `rank` shall write."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """All ranks have started."""
 
     def finish(self, failures: Sequence[Failure]) -> None:
         """No rank writes any more: bring out what is still on its way."""
 
 
-def choose_output(name: str) -> Output:
+def choose_output(name: str) -> OutputMode:
     """`prefix`, `rank0` or a folder. Raises CommandLineError if the folder cannot be written."""
-    known: dict[str, type[Output]] = {"prefix": Prefixed, "rank0": OnlyRank0}
-    return known[name]() if name in known else Folder(Path(name))
+    known: dict[str, type[OutputMode]] = {"prefix": PrefixedOutput, "rank0": Rank0Output}
+    return known[name]() if name in known else FolderOutput(Path(name))
 
 
-class OnlyRank0:
+class Rank0Output:
     """Rank 0 prints, the others are not heard."""
 
     def streams(self, rank: int) -> Streams:
         """Rank 0 untouched, nothing for the others."""
-        return (UNTOUCHED, UNTOUCHED) if rank == 0 else (subprocess.DEVNULL, subprocess.DEVNULL)
+        return (INHERITED, INHERITED) if rank == 0 else (subprocess.DEVNULL, subprocess.DEVNULL)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Nothing to do."""
 
     def finish(self, failures: Sequence[Failure]) -> None:
@@ -64,7 +64,7 @@ def _cannot_write(path: Path, why: str) -> CommandLineError:
     )
 
 
-class Folder:
+class FolderOutput:
     """Every rank writes to files of its own, rank1.out and rank1.err; earlier ones go."""
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class Folder:
         self._opened.append(fd)
         return fd
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The ranks hold the files now."""
         for fd in self._opened:
             os.close(fd)
@@ -106,7 +106,7 @@ class Folder:
                 os.write(STDERR, f"instep: cannot write {path}: {error.strerror}\n".encode())
 
 
-class Prefixed:
+class PrefixedOutput:
     """Rank 0 untouched; each line of the others with `[1] ` before it, on the same stream.
 
     A thread carries the lines, so that a reader who does not read (a pager) cannot keep the
@@ -115,26 +115,28 @@ class Prefixed:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._given: list[int] = []
+        self._child_ends: list[int] = []
         self._stop, self._stopper = os.pipe()
-        self._thread = threading.Thread(target=self._carry, name="instep output", daemon=True)
+        self._thread = threading.Thread(
+            target=self._forward_lines, name="instep output", daemon=True
+        )
 
     def streams(self, rank: int) -> Streams:
         """Rank 0 untouched, two pipes for any other."""
         if rank == 0:
-            return UNTOUCHED, UNTOUCHED
+            return INHERITED, INHERITED
         return self._pipe(rank, STDOUT), self._pipe(rank, STDERR)
 
     def _pipe(self, rank: int, target: int) -> int:
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
-        self._selector.register(ours, selectors.EVENT_READ, _Lines(rank, target))
-        self._given.append(theirs)
+        self._selector.register(ours, selectors.EVENT_READ, _LineForwarder(rank, target))
+        self._child_ends.append(theirs)
         return theirs
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The ranks hold the writing ends now; carry what comes."""
-        for fd in self._given:
+        for fd in self._child_ends:
             os.close(fd)
         self._selector.register(self._stop, selectors.EVENT_READ)
         self._thread.start()
@@ -145,45 +147,45 @@ class Prefixed:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _carry(self) -> None:
+    def _forward_lines(self) -> None:
         while True:
             ready = [key for key, _ in self._selector.select()]
             for key in ready:
-                if key.data is not None and not key.data.take(key.fd):
+                if key.data is not None and not key.data.forward(key.fd):
                     self._selector.unregister(key.fd)
             if any(key.fd == self._stop for key in ready):
                 break
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                while key.data.take(key.fd):
+                while key.data.forward(key.fd):
                     pass
 
 
-class _Lines:
+class _LineForwarder:
     """The lines of one stream of one rank."""
 
     def __init__(self, rank: int, target: int) -> None:
         self._prefix = f"[{rank}] ".encode()
         self._target = target
-        self._begun: list[bytes] = []
+        self._partial: list[bytes] = []
         """A line that has not ended yet, in pieces."""
 
-    def take(self, source: int) -> bool:
+    def forward(self, source: int) -> bool:
         """Carry what there is to read; False when there is nothing any more."""
         try:
             data = os.read(source, 65536)
         except BlockingIOError:
             data = b""
         if not data:
-            self._write(b"".join(self._begun), end=b"\n")
-            self._begun = []
+            self._write(b"".join(self._partial), end=b"\n")
+            self._partial = []
             return False
-        *lines, begun = data.split(b"\n")
+        *lines, partial = data.split(b"\n")
         for line in lines:
-            self._write(b"".join([*self._begun, line]) + b"\n")
-            self._begun = []
-        if begun:
-            self._begun.append(begun)
+            self._write(b"".join([*self._partial, line]) + b"\n")
+            self._partial = []
+        if partial:
+            self._partial.append(partial)
         return True
 
     def _write(self, line: bytes, end: bytes = b"") -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ASKED_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Mailbox:
+class SignalQueue:
     """While it is open, signals that ask this process to end are collected, not obeyed.
 
     One that was ignored (by nohup, or for a shell's background job) stays ignored. In another
@@ -20,32 +20,32 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._before = {number: signal.getsignal(number) for number in ASKED_TO_END}
-        kept = [n for n in ASKED_TO_END if self._before[n] is not signal.SIG_IGN]
+        self._before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
+        kept = [n for n in TERMINATION_SIGNALS if self._before[n] is not signal.SIG_IGN]
         self._kept = kept if threading.current_thread() is threading.main_thread() else []
-        self._inbox, self._entry = socket.socketpair()
+        self._receiver, self._sender = socket.socketpair()
 
-    def __enter__(self) -> Mailbox:
-        self._inbox.setblocking(False)
-        self._entry.setblocking(False)
+    def __enter__(self) -> SignalQueue:
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
         if self._kept:
-            self._wakeup = signal.set_wakeup_fd(self._entry.fileno(), warn_on_full_buffer=False)
+            self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in self._kept:
-            signal.signal(number, _to_the_mailbox)
+            signal.signal(number, _ignore_handled)
         return self
 
     def fileno(self) -> int:
         """Readable when there is a signal."""
-        return self._inbox.fileno()
+        return self._receiver.fileno()
 
-    def take(self) -> list[signal.Signals]:
+    def pop_all(self) -> list[signal.Signals]:
         """The signals that came since the last time, in their order."""
         try:
-            return [signal.Signals(n) for n in self._inbox.recv(4096) if n in self._kept]
+            return [signal.Signals(n) for n in self._receiver.recv(4096) if n in self._kept]
         except BlockingIOError:
             return []
 
-    def obey(self) -> None:
+    def restore_defaults(self) -> None:
         """From now on each of them simply ends this process: nothing is left to look after."""
         for number in self._kept:
             signal.signal(number, signal.SIG_DFL)
@@ -55,22 +55,22 @@ class Mailbox:
             signal.set_wakeup_fd(self._wakeup)
         for number in self._kept:
             signal.signal(number, self._before[number])
-        self._inbox.close()
-        self._entry.close()
+        self._receiver.close()
+        self._sender.close()
 
 
-def _to_the_mailbox(number: int, frame: FrameType | None) -> None:
+def _ignore_handled(number: int, frame: FrameType | None) -> None:
     """The wakeup file descriptor has taken it already."""
 
 
 @contextmanager
-def leaving_in_order() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """Inside, a signal that asks this process to end raises SystemExit with the code that a shell
     would report, so that what it has started is ended and what it has put down is removed.
 
     One that was ignored stays ignored. To be entered in the main thread.
     """
-    before = {number: signal.getsignal(number) for number in ASKED_TO_END}
+    before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _leave)

@@ -16,7 +16,7 @@ from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
-from instep.launch.multihost.hosts import of_launcher
+from instep.launch.multihost.hosts import detect_nodes
 from instep.launch.worker.spawned_call import CALL, result_file
 
 
@@ -48,24 +48,24 @@ def spawn(
     """
     with tempfile.TemporaryDirectory(prefix="instep-") as name:
         folder = Path(name)
-        (folder / CALL).write_bytes(_packed(fn, tuple(args)))
+        (folder / CALL).write_bytes(_pickle_call(fn, tuple(args)))
         job = Job(
             nprocs,
             ("-m", "instep.launch.worker.spawned_call", name),
             output,
             plain=True,
-            hosts=of_launcher(os.environ, nprocs),
+            hosts=detect_nodes(os.environ, nprocs),
             card=Card.of_this_process(),
         )
-        result = supervisor.run(job, started=lambda: None, folder=folder)
-        if result.asked is not None:
-            _obey(result.asked)
+        result = supervisor.run_job(job, started=lambda: None, folder=folder)
+        if result.requested_signal is not None:
+            _raise_signal(result.requested_signal)
         if result.first is not None:
             raise RankFailedError(result.report.rstrip(), result.first.rank, result.code)
         return [pickle.loads(result_file(folder, i).read_bytes()) for i in range(nprocs)]
 
 
-def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """First what the ranks need to find modules, then the call."""
     import cloudpickle  # costs what `instep run` should not wait for
 
@@ -83,7 +83,7 @@ def _is_in_memory_only(entry: tuple[Any, ...]) -> bool:
     return len(entry) == 4 and entry[1] is None
 
 
-def _obey(number: signal.Signals) -> None:
+def _raise_signal(number: signal.Signals) -> None:
     """What the signal would have done to this process, had it not waited for the ranks."""
     if number is signal.SIGINT:
         raise KeyboardInterrupt

@@ -19,47 +19,47 @@ from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
-from instep.launch.guard import Guard, end_ranks
 from instep.launch.job import Job
-from instep.launch.multihost import links
-from instep.launch.multihost.hosts import Party, gather
-from instep.launch.multihost.links import Links, Message, Outcome
-from instep.launch.output import Output, choose_output
-from instep.launch.rank import Rank, start_rank
-from instep.launch.signals import Mailbox
+from instep.launch.multihost import connections
+from instep.launch.multihost.connections import HostResult, Message, SupervisorConnections
+from instep.launch.multihost.hosts import JobInfo, join_hosts
+from instep.launch.output import OutputMode, choose_output
+from instep.launch.rank_process import RankProcess, start_rank
+from instep.launch.reaper import Reaper, end_ranks
+from instep.launch.signals import SignalQueue
 from instep.process import settings, storage, unfinished_files
 from instep.process.failure import End, Failure, first_failure, report
 from instep.process.last_seen import LastSeen
 
 
 @dataclass(frozen=True)
-class Step:
+class EndStep:
     """One step of ending a job."""
 
     signal: signal.Signals | None
     """What every rank that is still there gets; None: nothing yet."""
-    patience: float
+    timeout: float
     """Seconds until the next step."""
 
 
-KILL = Step(signal.SIGKILL, float("inf"))
-LOOK = 0.05
+KILL = EndStep(signal.SIGKILL, float("inf"))
+POLL_INTERVAL = 0.05
 """Seconds between two looks whether a rank has written its file."""
 AFTER_FAILURE = (
-    Step(None, 0.1),  # those who fail for the same reason may still say so
-    Step(signal.SIGTERM, 1.0),
+    EndStep(None, 0.1),  # those who fail for the same reason may still say so
+    EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
 AFTER_INTERRUPT = (
-    Step(None, 30.0),  # one rank has ended by it; another may still write a checkpoint
-    Step(signal.SIGTERM, 1.0),
+    EndStep(None, 30.0),  # one rank has ended by it; another may still write a checkpoint
+    EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
 AFTER_SIGNAL = {
     # The script may catch it and go on, as long as it likes, or until the second.
-    signal.SIGINT: (Step(signal.SIGINT, float("inf")), Step(signal.SIGTERM, 1.0), KILL),
-    signal.SIGTERM: (Step(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
-    signal.SIGHUP: (Step(signal.SIGTERM, 30.0), KILL),
+    signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 1.0), KILL),
+    signal.SIGTERM: (EndStep(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
+    signal.SIGHUP: (EndStep(signal.SIGTERM, 30.0), KILL),
 }
 
 
@@ -68,7 +68,7 @@ INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """How a job ended."""
 
     code: int
@@ -77,17 +77,17 @@ class Result:
     """The failure that the others followed from."""
     report: str = ""
     """What to say of it on this host."""
-    asked: signal.Signals | None = None
+    requested_signal: signal.Signals | None = None
     """The signal that asked this process, or that of another host, to end."""
 
-    def told(self) -> int:
+    def print_report(self) -> int:
         """The code, once what is to be said was printed."""
         sys.stderr.write(self.report)
         sys.stderr.flush()
         return self.code
 
 
-def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> Result:
+def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> JobResult:
     """Run `job` to its end.
 
     `started` is called once, when all ranks of this host have been started. `folder` is for the
@@ -100,21 +100,24 @@ def run(job: Job, *, started: Callable[[], None], folder: Path | None = None) ->
     """
     settings.check()
     output = choose_output(job.output)
-    party = gather(job.hosts, job.size, job.card or Card.of_command(job.command))
-    with Mailbox() as mailbox:
-        watch = Watch(mailbox, Links(party))
+    job_info = join_hosts(job.hosts, job.size, job.card or Card.of_command(job.command))
+    with SignalQueue() as signal_queue:
+        supervisor = Supervisor(signal_queue, SupervisorConnections(job_info))
         with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
-            _run_ranks(job, party, watch, output, files, started)
+            _run_ranks(job, job_info, supervisor, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
-            ends = [_told(end, LastSeen(file)) for end, file in zip(watch.ends, files, strict=True)]
-        mailbox.obey()
+            ends = [
+                _add_details(end, LastSeen(file))
+                for end, file in zip(supervisor.ends, files, strict=True)
+            ]
+        signal_queue.restore_defaults()
         output.finish(failures)
-        whole = watch.links.conclude(Outcome(ends, failures))
-        return _conclude(job, party, watch, whole)
+        result = supervisor.connections.exchange_results(HostResult(ends, failures))
+        return _conclude(job, job_info, supervisor, result)
 
 
-def _told(end: End, seen: LastSeen) -> End:
+def _add_details(end: End, seen: LastSeen) -> End:
     """With what the rank's files say of its end."""
     return replace(end, told=seen.told(end.code, end.time), left=seen.left())
 
@@ -125,40 +128,42 @@ def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
 
 def _run_ranks(
     job: Job,
-    party: Party,
-    watch: Watch,
-    output: Output,
+    job_info: JobInfo,
+    supervisor: Supervisor,
+    output: OutputMode,
     files: Sequence[Path],
     started: Callable[[], None],
 ) -> None:
     """Start the ranks and wait for their end; nothing of them is left, whatever happens."""
-    guard = Guard(party.name, files[0].parent)
-    ranks: list[Rank] = []
+    reaper = Reaper(job_info.name, files[0].parent)
+    ranks: list[RankProcess] = []
     try:
-        with party.store or nullcontext():
-            for rank in _start_ranks(job, party, output, files):
+        with job_info.store or nullcontext():
+            for rank in _start_ranks(job, job_info, output, files):
                 ranks.append(rank)
-                guard.watch(rank.pid)
-                rank.go()
-        output.begin()
+                reaper.add(rank.pid)
+                rank.send_go()
+        output.start()
         started()
-        watch.until_ended(ranks)
+        supervisor.wait(ranks)
     finally:
-        end_ranks((rank.pid for rank in ranks), party.name)
+        end_ranks((rank.pid for rank in ranks), job_info.name)
         for rank, file in zip(ranks, files, strict=False):
             rank.reap()
             unfinished_files.tidy(unfinished_files.mark_at(file))
-        guard.dismiss()
+        reaper.stop()
 
 
-def _start_ranks(job: Job, party: Party, output: Output, files: Sequence[Path]) -> Iterator[Rank]:
+def _start_ranks(
+    job: Job, job_info: JobInfo, output: OutputMode, files: Sequence[Path]
+) -> Iterator[RankProcess]:
     """Each rank in its turn, waiting for its `go`."""
     for local_rank, file in enumerate(files):
-        number = party.first + local_rank
-        held = party.store if number == 0 else None
+        number = job_info.first + local_rank
+        held = job_info.store if number == 0 else None
         environ = rank_environment(
             os.environ,
-            party,
+            job_info,
             local_rank=local_rank,
             failure_file=file,
             store_fd=None if held is None else held.fileno(),
@@ -169,34 +174,39 @@ def _start_ranks(job: Job, party: Party, output: Output, files: Sequence[Path]) 
                 number, job.command, environ, output.streams(number), held, plain=job.plain
             )
         except OSError as error:
-            raise StartError(number, party.size, error.strerror or str(error)) from None
+            raise StartError(number, job_info.size, error.strerror or str(error)) from None
         yield rank
 
 
-def _conclude(job: Job, party: Party, watch: Watch, whole: Outcome) -> Result:
-    asked, first = watch.asked, first_failure(whole.ends, whole.failures)
-    if asked is not None and (watch.insisted or (first is not None and first.code in INTERRUPTED)):
-        return Result(128 + asked, asked=asked)
+def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostResult) -> JobResult:
+    requested_signal, first = (
+        supervisor.requested_signal,
+        first_failure(result.ends, result.failures),
+    )
+    if requested_signal is not None and (
+        supervisor.signalled_again or (first is not None and first.code in INTERRUPTED)
+    ):
+        return JobResult(128 + requested_signal, requested_signal=requested_signal)
     if first is None:
-        return Result(0, asked=asked)
-    text = report(first, whole.ends, party.size)
-    here = party.first <= first.rank < party.first + job.size
+        return JobResult(0, requested_signal=requested_signal)
+    text = report(first, result.ends, job_info.size)
+    here = job_info.first <= first.rank < job_info.first + job.size
     if not (here or job.hosts.by_hand):  # who started the hosts shows the traceback once
         text = text.split("\n")[0] + "\n"
-    return Result(first.exit_code, first, text, asked)
+    return JobResult(first.exit_code, first, text, requested_signal)
 
 
-class Watch:
+class Supervisor:
     """Wait for the ranks, and end them when one fails or when we are asked to end."""
 
-    def __init__(self, mailbox: Mailbox, links: Links) -> None:
-        self.links = links
-        self.asked: signal.Signals | None = None
+    def __init__(self, signal_queue: SignalQueue, connections: SupervisorConnections) -> None:
+        self.connections = connections
+        self.requested_signal: signal.Signals | None = None
         """The signal that asked this job to end, before any rank had failed."""
-        self.insisted = False
+        self.signalled_again = False
         """Whether it was asked by more than one SIGINT, which a script may survive."""
-        self._ranks: Sequence[Rank] = ()
-        self._steps: list[Step] | None = None
+        self._ranks: Sequence[RankProcess] = ()
+        self._steps: list[EndStep] | None = None
         """What is still to be done to end the job; None while it shall go on."""
         self._may_survive = False
         """Whether the ranks were interrupted, once, and nothing has failed for another reason."""
@@ -206,37 +216,37 @@ class Watch:
         self._patient_until = 0.0
         """Until when ranks that are writing a file are not told to end."""
         self._selector = selectors.DefaultSelector()
-        self._mailbox = mailbox
-        self._on(mailbox, self._signalled)
+        self._signal_queue = signal_queue
+        self._on(signal_queue, self._on_signal)
 
     @property
     def ends(self) -> list[End]:
         """How the ranks ended, in their order."""
         return [rank.end for rank in self._ranks if rank.end is not None]
 
-    def until_ended(self, ranks: Sequence[Rank]) -> None:
+    def wait(self, ranks: Sequence[RankProcess]) -> None:
         """Return when all `ranks` have ended."""
         self._ranks = ranks
         for rank in ranks:
-            self._on(rank.pidfd, partial(self._ended, rank))
-            self._on(rank.line, partial(self._said, rank))
-        for node, line in self.links.lines.items():
-            self._on(line, partial(self._heard, node, line))
+            self._on(rank.pidfd, partial(self._on_rank_end, rank))
+            self._on(rank.line, partial(self._on_rank_message, rank))
+        for node, line in self.connections.lines.items():
+            self._on(line, partial(self._on_supervisor_message, node, line))
         while len(self.ends) < len(ranks):
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
-            if time.monotonic() >= self._deadline and not self._waits_for_a_file():
+            if time.monotonic() >= self._deadline and not self._waits_for_file():
                 self._next_step()
 
-    def _waits_for_a_file(self) -> bool:
+    def _waits_for_file(self) -> bool:
         """Whether a rank is writing a file that it may finish before the next step."""
         now = time.monotonic()
-        if now < self._patient_until and any(rank.is_writing() for rank in self._ranks):
-            self._deadline = now + LOOK
+        if now < self._patient_until and any(rank.has_unfinished_file() for rank in self._ranks):
+            self._deadline = now + POLL_INTERVAL
             return True
         return False
 
-    def _on(self, source: int | socket.socket | Mailbox, react: Callable[[], None]) -> None:
+    def _on(self, source: int | socket.socket | SignalQueue, react: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, react)
 
     def _time_left(self) -> float | None:
@@ -244,46 +254,46 @@ class Watch:
             return None
         return max(0.0, self._deadline - time.monotonic())
 
-    def _ended(self, rank: Rank) -> None:
+    def _on_rank_end(self, rank: RankProcess) -> None:
         self._selector.unregister(rank.pidfd)
-        if (code := rank.see_end(stopped=self._stopping).code) != 0:
-            self._failing(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
+        if (code := rank.record_end(stopped=self._stopping).code) != 0:
+            self._on_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
 
-    def _said(self, rank: Rank) -> None:
-        said = rank.listen()
-        if not said:
+    def _on_rank_message(self, rank: RankProcess) -> None:
+        encode_message = rank.receive()
+        if not encode_message:
             self._selector.unregister(rank.line)
-        if FAILED in said:
-            self._failing(AFTER_INTERRUPT)
+        if FAILED in encode_message:
+            self._on_failure(AFTER_INTERRUPT)
 
-    def _heard(self, node: int, line: socket.socket) -> None:
-        messages = self.links.hear(node)
-        if node not in self.links.lines:
+    def _on_supervisor_message(self, node: int, line: socket.socket) -> None:
+        messages = self.connections.receive(node)
+        if node not in self.connections.lines:
             self._selector.unregister(line)
         for message in messages:
             if "asked" in message:
-                self._ask(signal.Signals(message["asked"]))
+                self._on_end_request(signal.Signals(message["asked"]))
             else:
-                self._failing(AFTER_FAILURE)
+                self._on_failure(AFTER_FAILURE)
 
-    def _signalled(self) -> None:
-        for number in self._mailbox.take():
+    def _on_signal(self) -> None:
+        for number in self._signal_queue.pop_all():
             if self._steps is None:
-                self._ask(number)
+                self._on_end_request(number)
             else:
-                self.insisted = self.asked is not None
+                self.signalled_again = self.requested_signal is not None
                 self._may_survive = False
-                self.links.say(links.FAILING)
+                self.connections.broadcast(connections.FAILING)
                 self._next_step()
 
-    def _ask(self, number: signal.Signals) -> None:
+    def _on_end_request(self, number: signal.Signals) -> None:
         if self._steps is None:
-            self.asked = number
+            self.requested_signal = number
             self._may_survive = number is signal.SIGINT
-            self.insisted = not self._may_survive
-            self._end_job(AFTER_SIGNAL[number], links.asked(number))
+            self.signalled_again = not self._may_survive
+            self._end_job(AFTER_SIGNAL[number], connections.end_request(number))
 
-    def _failing(self, after_interrupt: Sequence[Step]) -> None:
+    def _on_failure(self, after_interrupt: Sequence[EndStep]) -> None:
         """A rank has failed. After a SIGINT, which the others may have survived, these steps."""
         if not self._may_survive:
             self._end_job(AFTER_FAILURE)
@@ -292,20 +302,20 @@ class Watch:
             self._steps = list(after_interrupt)
             self._next_step()
 
-    def _end_job(self, steps: Sequence[Step], why: Message = links.FAILING) -> None:
+    def _end_job(self, steps: Sequence[EndStep], why: Message = connections.FAILING) -> None:
         """Begin with the first of `steps`, unless the end has begun already."""
         if self._steps is None:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:
                 self._patient_until = time.monotonic() + unfinished_files.LIMIT
-            self.links.say(why)
+            self.connections.broadcast(why)
             self._next_step()
 
     def _next_step(self) -> None:
         if not self._steps:
             return
         step = self._steps.pop(0)
-        self._deadline = time.monotonic() + step.patience
+        self._deadline = time.monotonic() + step.timeout
         if step.signal is not None:
             self._stopping = step.signal is not signal.SIGINT
             for rank in self._ranks:

@@ -9,7 +9,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import Job
-from instep.launch.signals import leaving_in_order
+from instep.launch.signals import exit_on_signal
 from instep.process import settings
 
 DESCRIPTION = """\
@@ -65,7 +65,7 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     # Not on top: it brings torch, and `instep run` starts without.
     from instep.verify.verification import run_and_report
 
-    with leaving_in_order():
+    with exit_on_signal():
         return run_and_report(job.command, asked.n, asked.steps, asked.json, asked.plot)
 
 

@@ -35,16 +35,18 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     from instep.distributed.rendezvous.bootstrap import init
     from instep.launch.env import (  # torch: `instep env --help` does without
         rank_report,
-        selftest,
+        self_test,
         table,
     )
 
     init()
-    outcome = selftest.run(rank_report.device())
-    mine = (rank_report.of_rank(), outcome)
+    outcome = self_test.run_collectives(rank_report.find_device())
+    mine = (rank_report.describe_rank(), outcome)
     everybody = gather_object(mine) if all(said == "ok" for _, said, _ in outcome) else [mine]
     if everybody is not None:
         ranks, tests = zip(*everybody, strict=True)
-        report = {"job": rank_report.of_job(), "ranks": list(ranks), "tests": list(tests)}
-        print(json.dumps(report, indent=2) if asked.json else table.text(report), flush=True)
+        report = {"job": rank_report.describe_job(), "ranks": list(ranks), "tests": list(tests)}
+        print(
+            json.dumps(report, indent=2) if asked.json else table.format_report(report), flush=True
+        )
     return int(any(said != "ok" for _, said, _ in outcome))

@@ -25,10 +25,10 @@ _NO_LANDLOCK = (
     "files in compiled code and that instep does not know writes them once on each rank of an "
     "unedited script"
 )
-TALKING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
+NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
 
 
-def of_rank() -> Facts:
+def describe_rank() -> Facts:
     """What may differ from rank to rank."""
     world = bootstrap.current()
     return {
@@ -39,7 +39,7 @@ def of_rank() -> Facts:
         "pid": os.getpid(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "device": str(device()),
+        "device": str(find_device()),
         "gpus": _gpus(),
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -49,12 +49,12 @@ def of_rank() -> Facts:
     }
 
 
-def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
+def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
     """What is the same on all ranks, or should be: seen by the rank that asks."""
     world = bootstrap.current()
     return {
         "launcher": world.source,
-        "why": _evidence(environ),
+        "why": _launcher_variables(environ),
         "ranks": world.size,
         "hosts": world.nodes,
         "available": [name for name, there in _backends().items() if there],
@@ -63,7 +63,7 @@ def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
             for name in (
                 *(knob.name for knob in settings.KNOBS),
                 *THREADS,
-                *TALKING,
+                *NETWORK_VARIABLES,
                 cuda_visible_devices.VISIBLE,
             )
             if name in environ and name != settings.SECRET.name
@@ -71,14 +71,14 @@ def of_job(environ: Mapping[str, str] = os.environ) -> Facts:
     }
 
 
-def device() -> torch.device:
+def find_device() -> torch.device:
     """Where this rank computes."""
     if str(settings.DEVICE) != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _evidence(environ: Mapping[str, str]) -> dict[str, str]:
+def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables by which the launcher was known."""
     for row in launchers.LAUNCHERS:
         if row.describes(environ):

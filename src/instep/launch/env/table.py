@@ -9,7 +9,7 @@ from instep.launch.env.rank_report import Facts
 RANK_COLUMNS = ("rank", "local_rank", "host", "pid", "cores", "threads", "device", "backend")
 
 
-def text(report: Facts) -> str:
+def format_report(report: Facts) -> str:
     """The whole report."""
     job, ranks = report["job"], report["ranks"]
     why = _assignments(job["why"]) or "no launcher's variables are set"
@@ -35,17 +35,17 @@ def _by_rank(ranks: Sequence[Facts], name: str) -> Iterable[str]:
     """What the ranks have, once where it is the same on all."""
     seen: dict[str, list[int]] = {}
     for rank in ranks:
-        seen.setdefault(_shown(rank[name]), []).append(rank["rank"])
+        seen.setdefault(_format_value(rank[name]), []).append(rank["rank"])
     if len(seen) == 1:
         return list(seen)
     return [f"{value} (rank {', '.join(map(str, holders))})" for value, holders in seen.items()]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {entry}" for name, entry in value.items())
     if isinstance(value, list):
-        return "; ".join(map(_shown, value)) or "none"
+        return "; ".join(map(_format_value, value)) or "none"
     return str(value)
 
 

@@ -30,15 +30,15 @@ REFUSED = {"refused": True}
 
 
 @dataclass(frozen=True)
-class Call:
+class JoinRequest:
     """A line of this job, and the connection over which it came."""
 
     line: socket.socket
-    told: dict[str, Any]
+    message: dict[str, Any]
 
 
 @dataclass(eq=False)
-class _Caller:
+class _Client:
     line: socket.socket
     drawn: str
     """The number that it was told."""
@@ -46,84 +46,84 @@ class _Caller:
     begun: bytearray = field(default_factory=bytearray)
 
 
-class Callers:
+class ClientListener:
     """Those who come to a socket that listens."""
 
-    def __init__(self, door: socket.socket, secret: bytes | None) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         """With a `secret`, only lines that bear its mark are believed."""
-        self._door, self._secret = door, secret
-        self._callers: list[_Caller] = []
+        self._listen, self._secret = listener, secret
+        self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
-        door.setblocking(False)
-        self._selector.register(door, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
 
-    def next(self) -> Call | None:
+    def next_request(self) -> JoinRequest | None:
         """The first that has said its line, within a moment."""
         end = monotonic() + _MOMENT
         while (left := end - monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if key.data is None:
-                    self._answer()
-                elif (found := self._hear(key.data)) is not None:
+                    self._accept()
+                elif (found := self._receive(key.data)) is not None:
                     return found
-            while self._callers and self._callers[0].end < monotonic():
-                self._hang_up(self._callers[0])
+            while self._clients and self._clients[0].end < monotonic():
+                self._close(self._clients[0])
         return None
 
     def close(self) -> None:
         """Hang up on all who have not said theirs."""
-        while self._callers:
-            self._hang_up(self._callers[0])
+        while self._clients:
+            self._close(self._clients[0])
         self._selector.close()
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         with suppress(OSError):  # it has gone again, or there are too many
-            line = self._door.accept()[0]
+            line = self._listen.accept()[0]
             line.setblocking(False)
-            caller = _Caller(line, new_secret().hex(), monotonic() + PATIENCE)
-            self._callers.append(caller)
-            if len(self._callers) > _AT_ONCE:
-                self._hang_up(self._callers[0])
-            self._selector.register(line, selectors.EVENT_READ, caller)
-            line.send(said({"drawn": caller.drawn}, None, ""))
+            client = _Client(line, new_secret().hex(), monotonic() + PATIENCE)
+            self._clients.append(client)
+            if len(self._clients) > _AT_ONCE:
+                self._close(self._clients[0])
+            self._selector.register(line, selectors.EVENT_READ, client)
+            line.send(encode_message({"drawn": client.drawn}, None, ""))
 
-    def _hear(self, caller: _Caller) -> Call | None:
-        if caller not in self._callers:
+    def _receive(self, client: _Client) -> JoinRequest | None:
+        if client not in self._clients:
             return None  # hung up on a moment ago
         try:
-            data = caller.line.recv(65536)
+            data = client.line.recv(65536)
         except BlockingIOError:
             return None
         except OSError:
             data = b""
-        caller.begun += data
-        text, ended, _ = caller.begun.partition(b"\n")
-        if not ended and data and len(caller.begun) <= _LONGEST:
+        client.begun += data
+        text, ended, _ = client.begun.partition(b"\n")
+        if not ended and data and len(client.begun) <= _LONGEST:
             return None
         try:
-            told = understood(bytes(text), self._secret, caller.drawn) if ended else None
+            message = decode_message(bytes(text), self._secret, client.drawn) if ended else None
         except AuthenticationError:
-            told = None
+            message = None
             with suppress(OSError):
-                caller.line.send(said(REFUSED, None, ""))
+                client.line.send(encode_message(REFUSED, None, ""))
         except ValueError:
-            told = None
-        if told is None:
-            self._hang_up(caller)
+            message = None
+        if message is None:
+            self._close(client)
             return None
-        self._forget(caller)
-        return Call(caller.line, told)
+        self._forget(client)
+        return JoinRequest(client.line, message)
 
-    def _hang_up(self, caller: _Caller) -> None:
-        self._forget(caller)
-        caller.line.close()
+    def _close(self, client: _Client) -> None:
+        self._forget(client)
+        client.line.close()
 
-    def _forget(self, caller: _Caller) -> None:
-        self._callers.remove(caller)
-        self._selector.unregister(caller.line)
+    def _forget(self, client: _Client) -> None:
+        self._clients.remove(client)
+        self._selector.unregister(client.line)
 
 
-def said(what: dict[str, Any], secret: bytes | None, about: str) -> bytes:
+def encode_message(what: dict[str, Any], secret: bytes | None, about: str) -> bytes:
     """A line of text: JSON, and with a `secret` its mark, for what it answers."""
     text = json.dumps(what).encode()
     if secret is not None:
@@ -131,7 +131,7 @@ def said(what: dict[str, Any], secret: bytes | None, about: str) -> bytes:
     return text + b"\n"
 
 
-def understood(line: bytes, secret: bytes | None, about: str) -> dict[str, Any]:
+def decode_message(line: bytes, secret: bytes | None, about: str) -> dict[str, Any]:
     """What a line says. Raises AuthenticationError for one without the right mark, ValueError
     for no line."""
     if secret is None and not line.startswith(b"{"):
@@ -140,12 +140,12 @@ def understood(line: bytes, secret: bytes | None, about: str) -> dict[str, Any]:
         raise AuthenticationError.not_of_this_job("what the members of the job say")
     try:
         text = line if secret is None else verified(secret, bytes.fromhex(line.decode()), about)
-        told = json.loads(text)
+        message = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(told, dict):
+    if not isinstance(message, dict):
         raise ValueError("no object")
-    return told
+    return message
 
 
 def read(
@@ -160,4 +160,4 @@ def read(
         if not byte or len(text) > longest:
             raise ConnectionResetError
         text += byte
-    return understood(bytes(text[:-1]), secret, about)
+    return decode_message(bytes(text[:-1]), secret, about)

@@ -13,15 +13,15 @@ from instep.distributed.identity.authentication import new_secret
 from instep.distributed.rendezvous import listening, port_file
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import CommandLineError
-from instep.launch.multihost.master import where_to_meet
-from instep.launch.multihost.supervisor_rendezvous import Facts, Member, meet
+from instep.launch.multihost.master import choose_master
+from instep.launch.multihost.supervisor_rendezvous import Facts, Participant, join_rendezvous
 from instep.process import settings
 
 _NOWHERE_ELSE = endpoints.Address(port_file.HOST, 0, "")
 
 
 @dataclass(frozen=True)
-class Hosts:
+class NodeConfig:
     """One of the hosts on which `instep run` was started for one job."""
 
     node: int = 0
@@ -34,11 +34,11 @@ class Hosts:
     """Whether every host has a terminal of its own, and not that of a launcher."""
 
 
-ONE_HOST = Hosts()
+ONE_NODE = NodeConfig()
 
 
 @dataclass(frozen=True)
-class Party:
+class JobInfo:
     """A job all of whose hosts have met."""
 
     name: str
@@ -73,7 +73,7 @@ class Party:
         return sum(self.sizes[: self.node])
 
 
-def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
+def detect_nodes(environ: Mapping[str, str], ranks: int) -> NodeConfig:
     """The hosts of a launcher that started one task on each, as in `srun … instep run`.
 
     One host where there is no such launcher. Raises LaunchError where it started more than one
@@ -81,7 +81,7 @@ def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
     """
     world = launchers.detect_tasks(environ)
     if world.size == 1:
-        return ONE_HOST
+        return ONE_NODE
     if world.local_size > 1:
         raise CommandLineError(
             f"{world.source} started {world.local_size} tasks on this host, and each would start "
@@ -90,10 +90,10 @@ def of_launcher(environ: Mapping[str, str], ranks: int) -> Hosts:
         )
     both = ("MASTER_ADDR", "MASTER_PORT")
     if all(name in environ for name in both):
-        place: endpoints.Place = address("{}:{}".format(*(environ[name] for name in both)))
+        place: endpoints.Place = parse_address("{}:{}".format(*(environ[name] for name in both)))
     else:
         place = launchers.meeting_place(world, environ)
-    return Hosts(world.rank, world.size, place, by_hand=False)
+    return NodeConfig(world.rank, world.size, place, by_hand=False)
 
 
 def wrong_hosts(why: str) -> CommandLineError:
@@ -104,7 +104,7 @@ def wrong_hosts(why: str) -> CommandLineError:
     )
 
 
-def address(text: str) -> endpoints.Address:
+def parse_address(text: str) -> endpoints.Address:
     """`host:port`. Raises CommandLineError for anything else."""
     try:
         parts = urlsplit(f"//{text}")
@@ -116,37 +116,37 @@ def address(text: str) -> endpoints.Address:
     return endpoints.Address(host, port, "")
 
 
-def gather(hosts: Hosts, ranks: int, card: Card) -> Party:
+def join_hosts(hosts: NodeConfig, ranks: int, card: Card) -> JobInfo:
     """Meet the supervisors of the other hosts; returns at once on one host. Raises LaunchError."""
     job = os.urandom(8).hex()
     if hosts.nodes == 1:
         store = listening.reserve(port_file.HOST)
         port = store.getsockname()[1]
-        return Party(
+        return JobInfo(
             _inside(job), (ranks,), 0, port_file.HOST, port, True, secret=new_secret(), store=store
         )
     held: list[socket.socket] = []
 
-    def decide(members: Sequence[Member]) -> Facts:
-        facts, store = where_to_meet(hosts.place, members)
+    def decide(participants: Sequence[Participant]) -> Facts:
+        facts, store = choose_master(hosts.place, participants)
         held.append(store)
-        sizes = [member.ranks for member in members]
-        return facts | {"job": job, "sizes": sizes, "names": [m.card.host for m in members]}
+        sizes = [participant.ranks for participant in participants]
+        return facts | {"job": job, "sizes": sizes, "names": [m.card.host for m in participants]}
 
-    mine = Member(hosts.node, hosts.nodes, card, ranks)
-    assembly = meet(hosts.place, mine, decide, float(int(settings.TIMEOUT)), "host")
-    facts = assembly.facts
-    return Party(
+    mine = Participant(hosts.node, hosts.nodes, card, ranks)
+    result = join_rendezvous(hosts.place, mine, decide, float(int(settings.TIMEOUT)), "host")
+    facts = result.facts
+    return JobInfo(
         name=_inside(f"{facts['job']}-{hosts.node}"),
         sizes=tuple(facts["sizes"]),
         node=hosts.node,
         master=facts["master"],
         port=facts["port"],
         one_host=facts["one_host"],
-        secret=assembly.secret,
+        secret=result.secret,
         store=next(iter(held), None),
         names=tuple(facts["names"]),
-        lines=assembly.lines,
+        lines=result.lines,
     )
 
 

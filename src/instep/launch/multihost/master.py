@@ -7,23 +7,27 @@ from collections.abc import Sequence
 
 from instep.distributed.identity import endpoints
 from instep.distributed.rendezvous import interfaces, listening, port_file
-from instep.launch.multihost.supervisor_rendezvous import Facts, Member
+from instep.launch.multihost.supervisor_rendezvous import Facts, Participant
 
 
-def where_to_meet(place: endpoints.Place, members: Sequence[Member]) -> tuple[Facts, socket.socket]:
+def choose_master(
+    place: endpoints.Place, participants: Sequence[Participant]
+) -> tuple[Facts, socket.socket]:
     """On the first member: the master for all, and the socket that rank 0 shall listen on.
 
     The port is a free one. The address is the one by which the others have found this host;
     loopback where no other host takes part.
     """
-    networks = {member.card.network for member in members}
+    networks = {participant.card.network for participant in participants}
     if len(networks) == 1:
         master = port_file.HOST
     elif isinstance(place, endpoints.Address):
         master = place.host
     else:
-        here = members[0].card.network
-        master = next(member.master for member in members if member.card.network != here)
+        here = participants[0].card.network
+        master = next(
+            participant.master for participant in participants if participant.card.network != here
+        )
     store = listening.reserve(master, one_host=len(networks) == 1)
     return {"master": master, "port": store.getsockname()[1], "one_host": len(networks) == 1}, store
 

@@ -24,7 +24,14 @@ from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
 from instep.distributed.rendezvous.arrival_wait import Vigil
 from instep.distributed.rendezvous.job_fingerprint import Card
 from instep.errors import LaunchError
-from instep.launch.multihost.clients import PATIENCE, REFUSED, Call, Callers, read, said
+from instep.launch.multihost.clients import (
+    PATIENCE,
+    REFUSED,
+    ClientListener,
+    JoinRequest,
+    encode_message,
+    read,
+)
 
 _ANSWER = 2.0
 """Seconds within which an address of another host answers."""
@@ -37,7 +44,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Member:
+class Participant:
     """One of those who meet."""
 
     number: int
@@ -56,7 +63,7 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Assembly:
+class RendezvousResult:
     """All have met."""
 
     facts: Facts
@@ -67,43 +74,43 @@ class Assembly:
     job; where they had none, told by the first member."""
 
 
-def meet(
+def join_rendezvous(
     place: endpoints.Place,
-    mine: Member,
-    decide: Callable[[Sequence[Member]], Facts],
+    mine: Participant,
+    decide: Callable[[Sequence[Participant]], Facts],
     seconds: float,
-    members: str = "rank",
-) -> Assembly:
+    noun: str = "rank",
+) -> RendezvousResult:
     """Return when all have come; `decide`, on the first member, says what all shall know.
 
     Raises the same LaunchError on every member that came: RendezvousError, MixedJobError,
     PortInUseError.
     """
     if mine.number != 0:
-        return _join(place, mine, seconds, members)
-    calls: dict[int, Call] = {}
+        return _join_as_client(place, mine, seconds, noun)
+    requests: dict[int, JoinRequest] = {}
     secret: bytes | None = None
     with ExitStack() as failed:
-        failed.callback(_close, calls)
+        failed.callback(_close, requests)
         try:
-            with _door(place) as (door, secret):
-                vigil = Vigil(mine.count, seconds, members=members)
-                callers = Callers(door, secret)
-                failed.callback(callers.close)
-                came = _receive(callers, _job(place), mine, calls, vigil, members)
-                callers.close()
-            facts = decide([came[number] for number in range(mine.count)])
+            with _listen(place) as (listener, secret):
+                vigil = Vigil(mine.count, seconds, members=noun)
+                clients = ClientListener(listener, secret)
+                failed.callback(clients.close)
+                joined = _receive(clients, _job(place), mine, requests, vigil, noun)
+                clients.close()
+            facts = decide([joined[number] for number in range(mine.count)])
         except (MixedJobError, RendezvousError, AuthenticationError) as error:
-            _tell(calls, {"error": [type(error).__name__, str(error)]}, secret)
+            _answer_all(requests, {"error": [type(error).__name__, str(error)]}, secret)
             raise
         drawn = new_secret().hex()
-        _tell(calls, {"facts": facts, "drawn": drawn}, secret)
+        _answer_all(requests, {"facts": facts, "drawn": drawn}, secret)
         failed.pop_all()
-    lines = {number: call.line for number, call in calls.items()}
-    return Assembly(facts, lines, _of_job(secret, drawn))
+    lines = {number: request.line for number, request in requests.items()}
+    return RendezvousResult(facts, lines, _job_secret(secret, drawn))
 
 
-def _of_job(secret: bytes | None, drawn: str) -> bytes:
+def _job_secret(secret: bytes | None, drawn: str) -> bytes:
     return bytes.fromhex(drawn) if secret is None else derived(secret, "assembly", drawn)
 
 
@@ -116,101 +123,109 @@ def _job(place: endpoints.Place) -> str:
 
 
 @contextmanager
-def _door(place: endpoints.Place) -> Iterator[tuple[socket.socket, bytes | None]]:
+def _listen(place: endpoints.Place) -> Iterator[tuple[socket.socket, bytes | None]]:
     """Where it listens, and the secret of those who may come."""
     given = given_secret()
     match place:
         case endpoints.Address(host, port):
-            with listening.listen(host, port, one_host=False) as door:
-                yield door, given
+            with listening.listen(host, port, one_host=False) as listener:
+                yield listener, given
         case endpoints.PrivateFile(path):
-            with _noted(path, [port_file.HOST]) as (door, noted):
-                yield door, given or noted
+            with _listen_with_port_file(path, [port_file.HOST]) as (listener, noted):
+                yield listener, given or noted
         case endpoints.SharedFile(path):
-            with _noted(path, interfaces.outer_addresses()) as (door, noted):
-                yield door, given or noted
+            with _listen_with_port_file(path, interfaces.outer_addresses()) as (listener, noted):
+                yield listener, given or noted
 
 
 @contextmanager
-def _noted(path: str, hosts: Sequence[str]) -> Iterator[tuple[socket.socket, bytes]]:
+def _listen_with_port_file(
+    path: str, hosts: Sequence[str]
+) -> Iterator[tuple[socket.socket, bytes]]:
     with (
-        listening.listen(listening.only(hosts)) as door,
-        port_file.put_up(path, door.getsockname()[1], hosts) as secret,
+        listening.listen(listening.only(hosts)) as listener,
+        port_file.put_up(path, listener.getsockname()[1], hosts) as secret,
     ):
-        yield door, secret
+        yield listener, secret
 
 
 def _receive(
-    callers: Callers,
+    clients: ClientListener,
     job: str,
-    mine: Member,
-    calls: dict[int, Call],
+    mine: Participant,
+    requests: dict[int, JoinRequest],
     vigil: Vigil,
-    members: str,
-) -> dict[int, Member]:
+    noun: str,
+) -> dict[int, Participant]:
     """Everybody, by number; `calls` are filled with the connections."""
-    came = {mine.number: mine}
+    joined = {mine.number: mine}
 
     def arrived() -> Mapping[int, str]:
-        return {number: member.card.host for number, member in sorted(came.items())}
+        return {number: participant.card.host for number, participant in sorted(joined.items())}
 
-    while len(came) < mine.count:
-        call = vigil.until(callers.next, arrived)
-        member = _member(call.told, job)
-        if member is None:
-            call.line.close()
+    while len(joined) < mine.count:
+        request = vigil.until(clients.next_request, arrived)
+        participant = _parse_participant(request.message, job)
+        if participant is None:
+            request.line.close()
             continue
-        held = came.get(member.number)
-        calls[member.number if held is None else -1] = call
+        held = joined.get(participant.number)
+        requests[participant.number if held is None else -1] = request
         if held is not None:
             raise RendezvousError(
-                f"{members} {member.number} has come twice, from {held.card.host} and from "
-                f"{member.card.host}. Each {members} needs a number of its own, from 0 up."
+                f"{noun} {participant.number} has come twice, from {held.card.host} and from "
+                f"{participant.card.host}. Each {noun} needs a number of its own, from 0 up."
             )
-        if member.count != mine.count or not 0 < member.number < mine.count:
+        if participant.count != mine.count or not 0 < participant.number < mine.count:
             raise RendezvousError(
-                f"{members} 0 expects {mine.count} {members}s, but {member.card.host} came as "
-                f"{members} {member.number} of {member.count}. Start all of them with the same "
-                "number."
+                f"{noun} 0 expects {mine.count} {noun}s, but {participant.card.host} came as "
+                f"{noun} {participant.number} of {participant.count}. Start all of them with the "
+                "same number."
             )
-        came[member.number] = member
-    job_fingerprint.check({number: member.card for number, member in came.items()}, members)
-    return came
+        joined[participant.number] = participant
+    job_fingerprint.check(
+        {number: participant.card for number, participant in joined.items()}, noun
+    )
+    return joined
 
 
-def _member(told: Facts, job: str) -> Member | None:
+def _parse_participant(told: Facts, job: str) -> Participant | None:
     """Who says so; None for who belongs to another job, or to none."""
     if told.get("job") != job:
         return None
     try:
         card = Card.from_json(told["card"])
-        member = Member(told["number"], told["count"], card, told["ranks"], told["master"])
+        participant = Participant(
+            told["number"], told["count"], card, told["ranks"], told["master"]
+        )
     except (KeyError, TypeError):
         return None
-    numbers = (member.number, member.count, member.ranks)
-    sound = all(type(number) is int for number in numbers) and isinstance(member.master, str)
-    return member if sound else None
+    numbers = (participant.number, participant.count, participant.ranks)
+    sound = all(type(number) is int for number in numbers) and isinstance(participant.master, str)
+    return participant if sound else None
 
 
-def _close(calls: Mapping[int, Call]) -> None:
-    for call in calls.values():
-        call.line.close()
+def _close(requests: Mapping[int, JoinRequest]) -> None:
+    for request in requests.values():
+        request.line.close()
 
 
-def _tell(calls: Mapping[int, Call], answer: Facts, secret: bytes | None) -> None:
-    for call in calls.values():
-        call.line.settimeout(PATIENCE)
+def _answer_all(requests: Mapping[int, JoinRequest], answer: Facts, secret: bytes | None) -> None:
+    for request in requests.values():
+        request.line.settimeout(PATIENCE)
         with suppress(OSError):  # one that is gone is missed later
-            call.line.sendall(said(answer, secret, str(call.told.get("drawn"))))
-        call.line.settimeout(None)
+            request.line.sendall(encode_message(answer, secret, str(request.message.get("drawn"))))
+        request.line.settimeout(None)
 
 
 # ----------------------------------------------------------------------------------- the others
 
 
-def _join(place: endpoints.Place, mine: Member, seconds: float, members: str) -> Assembly:
-    vigil = Vigil(mine.count, seconds, members=members, speaks=mine.number == 1)
-    line, master, secret = vigil.until(partial(_find, place))
+def _join_as_client(
+    place: endpoints.Place, mine: Participant, seconds: float, noun: str
+) -> RendezvousResult:
+    vigil = Vigil(mine.count, seconds, members=noun, speaks=mine.number == 1)
+    line, master, secret = vigil.until(partial(_connect, place))
     drawn = new_secret().hex()
     me = {
         "job": _job(place),
@@ -224,18 +239,18 @@ def _join(place: endpoints.Place, mine: Member, seconds: float, members: str) ->
     end = monotonic() + seconds + PATIENCE
     try:
         theirs = read(line, end, _LONGEST_ANSWER, None, "")["drawn"]
-        line.sendall(said(me, secret, str(theirs)))
+        line.sendall(encode_message(me, secret, str(theirs)))
         answer = read(line, end, _LONGEST_ANSWER, secret, drawn)
         if answer == REFUSED:
             raise AuthenticationError.secret_missing()
         error, facts = answer.get("error"), answer.get("facts")
         if error is None:
-            job = _of_job(secret, answer["drawn"])
+            job = _job_secret(secret, answer["drawn"])
         else:
             kind, sentence = map(str, error)
     except (OSError, ValueError, TypeError, KeyError):
         line.close()
-        raise RendezvousError.absent([0], mine.count, seconds, members=members) from None
+        raise RendezvousError.absent([0], mine.count, seconds, members=noun) from None
     except AuthenticationError:
         line.close()
         raise
@@ -243,10 +258,10 @@ def _join(place: endpoints.Place, mine: Member, seconds: float, members: str) ->
         line.close()
         raise _KINDS.get(kind, LaunchError)(sentence)
     line.settimeout(None)
-    return Assembly(facts or {}, {0: line}, job)
+    return RendezvousResult(facts or {}, {0: line}, job)
 
 
-def _find(place: endpoints.Place) -> tuple[socket.socket, str, bytes | None] | None:
+def _connect(place: endpoints.Place) -> tuple[socket.socket, str, bytes | None] | None:
     """A connection to the first member, the name by which it was found, and the secret of those
     who come there, if it is there."""
     if isinstance(place, endpoints.Address):

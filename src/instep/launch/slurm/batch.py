@@ -30,15 +30,15 @@ class Batch:
     """The limit, as Slurm writes it: 1-12:00:00."""
     signal: int = 120
     """Seconds before the limit at which the ranks get SIGTERM; 0: never."""
-    again: bool = False
+    requeue: bool = False
     """Whether a job that was ended so is queued again."""
     output: str = "logs"
     """The folder for one file per rank."""
-    more: tuple[str, ...] = ()
+    extra_options: tuple[str, ...] = ()
     """Further options of sbatch, as `partition=gpu`."""
 
 
-def script(batch: Batch) -> str:
+def format_script(batch: Batch) -> str:
     """A script for sbatch: options, one srun, and what follows from its exit code."""
     options = [
         f"job-name={batch.name}",
@@ -51,7 +51,7 @@ def script(batch: Batch) -> str:
         "requeue",
         "open-mode=append",
         "output=%x-%j.out",
-        *batch.more,
+        *batch.extra_options,
     ]
     files = shlex.quote(batch.output)
     output = shlex.quote(f"{batch.output}/%j-%t.out")
@@ -64,13 +64,13 @@ def script(batch: Batch) -> str:
         f"srun --output={output} \\",
         f"    {command}",
         "code=$?",
-        *(_again() if batch.again else []),
+        *(_requeue_lines() if batch.requeue else []),
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _again() -> list[str]:
+def _requeue_lines() -> list[str]:
     return [
         f"if [ $code -eq {ENDED_BY_SIGTERM} ]; then  # at the time limit: go on in a new turn",
         '    scontrol requeue "$SLURM_JOB_ID"',

@@ -11,7 +11,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import Job
-from instep.launch.slurm.batch import Batch, script
+from instep.launch.slurm.batch import Batch, format_script
 
 SLURM = """\
 Print a batch script that runs a script on one rank per GPU or core, or submit it.
@@ -22,8 +22,8 @@ Print a batch script that runs a script on one rank per GPU or core, or submit i
 Each rank writes to a file of its own. Before the time limit every rank gets SIGTERM: time to save.
 """
 SIGNAL = "how long before the limit the ranks get SIGTERM; 0: never (default: 120)"
-AGAIN = "queue the job again when its ranks ended by that; the script must resume"
-MORE = "any other option of sbatch, such as partition=gpu; again for more"
+REQUEUE = "queue the job again when its ranks ended by that; the script must resume"
+SET = "any other option of sbatch, such as partition=gpu; again for more"
 
 
 WITH_VALUE = (
@@ -56,10 +56,10 @@ def add_command(commands: Any) -> None:
     add("--cpus-per-task", type=_count, metavar="C", help="cores for each rank")
     add("--time", metavar="LIMIT", help="the time limit, as in 1-12:00:00")
     add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL)
-    add("--requeue-at-limit", action="store_true", help=AGAIN)
+    add("--requeue-at-limit", action="store_true", help=REQUEUE)
     add("--name", metavar="NAME", help="the job's name (default: the script's)")
     add("--output", default="logs", metavar="DIR", help="one file per rank (default: logs)")
-    add("--set", action="append", default=[], metavar="OPTION", help=MORE)
+    add("--set", action="append", default=[], metavar="OPTION", help=SET)
     add("--submit", action="store_true", help="hand it to sbatch instead of printing it")
 
 
@@ -67,7 +67,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Do it and return the exit code. Raises CommandLineError."""
     job = Job(1, tuple(program))
     name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
-    text = script(
+    text = format_script(
         Batch(
             sys.executable,
             job.command,
@@ -78,9 +78,9 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
             cpus=asked.cpus_per_task,
             time=asked.time,
             signal=asked.signal,
-            again=asked.requeue_at_limit,
+            requeue=asked.requeue_at_limit,
             output=asked.output,
-            more=tuple(asked.set),
+            extra_options=tuple(asked.set),
         )
     )
     if not asked.submit:

@@ -30,37 +30,37 @@ PLAIN = "plain"
 
 def main(line: str, buffering: str, way: str, *command: str) -> None:
     """Run `command` and exit as it would, except that what it raises is written, not printed."""
-    hook = sys.excepthook = Hook()
+    hook = sys.excepthook = ExceptHook()
+    leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
-        leave = Leave(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
         # No file object: heap.spare_torch() looks for those that are open for writing.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         expect_crash(os.open(LastSeen(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        program.run(command, plain=way == PLAIN)
-        leave.in_peace("the end of the script")
+        program.run_program(command, plain=way == PLAIN)
+        leave.report_success("the end of the script")
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
             sys.exit(1)
-        sys.exit(leave.by_exit(leaving))
+        sys.exit(leave.report_exit(leaving))
     except KeyboardInterrupt as interrupt:
         if program.failing(in_words(interrupt)):
-            leave.failure(interrupt, code=-signal.SIGINT)
-        sys.excepthook = _say_nothing
+            leave.report_failure(interrupt, code=-signal.SIGINT)
+        sys.excepthook = _print_nothing
         raise
     except BaseException as error:
         hook.written = error
         if not program.failing(in_words(error)):
             sys.exit(1)
         program.explain(error)
-        leave.failure(error, code=1, raised=True)
+        leave.report_failure(error, code=1, raised=True)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
-class Hook:
+class ExceptHook:
     """The innermost sys.excepthook: does not print again what is written already.
 
     A library's hook is called as under plain Python. torch.distributed sets one that prints what
@@ -88,14 +88,14 @@ def _wait_for_go(line: int) -> None:
 
 
 @dataclass(frozen=True)
-class Leave:
+class ExitReporter:
     """How this rank says that it failed."""
 
     line: int
     rank: int
     file: Path
 
-    def by_exit(self, leaving: SystemExit) -> int:
+    def report_exit(self, leaving: SystemExit) -> int:
         """What SystemExit means to the interpreter, with the message left to the supervisor."""
         meant = leaving.code
         if meant is None or isinstance(meant, int):
@@ -105,10 +105,10 @@ class Leave:
         if code:
             self._write(leaving, code, text)
         else:
-            self.in_peace(line_of(leaving))
+            self.report_success(line_of(leaving))
         return code
 
-    def failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
+    def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
         """What escaped from the script."""
         self._write(error, code, shown(error), raised)
 
@@ -116,21 +116,21 @@ class Leave:
         """To the supervisor."""
         follows = is_consequence(error)
         missed = getattr(origin(error), "rank", None) if follows else None
-        failure = Failure(
+        report_failure = Failure(
             self.rank, time.time(), code, raised, text, follows=follows, missed=missed
         )
         with program.real_files():
-            failure.write(self.file)
+            report_failure.write(self.file)
         with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
             os.write(self.line, FAILED)
 
-    def in_peace(self, line: str) -> None:
+    def report_success(self, line: str) -> None:
         """With exit code 0, which others may still have to hear of."""
         with program.real_files(), open(LastSeen(self.file).left_file, "w") as file:
             file.write(line)
 
 
-def _say_nothing(
+def _print_nothing(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
     """The supervisor says it, unless the user pressed Ctrl-C and knows."""

@@ -14,9 +14,14 @@ from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file
 from instep.distributed.rendezvous.job_fingerprint import Card
-from instep.launch.environment import place_variables
-from instep.launch.multihost.master import interface_variables, master_variables, where_to_meet
-from instep.launch.multihost.supervisor_rendezvous import Assembly, Facts, Member, meet
+from instep.launch.environment import world_variables
+from instep.launch.multihost.master import choose_master, interface_variables, master_variables
+from instep.launch.multihost.supervisor_rendezvous import (
+    Facts,
+    Participant,
+    RendezvousResult,
+    join_rendezvous,
+)
 from instep.process import settings
 from instep.unedited import session
 
@@ -37,15 +42,15 @@ def prepare(command: Sequence[str]) -> None:
         return
     if world.size > 1:
         session.fix_hash_seed()
-    told, drawn = place_variables(world), {}
+    told, drawn = world_variables(world), {}
     one_host = world.one_host
     if not os.environ.keys() >= _TORCHS:
         told[launchers.SOURCE] = world.source
     if not os.environ.keys() & _MASTER:
-        assembly, store = _agree(world, Card.of_command(command))
-        facts = assembly.facts
+        result, store = _rendezvous(world, Card.of_command(command))
+        facts = result.facts
         told |= master_variables(facts)
-        drawn[settings.SECRET.name] = assembly.secret.hex()
+        drawn[settings.SECRET.name] = result.secret.hex()
         one_host = facts["one_host"]
         if store is not None:
             told[launchers.STORE_FD] = str(store.detach())
@@ -54,19 +59,19 @@ def prepare(command: Sequence[str]) -> None:
     os.environ.update(told | os.environ | drawn)
 
 
-def _agree(world: World, card: Card) -> tuple[Assembly, socket.socket | None]:
+def _rendezvous(world: World, card: Card) -> tuple[RendezvousResult, socket.socket | None]:
     """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
     alone = endpoints.Address(port_file.HOST, 0, "")
     place = launchers.meeting_place(world) if world.size > 1 else alone
     held: list[socket.socket] = []
 
-    def decide(members: Sequence[Member]) -> Facts:
-        facts, store = where_to_meet(place, members)
+    def decide(participants: Sequence[Participant]) -> Facts:
+        facts, store = choose_master(place, participants)
         held.append(store)
         return facts
 
-    mine = Member(world.rank, world.size, card, ranks=1)
-    assembly = meet(place, mine, decide, float(int(settings.TIMEOUT)))
-    for line in assembly.lines.values():
+    mine = Participant(world.rank, world.size, card, ranks=1)
+    result = join_rendezvous(place, mine, decide, float(int(settings.TIMEOUT)))
+    for line in result.lines.values():
         line.close()
-    return assembly, next(iter(held), None)
+    return result, next(iter(held), None)

@@ -14,18 +14,18 @@ from contextlib import contextmanager, suppress
 from instep.process.import_hooks import during_import
 
 
-def spare_torch() -> None:
+def freeze_torch_objects() -> None:
     """Import torch, whenever that will be, without collections, and make permanent what is there.
 
     Not where a file is open for writing by then: if it is in a cycle, only a collection as the
     interpreter ends writes the rest of it.
     """
-    during_import("torch", _settling)
+    during_import("torch", _without_collections)
 
 
 @contextmanager
-def _settling() -> Iterator[None]:
-    may_be_permanent = not any(map(_is_being_written, gc.get_objects()))
+def _without_collections() -> Iterator[None]:
+    may_be_permanent = not any(map(_is_open_for_writing, gc.get_objects()))
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -37,7 +37,7 @@ def _settling() -> Iterator[None]:
         gc.freeze()
 
 
-def _is_being_written(thing: object) -> bool:
+def _is_open_for_writing(thing: object) -> bool:
     """Whether it is an open file, but for the standard streams."""
     if not isinstance(thing, io.BufferedWriter | io.BufferedRandom):
         return False

@@ -19,7 +19,7 @@ SPELLINGS = ("--local-rank", "--local_rank")
 _GIVEN = re.compile("--local[-_]rank(=.*)?")
 
 
-def offer(world: World) -> None:
+def provide(world: World) -> None:
     """To whoever parses this rank's command line with argparse from now on."""
     if world != World():
         parse = partial(_parse_known_args, world.local_rank)

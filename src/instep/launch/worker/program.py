@@ -9,7 +9,7 @@ from instep.distributed.rendezvous import job_fingerprint
 from instep.launch.worker import (
     gc_tuning,
     local_rank_argument,
-    script,
+    main_module,
     script_reader,
     torch_init,
 )
@@ -20,33 +20,33 @@ real_files = bypass.bypass_overlay
 failing, explain = session.reports_failure, session.add_notes
 
 
-def run(command: Sequence[str], *, plain: bool = False) -> None:
+def run_program(command: Sequence[str], *, plain: bool = False) -> None:
     """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
 
     Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
     sees one process, and its work is divided until this process ends.
     """
-    if not _is_ours(command):
+    if not _is_instep_entry(command):
         job_fingerprint.announce(command)
-    gc_tuning.spare_torch()
+    gc_tuning.freeze_torch_objects()
     torch_init.install_patches()
-    local_rank_argument.offer(launchers.detect())
+    local_rank_argument.provide(launchers.detect())
     if not plain:
-        begin(command)
-    script.run(command)
+        start_session(command)
+    main_module.run_as_main(command)
 
 
-def begin(command: Sequence[str]) -> None:
+def start_session(command: Sequence[str]) -> None:
     """Let `command`, which follows, run unedited, if it is not to be left alone."""
-    if _is_ours(command):
+    if _is_instep_entry(command):
         return
-    reason = script_reader.speaks_for_itself(command)
+    reason = script_reader.find_opt_out(command)
     if reason is None:
         session.start()
     else:
         session.print_opt_out(launchers.detect(), reason)
 
 
-def _is_ours(command: Sequence[str]) -> bool:
+def _is_instep_entry(command: Sequence[str]) -> bool:
     """Whether this is an entry of instep's, which brings the user's program itself."""
     return command[0] == "-m" and command[1].partition(".")[0] == "instep"

@@ -11,33 +11,33 @@ from instep.launch.worker import unconditional_calls
 
 MOST = 300
 """Files that are read at most."""
-_SPEAKERS = {"instep", "horovod"}
+_EXPLICIT_LIBRARIES = {"instep", "horovod"}
 """Packages whose use means that the script divides its work itself."""
 _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of these whose use does not mean it."""
 
 
-def speaks_for_itself(command: Sequence[str]) -> str | None:
+def find_opt_out(command: Sequence[str]) -> str | None:
     """Why this program is to be left alone, if its text says so; runs and imports nothing."""
-    entry, root = _entry(command)
+    entry, root = _find_entry(command)
     waiting, seen = [entry], {entry}
     while waiting and len(seen) <= MOST:
         path = waiting.pop()
-        tree = _parsed(path)
+        tree = _parse(path)
         if tree is None:
             continue
         if path == entry and unconditional_calls.calls(tree, "init_process_group"):
             return "it starts a process group of its own"
-        names = [*_imported(tree)]
-        if speaker := next(filter(None, map(_speaker, names)), None):
-            return f"{os.path.relpath(path)} uses {speaker} itself"
-        new = {file for name in names for file in _beside(name, path, root)} - seen
+        names = [*_imported_names(tree)]
+        if library := next(filter(None, map(_explicit_library, names)), None):
+            return f"{os.path.relpath(path)} uses {library} itself"
+        new = {file for name in names for file in _find_local_files(name, path, root)} - seen
         seen |= new
         waiting += sorted(new)
     return None
 
 
-def _entry(command: Sequence[str]) -> tuple[Path, Path]:
+def _find_entry(command: Sequence[str]) -> tuple[Path, Path]:
     """The file that runs first, and where it imports its neighbours from."""
     if command[0] != "-m":
         path = Path(command[0]).resolve()
@@ -47,7 +47,7 @@ def _entry(command: Sequence[str]) -> tuple[Path, Path]:
     return (module / "__main__.py" if module.is_dir() else module.with_suffix(".py")), root
 
 
-def _parsed(path: Path) -> ast.Module | None:
+def _parse(path: Path) -> ast.Module | None:
     """None for what cannot be read: whoever runs it will see why."""
     try:
         return ast.parse(path.read_bytes())
@@ -55,7 +55,7 @@ def _parsed(path: Path) -> ast.Module | None:
         return None
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _imported_names(tree: ast.Module) -> Iterator[str]:
     """Every name that is imported, with a dot for each level that it is relative."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -66,14 +66,14 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{origin}{separator}{alias.name}" for alias in node.names)
 
 
-def _speaker(name: str) -> str | None:
+def _explicit_library(name: str) -> str | None:
     """The library by which a script that imports this name speaks to the other ranks."""
     root = name.partition(".")[0]
-    explicit = root in _SPEAKERS and not f"{name}.".startswith(_UNEDITED)
+    explicit = root in _EXPLICIT_LIBRARIES and not f"{name}.".startswith(_UNEDITED)
     return root if explicit else None
 
 
-def _beside(name: str, importer: Path, root: Path) -> Iterator[Path]:
+def _find_local_files(name: str, importer: Path, root: Path) -> Iterator[Path]:
     """The user's own files that an import of this name runs."""
     level = len(name) - len(name.lstrip("."))
     above = importer.parents[level - 1] if 0 < level <= len(importer.parents) else root

@@ -20,20 +20,20 @@ def calls(tree: ast.Module, name: str) -> bool:
 
     Not for certain if it may leave elsewhere than on the way that is always taken.
     """
-    along = [*_Way(tree).along(tree.body)]
+    follow = [*_UnconditionalPath(tree).follow(tree.body)]
     exits = sum(called in _EXITS for called in _all_calls(tree))
-    if exits > sum(called in _EXITS for called in along):
+    if exits > sum(called in _EXITS for called in follow):
         return False
-    return name in takewhile(lambda called: called not in _EXITS, along)
+    return name in takewhile(lambda called: called not in _EXITS, follow)
 
 
-class _Way:
+class _UnconditionalPath:
     """The way that every run of a script takes, as far as it can be told."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._functions = {node.name: node for node in tree.body if isinstance(node, _Function)}
 
-    def along(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
+    def follow(self, statements: Sequence[ast.stmt]) -> Iterator[str]:
         """The names of what these call, in order, up to a condition under which they return."""
         entered = [self._steps(statements)]
         while entered:  # no recursion: functions may call each other a thousand deep

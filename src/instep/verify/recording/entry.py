@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from instep.distributed.rendezvous import bootstrap
-from instep.launch.worker import program, script
+from instep.launch.worker import main_module, program
 from instep.process.patching import PatchHandle
 from instep.unedited import seeds
 from instep.verify.recording.recorder import Recorder
@@ -26,11 +26,11 @@ def main(folder: str, *command: str) -> None:
         seeds.seed_all(seeds.choose_seed())
         PatchHandle(seeds.SEED_PATCHES)
     else:
-        program.begin(command)
+        program.start_session(command)
     recorder = Recorder(plan, where, bootstrap.current().rank)
     recorder.install()
     try:
-        script.run(command)
+        main_module.run_as_main(command)
     finally:
         recorder.finish()
 

@@ -19,9 +19,9 @@ from contextlib import suppress
 from instep.process import isolated_command
 from instep.process.procfs import read_environ, read_stat, set_process_name
 
-PATIENCE = 0.5
+TERM_TIMEOUT = 0.5
 """Seconds that what a rank left behind has to end after SIGTERM."""
-DEATH = 5.0
+KILL_TIMEOUT = 5.0
 """Seconds within which SIGKILL takes effect, or the process is stuck in the kernel."""
 DONE = b"done"
 
@@ -33,13 +33,13 @@ def end_ranks(leaders: Iterable[int], job: str) -> None:
     INSTEP_JOB of this job or of a job inside it. Returns when there is none.
     """
     sessions = frozenset(leaders)
-    _signal_all(_open(sessions), signal.SIGKILL, DEATH)
-    _signal_all(_members(sessions, job), signal.SIGTERM, PATIENCE)
-    while _signal_all(_members(sessions, job), signal.SIGKILL, DEATH):
+    _signal_all(_open_pidfds(sessions), signal.SIGKILL, KILL_TIMEOUT)
+    _signal_all(_find_processes(sessions, job), signal.SIGTERM, TERM_TIMEOUT)
+    while _signal_all(_find_processes(sessions, job), signal.SIGKILL, KILL_TIMEOUT):
         pass
 
 
-def _open(pids: Iterable[int]) -> list[int]:
+def _open_pidfds(pids: Iterable[int]) -> list[int]:
     """A file descriptor for each process that still exists."""
     opened = []
     for pid in pids:
@@ -50,19 +50,19 @@ def _open(pids: Iterable[int]) -> list[int]:
     return opened
 
 
-def _members(sessions: frozenset[int], job: str) -> list[int]:
+def _find_processes(sessions: frozenset[int], job: str) -> list[int]:
     """The processes of the job that are alive, each as a file descriptor."""
-    members = []
+    found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        for pidfd in _open([int(name)]):
-            if _is_alive_in(name, sessions, job):
-                members.append(pidfd)
+        for pidfd in _open_pidfds([int(name)]):
+            if _is_alive_member(name, sessions, job):
+                found.append(pidfd)
             else:
                 os.close(pidfd)
-    return members
+    return found
 
 
-def _is_alive_in(pid: str, sessions: frozenset[int], job: str) -> bool:
+def _is_alive_member(pid: str, sessions: frozenset[int], job: str) -> bool:
     try:
         stat = read_stat(pid)
         if not stat.is_alive():
@@ -74,7 +74,7 @@ def _is_alive_in(pid: str, sessions: frozenset[int], job: str) -> bool:
         return False
 
 
-def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
+def _signal_all(pidfds: list[int], number: int, timeout: float) -> bool:
     """Send, then wait until all have ended; False when there was none or one did not end."""
     poll = select.poll()
     for pidfd in pidfds:
@@ -82,7 +82,7 @@ def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
             signal.pidfd_send_signal(pidfd, number)
         poll.register(pidfd, select.POLLIN)
     alive = set(pidfds)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while alive and (left := deadline - time.monotonic()) > 0:
         for pidfd, _ in poll.poll(left * 1000):
             poll.unregister(pidfd)
@@ -92,7 +92,7 @@ def _signal_all(pidfds: list[int], number: int, patience: float) -> bool:
     return bool(pidfds) and not alive
 
 
-class Guard:
+class Reaper:
     """A small process that outlives the supervisor's sudden death, and nothing else."""
 
     def __init__(self, job: str, folder: os.PathLike[str]) -> None:
@@ -100,7 +100,7 @@ class Guard:
         import subprocess
 
         self._process = subprocess.Popen(
-            isolated_command("instep.launch.guard", job, os.fspath(folder)),
+            isolated_command("instep.launch.reaper", job, os.fspath(folder)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -109,16 +109,16 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, leader: int) -> None:
+    def add(self, leader: int) -> None:
         """From now on it also answers for the session of this rank."""
-        self._tell(f"{leader}\n".encode())
+        self._write(f"{leader}\n".encode())
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """The job is over and nothing of it is left. Returns when the guard has ended."""
-        self._tell(DONE)
+        self._write(DONE)
         self._process.communicate()
 
-    def _tell(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # somebody killed the guard: the job goes on without it
             self._process.stdin.write(line)
@@ -126,10 +126,10 @@ class Guard:
 
 def main(job: str, folder: str) -> None:
     """The guard's program: wait for the supervisor's end, and do what it could not do."""
-    set_process_name("instep-guard")
-    told = sys.stdin.buffer.read().split()
-    if DONE not in told:
+    set_process_name("instep-reaper")
+    leaders = sys.stdin.buffer.read().split()
+    if DONE not in leaders:
         import shutil
 
-        end_ranks(map(int, told), job)
+        end_ranks(map(int, leaders), job)
         shutil.rmtree(folder, ignore_errors=True)

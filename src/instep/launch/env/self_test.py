@@ -14,7 +14,7 @@ from instep.distributed.rendezvous.bootstrap import current
 Test = Callable[[torch.device, int, int], bool]
 
 
-def run(device: torch.device) -> list[tuple[str, str, float]]:
+def run_collectives(device: torch.device) -> list[tuple[str, str, float]]:
     """For each collective its name, "ok" or what is wrong, and the milliseconds it took."""
     world = current()
     found = []
@@ -30,22 +30,22 @@ def run(device: torch.device) -> list[tuple[str, str, float]]:
     return found
 
 
-def _mine(device: torch.device, rank: int) -> Tensor:
+def _make_input(device: torch.device, rank: int) -> Tensor:
     return torch.full((2,), float(rank + 1), device=device)
 
 
 def _all_reduce(device: torch.device, rank: int, size: int) -> bool:
-    total = collectives.all_reduce(_mine(device, rank))
+    total = collectives.all_reduce(_make_input(device, rank))
     return total.tolist() == [size * (size + 1) / 2] * 2
 
 
 def _reduce(device: torch.device, rank: int, size: int) -> bool:
-    total = collectives.reduce(_mine(device, rank), "max")
+    total = collectives.reduce(_make_input(device, rank), "max")
     return rank != 0 or total.tolist() == [size] * 2
 
 
 def _broadcast(device: torch.device, rank: int, size: int) -> bool:
-    return collectives.broadcast(_mine(device, rank), size - 1).tolist() == [size] * 2
+    return collectives.broadcast(_make_input(device, rank), size - 1).tolist() == [size] * 2
 
 
 def _reduce_scatter(device: torch.device, rank: int, size: int) -> bool:
@@ -54,17 +54,17 @@ def _reduce_scatter(device: torch.device, rank: int, size: int) -> bool:
 
 
 def _all_gather(device: torch.device, rank: int, size: int) -> bool:
-    parts = exchanges.all_gather(_mine(device, rank))
+    parts = exchanges.all_gather(_make_input(device, rank))
     return [part.tolist() for part in parts] == [[k + 1] * 2 for k in range(size)]
 
 
 def _gather(device: torch.device, rank: int, size: int) -> bool:
-    parts = exchanges.gather(_mine(device, rank))
+    parts = exchanges.gather(_make_input(device, rank))
     return rank != 0 or [part.tolist() for part in parts] == [[k + 1] * 2 for k in range(size)]
 
 
 def _scatter(device: torch.device, rank: int, size: int) -> bool:
-    parts = [_mine(device, k) for k in range(size)] if rank == 0 else None
+    parts = [_make_input(device, k) for k in range(size)] if rank == 0 else None
     return exchanges.scatter(parts).tolist() == [rank + 1] * 2
 
 
@@ -80,10 +80,10 @@ def _send_and_recv(device: torch.device, rank: int, size: int) -> bool:
     if size == 1:
         return True
     if rank == 0:
-        point_to_point.send(_mine(device, rank), after)
+        point_to_point.send(_make_input(device, rank), after)
         return point_to_point.recv(before).tolist() == [before + 1] * 2
     came = point_to_point.recv(before)
-    point_to_point.send(_mine(device, rank), after)
+    point_to_point.send(_make_input(device, rank), after)
     return came.tolist() == [before + 1] * 2
 
 

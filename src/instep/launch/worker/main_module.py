@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from instep.compat import finder
 
 
-def run(command: Sequence[str]) -> None:
+def run_as_main(command: Sequence[str]) -> None:
     """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
 
     Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's

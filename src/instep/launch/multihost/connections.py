@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.launch.multihost.hosts import Party
+from instep.launch.multihost.hosts import JobInfo
 from instep.process import settings
 from instep.process.failure import SIGHT, End, Failure
 
@@ -31,7 +31,7 @@ _ANSWERS: Message = {"answers": True}
 _ASK = 1.0
 """Seconds after which a supervisor that has nothing else to do asks whether the others still run.
 One that Ctrl-Z has stopped keeps its line, and says nothing."""
-_NOTICE, _ENDING = 3.0, 6.0
+_WARN_AFTER, _ENDING = 3.0, 6.0
 """Seconds without an answer until one line says so, and until it is lost where the job has failed
 or was asked to end; else INSTEP_TIMEOUT says when."""
 
@@ -40,76 +40,76 @@ _LONGEST = 1 << 28
 """Bytes of a line; the tracebacks of all ranks of a host are in one."""
 
 
-def asked(number: int) -> Message:
+def end_request(number: int) -> Message:
     """A supervisor was asked to end by a signal."""
     return {"asked": number}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HostResult:
     """How the ranks of some hosts ended."""
 
     ends: Sequence[End]
     failures: Sequence[Failure]
 
 
-class Links:
+class SupervisorConnections:
     """The lines of one supervisor. On one host there are none, and nothing waits."""
 
-    def __init__(self, party: Party) -> None:
-        self._party = party
-        self._open = dict(party.lines)
-        self._begun = dict.fromkeys(party.lines, b"")
+    def __init__(self, job_info: JobInfo) -> None:
+        self._job_info = job_info
+        self._open = dict(job_info.lines)
+        self._partial = dict.fromkeys(job_info.lines, b"")
         self._lost: list[Failure] = []
-        self._outcomes: dict[int, Outcome] = {}
-        self._said: list[Message] = []
-        self._verdict: Message | None = None
-        self._heard: dict[int, float] = {}
+        self._outcomes: dict[int, HostResult] = {}
+        self._broadcasted: list[Message] = []
+        self._job_result: Message | None = None
+        self._last_heard: dict[int, float] = {}
         """When each was last heard, since this host's ranks have ended."""
-        self._noticed = False
-        for line in party.lines.values():
-            _notice_a_cut(line)
+        self._warned = False
+        for line in job_info.lines.values():
+            _enable_keepalive(line)
 
     @property
     def lines(self) -> dict[int, socket.socket]:
         """Those at whose other end somebody still is, by host."""
         return dict(self._open)
 
-    def hear(self, node: int) -> list[Message]:
+    def receive(self, node: int) -> list[Message]:
         """What the supervisor of host `node` says that concerns the ranks; call when readable."""
         try:
             data = self._open[node].recv(65536)
         except OSError:
             data = b""
         if not data:
-            return self._hang_up(node)
-        *whole, self._begun[node] = (self._begun[node] + data).split(b"\n")
+            return self._close(node)
+        *whole, self._partial[node] = (self._partial[node] + data).split(b"\n")
         messages = [json.loads(line) for line in whole]
         if _ASKS in messages:
             self._send(_ANSWERS)
-        return [message for message in messages if not self._file(node, message)]
+        return [message for message in messages if not self._store_result(node, message)]
 
-    def say(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """To all: once, since everybody passes it on."""
-        if message not in self._said:
-            self._said.append(message)
+        if message not in self._broadcasted:
+            self._broadcasted.append(message)
             self._send(message)
 
-    def conclude(self, mine: Outcome) -> Outcome:
+    def exchange_results(self, mine: HostResult) -> HostResult:
         """The ranks of this host have ended: wait for all, and return how all have ended.
 
         A host whose supervisor does not answer for long is lost.
         """
-        self._heard = dict.fromkeys(self._open, time.monotonic())
-        if self._party.node == 0:
+        self._last_heard = dict.fromkeys(self._open, time.monotonic())
+        if self._job_info.node == 0:
             self._outcomes[0] = mine
-            self._wait(lambda: len(self._outcomes) + len(self._lost) == len(self._party.sizes))
-            whole = self._sum()
+            self._wait(lambda: len(self._outcomes) + len(self._lost) == len(self._job_info.sizes))
+            whole = self._merge_results()
             self._send({"verdict": _to_json(whole)})
         else:
             self._send({"outcome": _to_json(mine)})
-            self._wait(lambda: self._verdict is not None or bool(self._lost))
-            told = self._verdict
+            self._wait(lambda: self._job_result is not None or bool(self._lost))
+            told = self._job_result
             whole = self._with_lost(mine) if told is None else _from_json(told)
         for line in self._open.values():
             line.close()
@@ -122,59 +122,59 @@ class Links:
                     selector.register(line, selectors.EVENT_READ, node)
                 ready = [key.data for key, _ in selector.select(_ASK)]
             for node in ready:
-                self._heard[node] = time.monotonic()
-                for message in self.hear(node):
-                    self.say(message)
+                self._last_heard[node] = time.monotonic()
+                for message in self.receive(node):
+                    self.broadcast(message)
             if not ready:
                 self._send(_ASKS)
             for node in [*self._open]:
-                self._judge(node, time.monotonic() - self._heard[node])
+                self._check_silence(node, time.monotonic() - self._last_heard[node])
 
-    def _judge(self, node: int, silent: float) -> None:
+    def _check_silence(self, node: int, silent: float) -> None:
         """Whether the supervisor of host `node`, who was `silent` for these seconds, is lost."""
-        name = self._party.names[node]
-        limit = _ENDING if self._said else float(int(settings.TIMEOUT))
+        name = self._job_info.names[node]
+        limit = _ENDING if self._broadcasted else float(int(settings.TIMEOUT))
         if silent > limit:
             text = (
                 f"The `instep run` of {name} has not answered for {silent:.0f} s; it was stopped "
                 "(Ctrl-Z), or hangs."
             )
-            for message in self._hang_up(node, text):
-                self.say(message)
-        elif silent > _NOTICE and not self._noticed:
-            self._noticed = True
+            for message in self._close(node, text):
+                self.broadcast(message)
+        elif silent > _WARN_AFTER and not self._warned:
+            self._warned = True
             report = f"instep: waits for the `instep run` of {name}, which does not answer"
             os.write(2, f"{report}; has it been stopped (Ctrl-Z)?\n".encode())
 
-    def _file(self, node: int, message: Message) -> bool:
+    def _store_result(self, node: int, message: Message) -> bool:
         """Keep what belongs to the end; whether that is all there is to do."""
         if "outcome" in message:
             self._outcomes[node] = _from_json(message["outcome"])
         elif "verdict" in message:
-            self._verdict = message["verdict"]
+            self._job_result = message["verdict"]
         else:
             return message in (_ASKS, _ANSWERS)
         return True
 
-    def _hang_up(self, node: int, text: str = "") -> list[Message]:
+    def _close(self, node: int, text: str = "") -> list[Message]:
         """A supervisor ends its line when all is over, or when it dies."""
         self._open.pop(node).close()
-        if node in self._outcomes or self._verdict is not None:
+        if node in self._outcomes or self._job_result is not None:
             return []
-        party = self._party
-        first = sum(party.sizes[:node])
-        name = party.names[node]
+        job_info = self._job_info
+        first = sum(job_info.sizes[:node])
+        name = job_info.names[node]
         self._lost.append(Failure(first, time.time() - SIGHT, 1, text=text, lost_host=name))
         return [FAILING]
 
-    def _sum(self) -> Outcome:
+    def _merge_results(self) -> HostResult:
         parts = self._outcomes.values()
         ends = [end for part in parts for end in part.ends]
         failures = [failure for part in parts for failure in part.failures]
-        return self._with_lost(Outcome(ends, failures))
+        return self._with_lost(HostResult(ends, failures))
 
-    def _with_lost(self, outcome: Outcome) -> Outcome:
-        return Outcome(outcome.ends, [*outcome.failures, *self._lost])
+    def _with_lost(self, outcome: HostResult) -> HostResult:
+        return HostResult(outcome.ends, [*outcome.failures, *self._lost])
 
     def _send(self, message: Message) -> None:
         for line in self._open.values():
@@ -193,18 +193,20 @@ def _understood(line: bytes) -> Message:
     return message
 
 
-def _to_json(outcome: Outcome) -> Message:
+def _to_json(outcome: HostResult) -> Message:
     return {
         "ends": [asdict(end) for end in outcome.ends],
         "failures": [asdict(failure) for failure in outcome.failures],
     }
 
 
-def _from_json(told: Message) -> Outcome:
-    return Outcome([End(**end) for end in told["ends"]], [Failure(**f) for f in told["failures"]])
+def _from_json(told: Message) -> HostResult:
+    return HostResult(
+        [End(**end) for end in told["ends"]], [Failure(**f) for f in told["failures"]]
+    )
 
 
-def _notice_a_cut(line: socket.socket) -> None:
+def _enable_keepalive(line: socket.socket) -> None:
     """A host that falls silent is lost after four seconds."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -19,7 +19,7 @@ from instep.process.failure import End
 from instep.process.unfinished_files import mark_at
 
 
-class Rank:
+class RankProcess:
     """A started rank: a session of its own, a line to it, and how it ended."""
 
     def __init__(
@@ -34,40 +34,40 @@ class Rank:
         self._mark = mark
         self._ready = False
 
-    def go(self) -> None:
+    def send_go(self) -> None:
         """Let the program begin."""
         with suppress(BrokenPipeError):
             self.line.send(GO)
 
-    def listen(self) -> bytes:
+    def receive(self) -> bytes:
         """What the rank says: READY, FAILED, both, or nothing when it hung up."""
         try:
-            said = self.line.recv(16)
+            encode_message = self.line.recv(16)
         except ConnectionResetError:
             return b""
-        self._ready = self._ready or READY in said
-        return said
+        self._ready = self._ready or READY in encode_message
+        return encode_message
 
     def signal(self, number: signal.Signals) -> None:
         """Send `number`. A rank that has not begun knows no SIGINT: it gets SIGTERM instead."""
-        if number is signal.SIGINT and not self._has_begun():
+        if number is signal.SIGINT and not self._is_ready():
             number = signal.SIGTERM
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def is_writing(self) -> bool:
+    def has_unfinished_file(self) -> bool:
         """Whether it is there and says that it writes a file which must not be torn."""
         return self.end is None and self._mark.exists()
 
-    def _has_begun(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether it has said so, also where nobody has listened yet."""
         if not self._ready:
             with suppress(BlockingIOError, ConnectionResetError):
-                said = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                self._ready = READY in said
+                encode_message = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                self._ready = READY in encode_message
         return self._ready
 
-    def see_end(self, *, stopped: bool) -> End:
+    def record_end(self, *, stopped: bool) -> End:
         """Note how it ended, once `pidfd` is readable.
 
         It is not reaped: until it is, its process id and thereby its session belong to nobody
@@ -94,7 +94,7 @@ def start_rank(
     store: socket.socket | None,
     *,
     plain: bool,
-) -> Rank:
+) -> RankProcess:
     """Start one rank; it waits for `go`. `store` is the listening socket, for rank 0 only.
 
     Raises OSError when the system refuses.
@@ -113,4 +113,4 @@ def start_rank(
             start_new_session=True,
             pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
         )
-    return Rank(number, process, ours, mark_at(Path(environ[FAILURE_FILE])))
+    return RankProcess(number, process, ours, mark_at(Path(environ[FAILURE_FILE])))
