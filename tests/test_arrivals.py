@@ -11,18 +11,18 @@ import pytest
 from instep.distributed.identity import endpoints
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
-from instep.distributed.rendezvous.arrival_wait import Vigil
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.arrival_wait import ArrivalWait
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
 from instep.launch.multihost.hosts import parse_address
 from instep.launch.multihost.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.worker import local_rank_argument
 
-CARD = Card("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
+CARD = JobFingerprint("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
 
 def card(**changed):
-    return Card(**(CARD.to_json() | changed))
+    return JobFingerprint(**(CARD.to_json() | changed))
 
 
 # ------------------------------------------------------------------------------------------ cards
@@ -38,18 +38,22 @@ def card(**changed):
 )
 def test_what_is_not_one_job_is_named(changed, message):
     with pytest.raises(MixedJobError, match=message):
-        job_fingerprint.check({0: CARD, 1: card(**changed), 2: CARD}, "rank")
+        job_fingerprint.check_same_job({0: CARD, 1: card(**changed), 2: CARD}, "rank")
 
 
 def test_one_job_on_several_hosts_is_one_job():
-    job_fingerprint.check({0: CARD, 1: card(host="other", network="other")}, "rank")
+    job_fingerprint.check_same_job({0: CARD, 1: card(host="other", network="other")}, "rank")
 
 
 def test_an_argument_that_tells_a_rank_its_place_is_no_difference(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("pass")
-    one = Card.of_command([str(script), "--local_rank=0", "--lr", "1", "--node-rank", "0", "x"])
-    other = Card.of_command([str(script), "--local-rank=1", "--lr", "1", "--node-rank", "1", "x"])
+    one = JobFingerprint.of_command(
+        [str(script), "--local_rank=0", "--lr", "1", "--node-rank", "0", "x"]
+    )
+    other = JobFingerprint.of_command(
+        [str(script), "--local-rank=1", "--lr", "1", "--node-rank", "1", "x"]
+    )
     assert one == other
     assert one.arguments == ("--lr", "1", "x")
     assert one.script.startswith("train.py (")
@@ -60,10 +64,10 @@ def test_a_copy_elsewhere_is_the_same_script_until_it_is_changed(tmp_path):
     for path in paths:
         path.parent.mkdir()
         path.write_text("pass")
-    one, copy = (Card.of_command([str(path)]) for path in paths)
+    one, copy = (JobFingerprint.of_command([str(path)]) for path in paths)
     assert one == copy
     paths[1].write_text("pass\n")
-    assert Card.of_command([str(paths[1])]).script != one.script
+    assert JobFingerprint.of_command([str(paths[1])]).script != one.script
 
 
 # ------------------------------------------------------------------------------ interfaces, sockets
@@ -71,36 +75,36 @@ def test_a_copy_elsewhere_is_the_same_script_until_it_is_changed(tmp_path):
 
 def test_the_interface_of_loopback_is_loopback():
     assert ("lo", "127.0.0.1") in interfaces.addresses()
-    assert interfaces.interface_towards("127.0.0.1") == "lo"
-    assert interfaces.interface_towards("localhost") == "lo"
+    assert interfaces.find_interface("127.0.0.1") == "lo"
+    assert interfaces.find_interface("localhost") == "lo"
 
 
 def test_an_own_address_is_reached_through_the_interface_that_has_it():
     for name, found in interfaces.addresses():
-        if found in interfaces.outer_addresses():
-            assert interfaces.interface_towards(found) == name
+        if found in interfaces.routable_addresses():
+            assert interfaces.find_interface(found) == name
 
 
 def test_nobody_known_is_outside():
-    outer = interfaces.interface_towards(None)
-    assert outer is None if not interfaces.outer_addresses() else outer != "lo"
+    outer = interfaces.find_interface(None)
+    assert outer is None if not interfaces.routable_addresses() else outer != "lo"
 
 
 def test_a_socket_is_reserved_and_taken():
-    with listening.reserve("127.0.0.1") as held:
+    with listening.bind("127.0.0.1") as held:
         port = held.getsockname()[1]
-        with listening.reserve("127.0.0.1", port):
+        with listening.bind("127.0.0.1", port):
             pass  # a script that binds the port itself can
         with (
             listening.listen("127.0.0.1", port),
             pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is in use"),
         ):
-            listening.reserve("127.0.0.1", port)
+            listening.bind("127.0.0.1", port)
 
 
 def test_an_address_of_somebody_else_is_no_place_to_listen():
     with pytest.raises(RendezvousError, match=r"cannot listen on 198.51.100.1:1 .*rank 0"):
-        listening.reserve("198.51.100.1", 1)
+        listening.bind("198.51.100.1", 1)
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:70000", "a/b:1", "u@h:1"])
@@ -287,4 +291,4 @@ def test_the_notice_comes_again(monkeypatch, capfd):
         said.append(capfd.readouterr().err)
         return "".join(said).count("for rank 0 of 2 to arrive") >= 2 or None
 
-    assert Vigil(2, 60).until(twice)
+    assert ArrivalWait(2, 60).until(twice)

@@ -21,7 +21,7 @@ from instep.distributed.watchdog.connection import Line
 from instep.distributed.watchdog.deadlock import stuck
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.hub import Hub
-from instep.process.exit_status import headline, how_it_ended, shell_code
+from instep.process.exit_status import describe_exit, format_failure, shell_exit_code
 from instep.process.procfs import exit_code
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
@@ -367,12 +367,12 @@ def test_who_waits_in_vain(waiting: dict[int, dict[str, object]], expected: list
     ],
 )
 def test_how_a_rank_ended(code: int | None, said: str, shell: int) -> None:
-    assert (how_it_ended(code), shell_code(code)) == (said, shell)
+    assert (describe_exit(code), shell_exit_code(code)) == (said, shell)
 
 
 def test_the_headline_says_what_became_of_the_others() -> None:
     expected = "instep: rank 1 of 5 failed; rank 0 had finished; ranks 2, 3, 4 were stopped"
-    assert headline(1, 5, "failed", {0}, {4, 2, 3}) == expected
+    assert format_failure(1, 5, "failed", {0}, {4, 2, 3}) == expected
 
 
 @pytest.mark.parametrize(("ending", "code"), [("os._exit(5)", 5), ("os.abort()", -6)])

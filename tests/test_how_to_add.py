@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 from instep.distributed.identity import endpoints, launchers
-from instep.distributed.identity.launchers import Launcher, detect, meeting_place
+from instep.distributed.identity.launchers import Launcher, detect, endpoint
 from instep.distributed.identity.world import World
 from pool import run
 from test_launchers import SRUN, TORCHRUN, environment
@@ -58,7 +58,7 @@ def kubernetes(monkeypatch):
 def test_an_added_row_says_who_this_process_is_and_where_the_ranks_meet():
     pod = variables_of_pod(1, 4)
     assert detect(pod) == World(1, 4, 1, 4, 0, 1, "Kubernetes")
-    assert meeting_place(detect(pod), pod) == endpoints.Address("127.0.0.1", 29400, "digits")
+    assert endpoint(detect(pod), pod) == endpoints.Address("127.0.0.1", 29400, "digits")
 
 
 @pytest.mark.usefixtures("kubernetes")
@@ -70,8 +70,8 @@ def test_an_added_row_has_its_place_in_the_order():
 
 @pytest.mark.usefixtures("kubernetes")
 def test_the_variables_of_an_added_row_are_hidden_from_unedited_scripts():
-    assert launchers.says_who("PET_NODE_RANK")
-    assert not launchers.says_who("HOSTNAME")
+    assert launchers.is_launcher_variable("PET_NODE_RANK")
+    assert not launchers.is_launcher_variable("HOSTNAME")
 
 
 def test_a_row_before_one_that_is_not_there_is_refused():

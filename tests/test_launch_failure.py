@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from instep.process.failure import SIGHT, End, Failure, first_failure, report
+from instep.process.failure import DETECTION_DELAY, Failure, RankExit, first_failure, format_report
 from launching import Launch
 
 pytestmark = pytest.mark.launch
@@ -465,13 +465,16 @@ def test_an_exception_that_cannot_say_what_it_is(launch: Launch) -> None:
 def test_who_only_says_that_another_failed_is_not_the_first() -> None:
     complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
     cause = Failure(1, 10.5, 1, raised=True)
-    ends = [End(0, 10.2, 1, stopped=False), End(1, 11.0, 1, stopped=False)]
+    ends = [RankExit(0, 10.2, 1, stopped=False), RankExit(1, 11.0, 1, stopped=False)]
     assert first_failure(ends, [complaint, cause]) is cause
 
 
 def test_a_death_that_is_seen_late_is_still_the_first() -> None:
     complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
-    ends = [End(0, 10.2, 1, stopped=False), End(1, 10.3, -9, stopped=True, told="There.\n")]
+    ends = [
+        RankExit(0, 10.2, 1, stopped=False),
+        RankExit(1, 10.3, -9, stopped=True, told="There.\n"),
+    ]
     first = first_failure(ends, [complaint])
     assert first is not None
     assert (first.rank, first.exit_code, first.text) == (1, 137, "There.\n")
@@ -479,23 +482,26 @@ def test_a_death_that_is_seen_late_is_still_the_first() -> None:
 
 def test_who_left_while_another_waited_is_the_first() -> None:
     complaint = Failure(0, 10.0, 1, raised=True, text="gone\n", follows=True, missed=1)
-    ends = [End(0, 10.2, 1, stopped=False), End(1, 9.0, 0, stopped=False, told="There.\n")]
+    ends = [
+        RankExit(0, 10.2, 1, stopped=False),
+        RankExit(1, 9.0, 0, stopped=False, told="There.\n"),
+    ]
     first = first_failure(ends, [complaint])
     assert first is not None
     early = "instep: rank 1 of 2 ended with exit code 0 while rank 0 waited for it"
-    assert report(first, ends, 2) == f"{early}; rank 0 was stopped\nThere.\ngone\n"
+    assert format_report(first, ends, 2) == f"{early}; rank 0 was stopped\nThere.\ngone\n"
     assert first.exit_code == 1
 
 
 def test_the_earliest_failure_is_the_first() -> None:
     late, early = Failure(0, 20.0, 1, raised=True), Failure(1, 10.0, 1, raised=True)
-    ends = [End(0, 21.0, 1, stopped=False), End(1, 21.5, 1, stopped=False)]
+    ends = [RankExit(0, 21.0, 1, stopped=False), RankExit(1, 21.5, 1, stopped=False)]
     assert first_failure(ends, [late, early]) is early
 
 
 def test_a_silent_death_is_older_than_it_looks() -> None:
     complaint = Failure(0, 10.0, 1, raised=True)
-    death = End(1, 10.0 + SIGHT / 2, -9, stopped=False)
+    death = RankExit(1, 10.0 + DETECTION_DELAY / 2, -9, stopped=False)
     first = first_failure([death], [complaint])
     assert first is not None
     assert (first.rank, first.exit_code) == (1, 137)
@@ -503,18 +509,21 @@ def test_a_silent_death_is_older_than_it_looks() -> None:
 
 def test_who_was_stopped_is_not_to_blame() -> None:
     complaint = Failure(0, 10.0, 1, raised=True)
-    assert first_failure([End(1, 10.0, -15, stopped=True)], [complaint]) is complaint
+    assert first_failure([RankExit(1, 10.0, -15, stopped=True)], [complaint]) is complaint
 
 
 def test_nobody_failed_where_everybody_ended_with_0() -> None:
-    assert first_failure([End(0, 1.0, 0, stopped=False), End(1, 2.0, 0, stopped=True)], []) is None
+    assert (
+        first_failure([RankExit(0, 1.0, 0, stopped=False), RankExit(1, 2.0, 0, stopped=True)], [])
+        is None
+    )
 
 
 def test_a_signal_without_a_name_has_its_number() -> None:
-    ends = [End(0, 1.0, -40, stopped=False)]
+    ends = [RankExit(0, 1.0, -40, stopped=False)]
     first = first_failure(ends, [])
     assert first is not None
-    assert report(first, ends, 1) == "instep: rank 0 of 1 was killed by signal 40\n"
+    assert format_report(first, ends, 1) == "instep: rank 0 of 1 was killed by signal 40\n"
 
 
 def test_a_failure_survives_the_disk(tmp_path: Path) -> None:

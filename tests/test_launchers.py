@@ -13,7 +13,7 @@ import pytest
 import components
 from instep import cli
 from instep.distributed.identity import endpoints
-from instep.distributed.identity.launchers import detect, meeting_place
+from instep.distributed.identity.launchers import detect, endpoint
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file, stores
 from instep.errors import LaunchVariablesError, PortInUseError, RendezvousError
@@ -138,7 +138,7 @@ def test_half_set_or_contradictory_variables_are_named(variables, message):
 
 
 def place(variables):
-    return meeting_place(detect(variables), variables)
+    return endpoint(detect(variables), variables)
 
 
 def alone_on_host(variables):
@@ -312,7 +312,7 @@ def test_a_note_of_a_killed_job_is_not_believed(tmp_path):
     path = str(tmp_path / "note")
     with socket.create_server(("127.0.0.1", 0)) as ended:
         port = ended.getsockname()[1]
-        with port_file.put_up(path, port):
+        with port_file.publish(path, port):
             assert port_file.read(path)[:2] == ("127.0.0.1", port)
             ended.close()
             assert port_file.read(path) is None
@@ -330,7 +330,7 @@ def test_a_note_that_cannot_be_written_is_said(tmp_path):
     path.mkdir()
     with (
         pytest.raises(RendezvousError, match="cannot meet in the file"),
-        port_file.put_up(str(path), 1),
+        port_file.publish(str(path), 1),
     ):
         pass
     assert list(tmp_path.iterdir()) == [path]
@@ -477,10 +477,10 @@ def test_ranks_that_have_no_parent_in_common_meet_as_under_horovodrun(folder):
 
 PLACE = """
 import sys
-from instep.distributed.identity.launchers import detect, meeting_place
+from instep.distributed.identity.launchers import detect, endpoint
 world = detect()
 with open(f"{sys.argv[1]}{world.rank}", "w") as file:
-    file.write(f"{world.source}: {meeting_place(world).path}")
+    file.write(f"{world.source}: {endpoint(world).path}")
 """
 
 

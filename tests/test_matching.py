@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.distributed.negotiation.message_table import JOIN, Ledger, Verdict, Wish
+from instep.distributed.negotiation.message_table import JOIN, MessageTable, Request, Response
 
 ALL = (0, 1, 2)
-LOSS = Wish("loss", "allreduce", ALL, "float32", "cpu", ((3,),), op="sum", line="train.py:7")
+LOSS = Request("loss", "allreduce", ALL, "float32", "cpu", ((3,),), op="sum", line="train.py:7")
 
 
-def named(*names: str) -> list[Wish]:
+def named(*names: str) -> list[Request]:
     return [replace(LOSS, name=name) for name in names]
 
 
-def heard(ledger: Ledger, *said: tuple[int, Wish]) -> list[Verdict]:
+def heard(ledger: MessageTable, *said: tuple[int, Request]) -> list[Response]:
     return [verdict for rank, wish in said for verdict in ledger.hear(rank, wish, 0.0)]
 
 
-def faults(*wishes: Wish) -> str:
-    (verdict,) = heard(Ledger(3), *enumerate(wishes))
+def faults(*wishes: Request) -> str:
+    (verdict,) = heard(MessageTable(3), *enumerate(wishes))
     return str(verdict.fault)
 
 
@@ -32,7 +32,7 @@ def test_every_rank_may_come_in_an_order_of_its_own(data):
     names = ["a", "b", "c", "d"]
     orders = [data.draw(st.permutations(named(*names))) for _ in ALL]
     turns = data.draw(st.permutations([rank for rank in ALL for _ in names]))
-    ledger = Ledger(3)
+    ledger = MessageTable(3)
     verdicts = heard(ledger, *((rank, orders[rank].pop(0)) for rank in turns))
     assert sorted(verdict.wish.name for verdict in verdicts) == names
     assert all(verdict.fault is None for verdict in verdicts)
@@ -41,9 +41,9 @@ def test_every_rank_may_come_in_an_order_of_its_own(data):
 
 def test_a_group_waits_for_its_members_only():
     pair = replace(LOSS, members=(0, 2))
-    ledger = Ledger(3)
+    ledger = MessageTable(3)
     assert heard(ledger, (0, pair), (1, LOSS), (0, LOSS)) == []
-    assert heard(ledger, (2, pair)) == [Verdict(pair)]
+    assert heard(ledger, (2, pair)) == [Response(pair)]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_ranks_that_mean_different_things_by_a_name_all_get_the_same_error(chang
 
 def test_gathered_rows_may_differ_and_are_told_to_all():
     wishes = [
-        Wish("x", "allgather", ALL, "float32", "cpu", ((rows, 5), (1,))) for rows in (2, 0, 3)
+        Request("x", "allgather", ALL, "float32", "cpu", ((rows, 5), (1,))) for rows in (2, 0, 3)
     ]
-    (verdict,) = heard(Ledger(3), *enumerate(wishes))
+    (verdict,) = heard(MessageTable(3), *enumerate(wishes))
     assert (verdict.fault, verdict.rows) == (None, ((2, 1), (0, 1), (3, 1)))
     assert "(any, 5), (any) on ranks 0, 2; (any, 6)" in faults(
         wishes[0], replace(wishes[1], shapes=((0, 6), (1,))), wishes[2]
@@ -75,11 +75,11 @@ def test_gathered_rows_may_differ_and_are_told_to_all():
 
 
 def test_a_rank_that_joined_is_not_waited_for_in_a_sum():
-    ledger, join = Ledger(3), Wish(JOIN, JOIN, ALL)
+    ledger, join = MessageTable(3), Request(JOIN, JOIN, ALL)
     assert heard(ledger, (0, LOSS), (1, join)) == []
-    assert heard(ledger, (2, LOSS)) == [Verdict(LOSS)]
+    assert heard(ledger, (2, LOSS)) == [Response(LOSS)]
     assert heard(ledger, (2, LOSS), (2, join)) == []
-    assert heard(ledger, (0, join)) == [Verdict(LOSS), Verdict(join, last=0)]
+    assert heard(ledger, (0, join)) == [Response(LOSS), Response(join, last=0)]
     assert heard(ledger, (0, LOSS), (1, LOSS)) == [], "after that, all are waited for again"
 
 
@@ -99,13 +99,13 @@ def test_a_rank_that_joined_is_not_waited_for_in_a_sum():
 )
 def test_a_rank_that_joined_cannot_take_part_in_what_is_no_sum(change, words):
     wish = replace(LOSS, **change)
-    verdicts = heard(Ledger(3), (1, Wish(JOIN, JOIN, ALL)), (0, wish), (2, wish))
+    verdicts = heard(MessageTable(3), (1, Request(JOIN, JOIN, ALL)), (0, wish), (2, wish))
     assert words in str(verdicts[0].fault)
     assert "train.py:7" in str(verdicts[0].fault)
 
 
 def test_who_waits_for_whom_is_said_once():
-    ledger = Ledger(3)
+    ledger = MessageTable(3)
     ledger.hear(2, LOSS, 10.0)
     ledger.hear(0, LOSS, 11.0)
     assert ledger.new_delays(69.0, 60.0) == []

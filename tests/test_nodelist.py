@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.distributed.identity.nodelist import hosts, tasks_on
+from instep.distributed.identity.nodelist import count_tasks, expand_hosts
 from instep.errors import LaunchVariablesError
 
 WORDS = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
@@ -25,7 +25,7 @@ WORDS = st.from_regex(r"[a-z][a-z0-9.-]{0,6}", fullmatch=True)
     ],
 )
 def test_a_list_of_hosts_is_written_out(text, names):
-    assert list(hosts(text)) == names
+    assert list(expand_hosts(text)) == names
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_list_of_hosts_is_written_out(text, names):
 )
 def test_what_is_no_list_of_hosts_is_said(text):
     with pytest.raises(LaunchVariablesError, match="is not a list of hosts such as"):
-        list(hosts(text))
+        list(expand_hosts(text))
 
 
 @given(st.lists(WORDS, min_size=1))
 def test_plain_names_come_back_in_their_order(names):
-    assert list(hosts(",".join(names))) == names
+    assert list(expand_hosts(",".join(names))) == names
 
 
 @given(
@@ -69,13 +69,13 @@ def test_ranges_stand_for_every_number_in_them(prefix, ranges, width):
     meant = [
         f"{prefix}{n:0{width}}" for first, more in ranges for n in range(first, first + more + 1)
     ]
-    assert list(hosts(f"{prefix}[{','.join(texts)}]")) == meant
+    assert list(expand_hosts(f"{prefix}[{','.join(texts)}]")) == meant
 
 
 @given(st.text(alphabet="a1[],- ", max_size=12))
 def test_any_text_is_either_hosts_without_brackets_or_an_error(text):
     try:
-        names = list(islice(hosts(text), 100))
+        names = list(islice(expand_hosts(text), 100))
     except LaunchVariablesError:
         return
     assert names
@@ -86,12 +86,12 @@ def test_any_text_is_either_hosts_without_brackets_or_an_error(text):
 def test_tasks_are_counted_for_each_host(runs):
     text = ",".join(f"{tasks}(x{times})" if times > 1 else f"{tasks}" for tasks, times in runs)
     meant = [tasks for tasks, times in runs for _ in range(times)]
-    assert [tasks_on(text, node) for node in range(len(meant))] == meant
+    assert [count_tasks(text, node) for node in range(len(meant))] == meant
     with pytest.raises(LaunchVariablesError, match="does not say how many tasks this host has"):
-        tasks_on(text, len(meant))
+        count_tasks(text, len(meant))
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x)", "(x2)", "2,", "-1"])
 def test_what_is_no_list_of_tasks_is_said(text):
     with pytest.raises(LaunchVariablesError, match="SLURM_STEP_TASKS_PER_NODE="):
-        tasks_on(text, 9)
+        count_tasks(text, 9)

@@ -22,7 +22,7 @@ def claimed():
 def launched(monkeypatch):
     monkeypatch.setattr(launcher_env, "hidden", {})
     for name in [*os.environ]:
-        if launchers.says_who(name):
+        if launchers.is_launcher_variable(name):
             monkeypatch.delenv(name)
     said = {"RANK": "1", "WORLD_SIZE": "2", launchers.STORE_FD: "9"}
     for name, value in said.items():

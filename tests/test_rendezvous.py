@@ -162,7 +162,7 @@ def test_ranks_that_never_come_are_named_with_the_hosts_that_did():
 
     def hear():
         with pytest.raises(RendezvousError) as raised:
-            join_check.call(store, World(2, 4, 2, 4), timedelta())  # its time is over first
+            join_check.check_join(store, World(2, 4, 2, 4), timedelta())  # its time is over first
         heard.append(str(raised.value))
 
     heard = []
@@ -171,7 +171,7 @@ def test_ranks_that_never_come_are_named_with_the_hosts_that_did():
     store.wait(["instep/card2"])
     told = f"ranks 1, 3 of 4 did not come .*; those that came: ranks 0, 2 on {socket.gethostname()}"
     with pytest.raises(RendezvousError, match=told) as raised:
-        join_check.call(store, World(0, 4, 0, 4), timedelta(seconds=0.2))
+        join_check.check_join(store, World(0, 4, 0, 4), timedelta(seconds=0.2))
     other.join()
     assert heard == [str(raised.value)]
 
@@ -302,7 +302,7 @@ def gpus_then_leave():
 
 def test_gpus_given_twice_are_found():
     claims = ["a, GPU-1", "b, GPU-1", "a, GPU-1"]
-    assert bootstrap.ranks_by(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
+    assert bootstrap.group_ranks(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
 
 
 @pytest.mark.parametrize("devices", [["GPU-1", "GPU-2", "GPU-1"], ["GPU-1", "GPU-2", "GPU-3"]])
@@ -311,7 +311,7 @@ def test_every_rank_is_told_of_a_gpu_given_twice_before_the_process_group_is_mad
 
     def claim(rank):
         try:
-            bootstrap.claim(store, World(rank, 3, rank, 3), devices[rank])
+            bootstrap.check_devices_differ(store, World(rank, 3, rank, 3), devices[rank])
         except DeviceError as error:
             said[rank] = str(error)
 

@@ -15,7 +15,7 @@ WAITS = """
 import os, sys, time
 from instep.distributed.identity import launchers
 world = launchers.detect(os.environ | dict(word.split("=") for word in sys.argv[1:]))
-siblings = launchers.siblings(world)
+siblings = launchers.local_ranks(world)
 if siblings is None:
     sys.exit("None")
 siblings.ended()

@@ -88,5 +88,5 @@ def test_what_rank_0_has_no_room_to_keep_is_an_error_for_who_reads_it_late(tmp_p
 
 
 def test_the_first_folder_with_room_is_taken() -> None:
-    assert storage.folder(0) == tempfile.gettempdir()
-    assert os.access(storage.folder(1 << 40), os.W_OK)
+    assert storage.choose_folder(0) == tempfile.gettempdir()
+    assert os.access(storage.choose_folder(1 << 40), os.W_OK)

@@ -25,7 +25,7 @@ from instep.distributed.communication import signed_pickle
 from instep.distributed.identity import authentication, endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secret_handover, stores
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
 from instep.launch.multihost.supervisor_rendezvous import Participant, join_rendezvous
@@ -33,7 +33,7 @@ from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
 forked = multiprocessing.get_context("fork")
-KEY = authentication.new_secret()
+KEY = authentication.make_secret()
 
 
 class Code:
@@ -76,7 +76,7 @@ def test_what_a_stranger_writes_is_not_read():
     below.set("bare", pickle.dumps(Code()))
     store.set("mine", "old")
     below.set("moved", below.get("mine"))  # the right mark, of another key's value
-    VerifiedStore(below, authentication.new_secret()).set("guessed", "x")
+    VerifiedStore(below, authentication.make_secret()).set("guessed", "x")
     below.set("torch/bare", pickle.dumps(Code()))
     with pytest.raises(AuthenticationError):
         dist.PrefixStore("torch", store).get("bare")
@@ -94,7 +94,7 @@ def test_what_a_stranger_writes_is_not_read():
 
 @ranks(2)
 def test_a_pickle_without_the_jobs_mark_is_not_loaded():
-    for received in (pickle.dumps(Code()), authentication.marked(KEY, pickle.dumps(Code())), b""):
+    for received in (pickle.dumps(Code()), authentication.sign(KEY, pickle.dumps(Code())), b""):
         with pytest.raises(AuthenticationError, match="an object of another rank"):
             signed_pickle.loads(received)
     assert Code.ran == []
@@ -118,22 +118,22 @@ def test_all_ranks_of_a_job_have_one_key_and_a_verified_store():
 
 def test_where_a_secret_comes_from(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert authentication.given_secret({}) is None
+    assert authentication.read_secret({}) is None
     of_mpirun = {"OMPI_MCA_orte_precondition_transports": "0123456789abcdef-0123456789abcdef"}
-    found = {authentication.given_secret(of_mpirun)}
+    found = {authentication.read_secret(of_mpirun)}
     (tmp_path / ".instep").mkdir()
     file = tmp_path / ".instep" / "secret"
     file.touch(0o600)
     file.write_text("correct horse battery\n")
-    found.add(authentication.given_secret(of_mpirun))
-    found.add(authentication.given_secret({"INSTEP_SECRET": "staple correct horse"}))
+    found.add(authentication.read_secret(of_mpirun))
+    found.add(authentication.read_secret({"INSTEP_SECRET": "staple correct horse"}))
     assert len(found) == 3
     assert None not in found
     with pytest.raises(LaunchVariablesError, match=r"INSTEP_SECRET is too short: it takes 16"):
-        authentication.given_secret({"INSTEP_SECRET": "guess"})
+        authentication.read_secret({"INSTEP_SECRET": "guess"})
     file.chmod(0o640)
     with pytest.raises(LaunchVariablesError, match=r"other users may open it.*chmod 600"):
-        authentication.given_secret({})
+        authentication.read_secret({})
 
 
 def test_a_note_is_read_from_a_private_file_only(tmp_path):
@@ -191,10 +191,10 @@ def test_without_a_secret_for_all_hosts_nothing_is_marked(nothing_given, monkeyp
 def test_which_ranks_are_known_to_be_of_one_host():
     bare = {"RANK": "0", "WORLD_SIZE": "2"}
     for told, known in ((bare, False), (bare | {"LOCAL_WORLD_SIZE": "2"}, True)):
-        assert launchers.says_one_host(launchers.detect(told), told) is known
+        assert launchers.is_one_host(launchers.detect(told), told) is known
     told = bare | {"LOCAL_WORLD_SIZE": "1"}
-    assert not launchers.says_one_host(launchers.detect(told), told)
-    assert not launchers.says_one_host(World(0, 2, 0, 2), bare | {"LOCAL_WORLD_SIZE": "2"})
+    assert not launchers.is_one_host(launchers.detect(told), told)
+    assert not launchers.is_one_host(World(0, 2, 0, 2), bare | {"LOCAL_WORLD_SIZE": "2"})
     hosts = ("127.0.0.1", "::1", "localhost", "10.0.0.1", socket.gethostname())
     assert [interfaces.is_loopback(host) for host in hosts] == [True] * 3 + [False] * 2
 
@@ -236,19 +236,19 @@ def held_by_a_stranger(port):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
 def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
-    port, secret = free_port(), authentication.new_secret()
-    with secret_handover.offer("127.0.0.1", port, secret):
-        assert secret_handover.ask("127.0.0.1", port) == secret
+    port, secret = free_port(), authentication.make_secret()
+    with secret_handover.hand_over("127.0.0.1", port, secret):
+        assert secret_handover.request_secret("127.0.0.1", port) == secret
         with another_user(called, port) as told:
             assert told == b""
-        assert secret_handover.ask("127.0.0.1", port) == secret
+        assert secret_handover.request_secret("127.0.0.1", port) == secret
     with pytest.raises(ConnectionRefusedError):
-        secret_handover.ask("127.0.0.1", port)
+        secret_handover.request_secret("127.0.0.1", port)
     with another_user(held_by_a_stranger, port):
         with pytest.raises(AuthenticationError, match="belongs to another process"):
-            secret_handover.ask("127.0.0.1", port)
+            secret_handover.request_secret("127.0.0.1", port)
         with pytest.raises(AuthenticationError, match="or take another port"):
-            secret_handover.offer("127.0.0.1", port, secret).__enter__()
+            secret_handover.hand_over("127.0.0.1", port, secret).__enter__()
 
 
 def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypatch):
@@ -257,7 +257,7 @@ def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypa
     monkeypatch.setenv("INSTEP_SECRET", "known to rank 0 only")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(stores.open_store, method, World(0, 2, 0, 2), seconds)
-        while not port_file.answers("127.0.0.1", port):
+        while not port_file.is_listening("127.0.0.1", port):
             assert not first.done()
         monkeypatch.delenv("INSTEP_SECRET")
         with pytest.raises(
@@ -402,13 +402,13 @@ def ports_of(processes):
 @pytest.mark.parametrize("secret", ["", "a secret of this test"])
 def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
     monkeypatch.setenv("INSTEP_SECRET", secret)
-    port, card = free_port(), Card("h", "n", "v", "s", ())
+    port, card = free_port(), JobFingerprint("h", "n", "v", "s", ())
     place = endpoints.Address("127.0.0.1", port, "")
     with ThreadPoolExecutor() as threads:
         first = threads.submit(
             join_rendezvous, place, Participant(0, 2, card, 1), lambda _: {"said": 1}, 60.0, "host"
         )
-        while not port_file.answers("127.0.0.1", port):
+        while not port_file.is_listening("127.0.0.1", port):
             assert not first.done()
         held = pester(port, 500, seed=20)
         other = join_rendezvous(place, Participant(1, 2, card, 1), lambda _: {}, 60.0, "host")
@@ -421,14 +421,14 @@ def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
 
 @pytest.mark.parametrize("secrets", [("", "known to the other"), ("known to the other", "")])
 def test_a_member_without_the_secret_is_told_so(monkeypatch, secrets):
-    port, card = free_port(), Card("h", "n", "v", "s", ())
+    port, card = free_port(), JobFingerprint("h", "n", "v", "s", ())
     place = endpoints.Address("127.0.0.1", port, "")
     monkeypatch.setenv("INSTEP_SECRET", secrets[0])
     with ThreadPoolExecutor() as threads:
         first = threads.submit(
             join_rendezvous, place, Participant(0, 2, card, 1), lambda _: {}, 2.0, "host"
         )
-        while not port_file.answers("127.0.0.1", port):
+        while not port_file.is_listening("127.0.0.1", port):
             assert not first.done()
         monkeypatch.setenv("INSTEP_SECRET", secrets[1])
         with pytest.raises(AuthenticationError, match="Give all ranks the same one"):

@@ -35,18 +35,18 @@ ROOT = Path(__file__).parents[1]
 )
 def test_what_does_not_fit_is_named(name: str, value: str, said: str) -> None:
     with pytest.raises(LaunchVariablesError, match=re.escape(said)):
-        settings.check({"PATH": "/bin", name: value})
+        settings.check_variables({"PATH": "/bin", name: value})
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     wrong = {"INSTEP_DEVICE": "foo", "INSTEP_TIMEOUT": "0", "INSTEP_WATHC": "on"}
     with pytest.raises(LaunchVariablesError) as caught:
-        settings.check(wrong)
+        settings.check_variables(wrong)
     assert all(name in str(caught.value) for name in wrong)
 
 
 def test_what_fits_is_read() -> None:
-    for knob in settings.KNOBS:
+    for knob in settings.SETTINGS:
         ends = [] if knob.numbers is None else [knob.numbers[0], knob.numbers[-1]]
         for value in (*knob.choices, *map(str, ends)):
             assert knob.read({knob.name: value}) == value
@@ -65,13 +65,13 @@ def test_every_variable_in_the_source_is_registered() -> None:
         for file in (ROOT / "src").rglob("*.py")
         for name in re.findall(r"\bINSTEP_[A-Z_]*[A-Z]\b", file.read_text())
     }
-    assert used == settings.INTERNAL | {knob.name for knob in settings.KNOBS}
+    assert used == settings.INTERNAL | {knob.name for knob in settings.SETTINGS}
 
 
 def test_the_page_of_variables_has_them_all() -> None:
     rows = [
         f"| `{knob.name}` | {knob.takes} | {knob.default or 'unset'} | {knob.meaning} |"
-        for knob in settings.KNOBS
+        for knob in settings.SETTINGS
     ]
     page = (ROOT / "docs" / "variables.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from instep.errors import CollectiveError, LaunchError
-from instep.process.exit_status import arrivals, named
+from instep.process.exit_status import format_arrived, format_ranks
 
 
 class PortInUseError(LaunchError):
@@ -42,16 +42,16 @@ class RendezvousError(LaunchError):
     ) -> RendezvousError:
         """Some ranks, or hosts, did not arrive; `hosts` has the hosts of those that did."""
         return cls(
-            f"{named(absent, members)} of {size} did not come within {seconds:.0f} seconds"
-            f"{arrivals(hosts or {}, members)}. Their own output may say why; "
+            f"{format_ranks(absent, members)} of {size} did not come within {seconds:.0f} seconds"
+            f"{format_arrived(hosts or {}, members)}. Their own output may say why; "
             "INSTEP_TIMEOUT sets how long the others wait."
         )
 
     @classmethod
     def ended(cls, ended: Iterable[int], size: int, host: str) -> RendezvousError:
         return cls(
-            f"{named(ended)} of {size} ended on {host} before all ranks had met, so the others "
-            "would wait in vain. The output of what ended first says why."
+            f"{format_ranks(ended)} of {size} ended on {host} before all ranks had met, so the "
+            "others would wait in vain. The output of what ended first says why."
         )
 
     @classmethod
@@ -104,7 +104,7 @@ class DisagreementError(CollectiveError):
     caused_by_another_rank = True
 
     def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
-        sides = "; ".join(f"{value} on {named(ranks)}" for value, ranks in seen.items())
+        sides = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in seen.items())
         super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
 
 

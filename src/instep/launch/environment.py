@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, says_who
+from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, is_launcher_variable
 from instep.distributed.identity.world import World
 from instep.launch.multihost.hosts import JobInfo
 from instep.launch.multihost.master import interface_variables
@@ -36,7 +36,7 @@ def rank_environment(
     store_fd: int | None,
 ) -> dict[str, str]:
     """The user's environment as rank `local_rank` of this host shall see it."""
-    kept = {name: value for name, value in environ.items() if not says_who(name)}
+    kept = {name: value for name, value in environ.items() if not is_launcher_variable(name)}
     here = job_info.sizes[job_info.node]
     threads = str(threads_per_rank(here))
     if "OMP_NUM_THREADS" not in kept:

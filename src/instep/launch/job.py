@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
 from instep.launch.multihost.hosts import ONE_NODE, NodeConfig
 
@@ -28,7 +28,7 @@ class Job:
     """What each rank finds in its environment besides its place."""
     hosts: NodeConfig = ONE_NODE
     """Where else it runs."""
-    card: Card | None = None
+    card: JobFingerprint | None = None
     """What the other hosts are shown; unless given, that of the command."""
 
     def __post_init__(self) -> None:

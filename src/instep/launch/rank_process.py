@@ -15,8 +15,8 @@ from pathlib import Path
 from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.control_bytes import GO, READY
 from instep.launch.output import Streams
-from instep.process.failure import End
-from instep.process.unfinished_files import mark_at
+from instep.process.failure import RankExit
+from instep.process.pending_writes import marker_path
 
 
 class RankProcess:
@@ -29,7 +29,7 @@ class RankProcess:
         self.line = line
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
-        self.end: End | None = None
+        self.end: RankExit | None = None
         self._process = process
         self._mark = mark
         self._ready = False
@@ -67,7 +67,7 @@ class RankProcess:
                 self._ready = READY in encode_message
         return self._ready
 
-    def record_end(self, *, stopped: bool) -> End:
+    def record_end(self, *, stopped: bool) -> RankExit:
         """Note how it ended, once `pidfd` is readable.
 
         It is not reaped: until it is, its process id and thereby its session belong to nobody
@@ -76,7 +76,7 @@ class RankProcess:
         seen = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert seen is not None
         code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
-        self.end = End(self.number, time.time(), code, stopped)
+        self.end = RankExit(self.number, time.time(), code, stopped)
         return self.end
 
     def reap(self) -> None:
@@ -113,4 +113,4 @@ def start_rank(
             start_new_session=True,
             pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
         )
-    return RankProcess(number, process, ours, mark_at(Path(environ[FAILURE_FILE])))
+    return RankProcess(number, process, ours, marker_path(Path(environ[FAILURE_FILE])))

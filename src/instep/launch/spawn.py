@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
@@ -55,7 +55,7 @@ def spawn(
             output,
             plain=True,
             hosts=detect_nodes(os.environ, nprocs),
-            card=Card.of_this_process(),
+            card=JobFingerprint.of_this_process(),
         )
         result = supervisor.run_job(job, started=lambda: None, folder=folder)
         if result.requested_signal is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
@@ -27,9 +27,9 @@ from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, start_rank
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import SignalQueue
-from instep.process import settings, storage, unfinished_files
-from instep.process.failure import End, Failure, first_failure, report
-from instep.process.last_seen import LastSeen
+from instep.process import pending_writes, settings, storage
+from instep.process.failure import Failure, RankExit, first_failure, format_report
+from instep.process.last_position import LastPosition
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
     signal n. Raises LaunchError when the job cannot be started. When it returns, no process of
     the job is left on this host.
     """
-    settings.check()
+    settings.check_variables()
     output = choose_output(job.output)
-    job_info = join_hosts(job.hosts, job.size, job.card or Card.of_command(job.command))
+    job_info = join_hosts(job.hosts, job.size, job.card or JobFingerprint.of_command(job.command))
     with SignalQueue() as signal_queue:
         supervisor = Supervisor(signal_queue, SupervisorConnections(job_info))
         with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
@@ -108,7 +108,7 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
             _run_ranks(job, job_info, supervisor, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
             ends = [
-                _add_details(end, LastSeen(file))
+                _add_details(end, LastPosition(file))
                 for end, file in zip(supervisor.ends, files, strict=True)
             ]
         signal_queue.restore_defaults()
@@ -117,13 +117,13 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
         return _conclude(job, job_info, supervisor, result)
 
 
-def _add_details(end: End, seen: LastSeen) -> End:
+def _add_details(end: RankExit, seen: LastPosition) -> RankExit:
     """With what the rank's files say of its end."""
     return replace(end, told=seen.told(end.code, end.time), left=seen.left())
 
 
 def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="instep-", dir=storage.folder(ranks))
+    return tempfile.TemporaryDirectory(prefix="instep-", dir=storage.choose_folder(ranks))
 
 
 def _run_ranks(
@@ -150,7 +150,7 @@ def _run_ranks(
         end_ranks((rank.pid for rank in ranks), job_info.name)
         for rank, file in zip(ranks, files, strict=False):
             rank.reap()
-            unfinished_files.tidy(unfinished_files.mark_at(file))
+            pending_writes.remove_drafts(pending_writes.marker_path(file))
         reaper.stop()
 
 
@@ -189,7 +189,7 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         return JobResult(128 + requested_signal, requested_signal=requested_signal)
     if first is None:
         return JobResult(0, requested_signal=requested_signal)
-    text = report(first, result.ends, job_info.size)
+    text = format_report(first, result.ends, job_info.size)
     here = job_info.first <= first.rank < job_info.first + job.size
     if not (here or job.hosts.by_hand):  # who started the hosts shows the traceback once
         text = text.split("\n")[0] + "\n"
@@ -220,7 +220,7 @@ class Supervisor:
         self._on(signal_queue, self._on_signal)
 
     @property
-    def ends(self) -> list[End]:
+    def ends(self) -> list[RankExit]:
         """How the ranks ended, in their order."""
         return [rank.end for rank in self._ranks if rank.end is not None]
 
@@ -307,7 +307,7 @@ class Supervisor:
         if self._steps is None:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:
-                self._patient_until = time.monotonic() + unfinished_files.LIMIT
+                self._patient_until = time.monotonic() + pending_writes.WAIT_LIMIT
             self.connections.broadcast(why)
             self._next_step()
 

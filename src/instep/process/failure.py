@@ -9,9 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instep.process.exit_status import ended_early, headline, how_it_ended, shell_code
+from instep.process.exit_status import (
+    describe_early_exit,
+    describe_exit,
+    format_failure,
+    shell_exit_code,
+)
 
-SIGHT = 0.1
+DETECTION_DELAY = 0.1
 """Seconds. A death is seen later than it happens, and a peer may have complained in between: a
 rank that vanished without a word is taken to have failed this much before it was seen to."""
 
@@ -55,21 +60,21 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """As a shell has it: 128 + n for signal n."""
-        return shell_code(self.code)
+        return shell_exit_code(self.code)
 
     def __str__(self) -> str:
         """What happened, as a predicate."""
         if self.lost_host:
             return f"was lost with its host {self.lost_host}"
         if self.waiting is not None:
-            return ended_early(self.waiting)
+            return describe_early_exit(self.waiting)
         if self.code < 0:
-            return how_it_ended(self.code)
-        return f"failed (exit code {self.code})" if self.raised else how_it_ended(self.code)
+            return describe_exit(self.code)
+        return f"failed (exit code {self.code})" if self.raised else describe_exit(self.code)
 
 
 @dataclass(frozen=True)
-class End:
+class RankExit:
     """How the process of one rank was seen to end."""
 
     rank: int
@@ -90,7 +95,7 @@ class End:
         return self.left or (self.code == 0 and not self.stopped)
 
 
-def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | None:
+def first_failure(ends: Iterable[RankExit], written: Sequence[Failure]) -> Failure | None:
     """The failure that the others followed from; None when nobody failed."""
     spoke = {failure.rank for failure in written}
     ended = {end.rank: end for end in ends}
@@ -98,7 +103,10 @@ def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | 
     unasked = [end for end in silent if not end.stopped]
     candidates = [
         *written,
-        *(Failure(end.rank, end.time - SIGHT, end.code, text=end.told) for end in unasked),
+        *(
+            Failure(end.rank, end.time - DETECTION_DELAY, end.code, text=end.told)
+            for end in unasked
+        ),
     ] or [Failure(end.rank, end.time, end.code, text=end.told) for end in silent]
     first = min(candidates, key=lambda each: (each.follows, each.time, each.rank), default=None)
     missed = ended.get(first.missed) if first and first.missed is not None else None
@@ -112,11 +120,11 @@ def first_failure(ends: Iterable[End], written: Sequence[Failure]) -> Failure | 
     return replace(first, rank=missed.rank, missed=None, waiting=first.rank, text=text)
 
 
-def report(first: Failure, ends: Sequence[End], size: int) -> str:
+def format_report(first: Failure, ends: Sequence[RankExit], size: int) -> str:
     """What the user reads last: who of `size` ranks failed, how, what became of the others."""
     others = [end for end in ends if end.rank != first.rank]
     finished = [end.rank for end in others if end.code == 0 and not end.stopped]
     stopped = [end.rank for end in others if end.rank not in finished]
-    sentence = headline(first.rank, size, str(first), finished, stopped)
+    sentence = format_failure(first.rank, size, str(first), finished, stopped)
     text = first.text.rstrip(os.linesep)
     return "\n".join([sentence, *([text] if text else [])]) + "\n"

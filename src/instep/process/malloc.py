@@ -32,7 +32,7 @@ _OF_THE_USER = (
 )
 
 
-def keep_what_is_freed() -> None:
+def keep_freed_memory() -> None:
     """Up to 1 GiB from now on, in pieces of up to 32 MiB; the first 512 MiB in huge pages.
 
     Does nothing where the user has tuned it (MALLOC_TRIM_THRESHOLD_ and so on), or without glibc.

@@ -16,7 +16,7 @@ _LONGEST = 2_000_000
 
 
 @dataclass(frozen=True)
-class Knob:
+class Setting:
     """One variable; `str(knob)` and `int(knob)` read the environment as it is now.
 
     Both raise LaunchVariablesError for a value that it does not take. An empty value is the same
@@ -66,72 +66,72 @@ class Knob:
         return self.numbers is not None and int(digits) in self.numbers
 
 
-DEVICE = Knob(
+DEVICE = Setting(
     "INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: never.", choices=("auto", "cpu")
 )
-BACKEND = Knob(
+BACKEND = Setting(
     "INSTEP_BACKEND",
     "auto",
     "What CPU ranks talk through: gloo; shm: shared memory on each host; auto: shm if possible.",
     choices=("auto", "gloo", "shm"),
 )
-TIMEOUT = Knob(
+TIMEOUT = Setting(
     "INSTEP_TIMEOUT",
     "600",
     "Seconds until a collective or a rendezvous gives up.",
     numbers=range(1, _LONGEST + 1),
 )
-ARRIVAL_NOTICE = Knob(
+ARRIVAL_NOTICE = Setting(
     "INSTEP_ARRIVAL_NOTICE",
     "10",
     "Seconds until a line says for which ranks others wait; the next one after twice as long.",
     numbers=range(_LONGEST + 1),
 )
-BUCKET_MIB = Knob(
+BUCKET_MIB = Setting(
     "INSTEP_BUCKET_MIB",
     "25",
     "Gradients that travel together, in MiB; 0: each on its own.",
     numbers=range(2**20 + 1),
 )
-COMPRESSION = Knob(
+COMPRESSION = Setting(
     "INSTEP_COMPRESSION",
     "none",
     "How an unedited script's gradients are sent; all but none make them inexact.",
     choices=("none", "fp16", "bf16", "powersgd"),
 )
-SEED = Knob(
+SEED = Setting(
     "INSTEP_SEED",
     "",
     "What unedited scripts are seeded with; unset: drawn by rank 0.",
     numbers=range(2**32),
 )
-LOAD = Knob(
+LOAD = Setting(
     "INSTEP_LOAD",
     "own",
     "In an unedited script, own: each rank loads its rows of every batch; whole: each rank loads "
     "everything, with the random numbers of plain Python.",
     choices=("own", "whole"),
 )
-DIST_FILE = Knob(
+DIST_FILE = Setting(
     "INSTEP_DIST_FILE",
     "",
     "Where the ranks of several hosts meet without MASTER_ADDR: a file that all of them see.",
 )
-SECRET = Knob(
+SECRET = Setting(
     "INSTEP_SECRET",
     "",
     "What proves that a process belongs to the job; the same on all hosts. On one host "
     "`instep run` draws one for each job.",
     text="16 characters or more",
 )
-WATCH = Knob(
+WATCH = Setting(
     "INSTEP_WATCH",
     "on",
     "off: no process beside each rank that sees it die or hang.",
     choices=("on", "off"),
 )
 
-KNOBS = (
+SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
     *(SEED, LOAD, DIST_FILE, SECRET, WATCH),
 )
@@ -141,16 +141,16 @@ INTERNAL = frozenset({"INSTEP_FAILURE_FILE", "INSTEP_JOB", "INSTEP_SOURCE", "INS
 """What instep's own processes tell each other; see `distributed/identity/launchers.py`."""
 
 
-def check(environ: Mapping[str, str] = os.environ) -> None:
+def check_variables(environ: Mapping[str, str] = os.environ) -> None:
     """Raise LaunchVariablesError unless every INSTEP_* variable there exists and has a value that
     it takes; the error names all that are wrong."""
-    known = INTERNAL.union(knob.name for knob in KNOBS)
+    known = INTERNAL.union(knob.name for knob in SETTINGS)
     wrong = [
         LaunchVariablesError(f"instep has no variable {name}. {_advice(name)}")
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in known
     ]
-    for knob in KNOBS:
+    for knob in SETTINGS:
         try:
             knob.read(environ)
         except LaunchVariablesError as error:
@@ -161,13 +161,13 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
 
 def _advice(name: str) -> str:
     """Names the variable that is spelt nearly so, if there is one."""
-    ends = [knob.name.removeprefix(PREFIX) for knob in KNOBS]
+    ends = [knob.name.removeprefix(PREFIX) for knob in SETTINGS]
     near = get_close_matches(name.removeprefix(PREFIX).upper(), ends, n=1, cutoff=0.7)
     if near:
         return f"Did you mean {PREFIX}{near[0]}?"
     return "docs/variables.md lists what there is."
 
 
-def patience() -> timedelta:
+def timeout() -> timedelta:
     """How long a collective or a rendezvous waits: INSTEP_TIMEOUT."""
     return timedelta(seconds=int(TIMEOUT))

@@ -7,11 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-PER_RANK = 4 << 30
+BYTES_PER_RANK = 4 << 30
 """Bytes: 2 GiB of older checkpoints, the last one, and a share of what rank 0 keeps."""
 
 
-def folder(ranks: int) -> str:
+def choose_folder(ranks: int) -> str:
     """Where folders for so many ranks of this host are to be made: under names of their own, with
     mode 0700.
 
@@ -20,12 +20,12 @@ def folder(ranks: int) -> str:
     """
     free = {place: shutil.disk_usage(place).free for place in _places()}
     for place, bytes_free in free.items():
-        if bytes_free >= ranks * PER_RANK:
+        if bytes_free >= ranks * BYTES_PER_RANK:
             return place
     return max(free, key=lambda place: free[place])
 
 
-def said(place: str) -> str:
+def describe_folder(place: str) -> str:
     """A folder, and what is free there."""
     return f"{place} ({shutil.disk_usage(place).free / 2**30:.1f} GiB free)"
 

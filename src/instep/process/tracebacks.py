@@ -22,18 +22,18 @@ def _libraries() -> tuple[str, ...]:
     )
 
 
-def origin(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """The exception with which it began: the first of those that led to each other."""
     return [*_chain(error)][-1]
 
 
-def is_consequence(error: BaseException) -> bool:
+def is_caused_by_another_rank(error: BaseException) -> bool:
     """Whether it only says that another rank failed, left, or did something else."""
-    began = origin(error)
+    began = root_cause(error)
     return isinstance(began, InstepError) and began.caused_by_another_rank
 
 
-def in_words(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Its class and message; an exception's own code may fail at that."""
     try:
         return f"{type(error).__name__}: {error}"
@@ -41,19 +41,19 @@ def in_words(error: BaseException) -> str:
         return f"{type(error).__name__} (its message raises {type(why).__name__})"
 
 
-def shown(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """As Python prints it, without instep's frames but for the first and the last of each way
     through instep; where a collective failed because this rank was failing already, the exception
     with which that began, and a line about the other."""
-    began = origin(error)
+    began = root_cause(error)
     by_us = isinstance(error, InstepError) and error.caused_by_another_rank
-    told = began if by_us and not is_consequence(error) else error
-    trim(told)
+    told = began if by_us and not is_caused_by_another_rank(error) else error
+    trim_traceback(told)
     text = "".join(traceback.format_exception(told))
-    return text if told is error else f"{text}After that: {in_words(error)}\n"
+    return text if told is error else f"{text}After that: {format_error(error)}\n"
 
 
-def line_of(error: BaseException) -> str:
+def script_line(error: BaseException) -> str:
     """The file and the line of the script from which it was raised; empty if it was not there."""
     libraries = _libraries()
     for frame in reversed([*_frames(error.__traceback__)]):
@@ -62,7 +62,7 @@ def line_of(error: BaseException) -> str:
     return ""
 
 
-def trim(error: BaseException) -> None:
+def trim_traceback(error: BaseException) -> None:
     """Take most of instep's frames out of its traceback, and of those that led to it."""
     for each in _chain(error):
         each.__traceback__ = _joined(_kept([*_frames(each.__traceback__)], each))

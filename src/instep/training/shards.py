@@ -143,7 +143,7 @@ class ShardedLoader(DataLoader[T]):
         return super(ShardedLoader, loading)._get_iterator()
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
-        self._blocks.epoch += not bootstrap.alone()
+        self._blocks.epoch += not bootstrap.is_world_of_one()
         batches = super().__iter__()
         assert self._blocks.last is not None
         # Samples that are loaded in this process seed its generators.
@@ -299,7 +299,7 @@ class SlicedLoader(Generic[T]):
         return len(self._whole)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        self._epoch += not bootstrap.alone()
+        self._epoch += not bootstrap.is_world_of_one()
         stream = SharedRandomStream(derive_seed(self._seed, self._epoch))
         with stream.activate():
             batches = iter(self._whole)

@@ -28,7 +28,7 @@ def hide() -> None:
     The job's name stays, because `instep run` finds by it what the script leaves behind.
     """
     for name in [*os.environ]:
-        if launchers.says_who(name):
+        if launchers.is_launcher_variable(name):
             hidden[name] = os.environ.pop(name)
 
 

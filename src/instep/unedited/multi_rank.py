@@ -24,9 +24,9 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
 from instep.distributed.watchdog.stack_inspection import wait_at_exit
-from instep.process import settings, storage, unfinished_files
+from instep.process import pending_writes, settings, storage
 from instep.process.procfs import boot_id
-from instep.process.tracebacks import in_words
+from instep.process.tracebacks import format_error
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_protection
 from instep.unedited.files.bypass import bypass_overlay
@@ -70,7 +70,7 @@ class MultiRankSession:
         job = _exchange_job_info(self._store, self.world)
         self.seed = job.seed
         self._directories = _LayerDirectories(job, self.world)
-        unfinished_files.begin(self._directories.mark())
+        pending_writes.set_marker(self._directories.mark())
         if launchers.FAILURE_FILE in os.environ:
             write_protection.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         write_protection.allow(*self._directories.writable())
@@ -122,7 +122,7 @@ class MultiRankSession:
     def leave_job(self) -> None:
         """Disconnect the ranks, which can then meet again. Collective.
 
-        They meet at the same store, under other keys: `stores.again`.
+        They meet at the same store, under other keys: `stores.reopen`.
         """
         barrier()
         del self._store
@@ -149,7 +149,7 @@ class MultiRankSession:
         except RuntimeError:  # rank 0, which keeps the store, may have ended
             return True
         with suppress(RuntimeError):
-            self._store.wait([_NEVER], settings.patience())
+            self._store.wait([_NEVER], settings.timeout())
         return False
 
     def _wait_for_all_ranks(self) -> None:
@@ -162,13 +162,13 @@ class MultiRankSession:
         all_done = [f"{_DONE}{rank}" for rank in range(self.world.size)]
         client.announce_exit()
         with suppress(RuntimeError):  # rank 0 has ended: it waited for all ranks
-            wait_at_exit(lambda: self._store.wait(all_done, settings.patience()))
+            wait_at_exit(lambda: self._store.wait(all_done, settings.timeout()))
 
     def _excepthook(
         self, type_: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
         """For sys.excepthook: if all ranks raise the same exception, only rank 0 prints it."""
-        reports = self.reports_failure(in_words(error))
+        reports = self.reports_failure(format_error(error))
         self.add_notes(error)
         if reports and self.world.rank != 0:
             self._streams.restore()
@@ -179,7 +179,7 @@ class MultiRankSession:
 def _join() -> World:
     """Use keys of instep's own, which a process group of the script does not find."""
     hook = sys.excepthook
-    world = bootstrap.init_apart("unedited")
+    world = bootstrap.init_with_prefix("unedited")
     # Not torch's hook, which prints the rank before each line of a traceback.
     sys.excepthook = client.excepthook() or hook
     return world
@@ -205,7 +205,11 @@ def _make_directory(world: World) -> str:
     `instep run` deletes it whatever happens; under another launcher the last rank does.
     """
     failure_file = os.environ.get(launchers.FAILURE_FILE)
-    parent = storage.folder(world.local_size) if failure_file is None else Path(failure_file).parent
+    parent = (
+        storage.choose_folder(world.local_size)
+        if failure_file is None
+        else Path(failure_file).parent
+    )
     directory = tempfile.mkdtemp(prefix="instep-", dir=parent)
     for rank in range(world.size):
         os.mkdir(os.path.join(directory, f"rank{rank}"))
@@ -222,7 +226,7 @@ class _LayerDirectories:
         if self._shared is not None:
             self._own = os.path.join(self._shared, f"rank{world.rank}")
         else:
-            parent = storage.folder(world.local_size)
+            parent = storage.choose_folder(world.local_size)
             self._own = os.path.realpath(tempfile.mkdtemp(prefix="instep-", dir=parent))
         self._generations = None if world.rank == 0 else Generations(self._own, self._shared)
         client.remove_after_exit(self._own, self._shared)
@@ -245,9 +249,9 @@ class _LayerDirectories:
     def mark(self) -> Path:
         """Where this rank marks that it writes a file: for the supervisor, or for its watcher."""
         if launchers.FAILURE_FILE in os.environ:
-            return unfinished_files.mark_at(Path(os.environ[launchers.FAILURE_FILE]))
+            return pending_writes.marker_path(Path(os.environ[launchers.FAILURE_FILE]))
         os.makedirs(self._own, mode=0o700, exist_ok=True)
-        return Path(self._own, unfinished_files.MARK)
+        return Path(self._own, pending_writes.MARKER_NAME)
 
     def delete(self) -> None:
         """Delete this rank's directory; the last rank of the host also deletes the shared one."""

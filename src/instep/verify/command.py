@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     """Do it and return the exit code. Raises CommandLineError, VerificationError."""
-    settings.check()
+    settings.check_variables()
     job = Job(max(asked.n), program)
     for path in (asked.json, asked.plot):
         _check_writable(path)

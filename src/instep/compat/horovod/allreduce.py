@@ -16,7 +16,7 @@ from instep.compat.horovod.gather_broadcast import allgather_async
 from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.tensors import apply
-from instep.distributed.negotiation.execution import scaled
+from instep.distributed.negotiation.execution import scale
 
 Tensors = Sequence[Tensor]
 Convert = Callable[[list[Tensor]], Any]
@@ -60,13 +60,13 @@ class Reduction:
         def finish(_: object, gathered: list[Tensor]) -> Any:
             results = []
             for k, (rows, tensor) in enumerate(zip(gathered, tensors, strict=True)):
-                total = scaled(adasum(rows.view(size, -1)), after).view(tensor.shape)
+                total = scale(adasum(rows.view(size, -1)), after).view(tensor.shape)
                 results.append(total if into is None else into[k])
                 if into is not None:
                     into[k].detach().copy_(total)
             return convert(results)
 
-        flat = [scaled(tensor.detach(), before).reshape(-1) for tensor in tensors]
+        flat = [scale(tensor.detach(), before).reshape(-1) for tensor in tensors]
         return submit("allgather", self.name, flat, self.process_set, finish)
 
 

@@ -17,8 +17,8 @@ from instep.compat.horovod.errors import (
 )
 from instep.distributed.communication import groups
 from instep.distributed.identity.world import World
-from instep.distributed.negotiation.coordinator import Patience
-from instep.distributed.negotiation.message_table import Wish
+from instep.distributed.negotiation.coordinator import StallCheck
+from instep.distributed.negotiation.message_table import Request
 from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.stack_inspection import script_line
@@ -133,13 +133,13 @@ def is_homogeneous() -> bool:
     return world().local_size * world().nodes == world().size
 
 
-def _patience() -> Patience:
+def _patience() -> StallCheck:
     """Horovod's variables for ranks that wait for others; 0 means never."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
-        return Patience(None, None)
+        return StallCheck(None, None)
     warn = float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "60"))
     end = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"))
-    return Patience(warn or None, end or None)
+    return StallCheck(warn or None, end or None)
 
 
 # ------------------------------------------------------------------------------- process sets
@@ -241,7 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _agree(name: str, ranks: list[int]) -> None:
     """Return when every rank has called this function with the same ranks."""
     members = session().negotiator.world.ranks
-    wish = Wish(name, "barrier", members, shapes=(tuple(ranks),), line=script_line())
+    wish = Request(name, "barrier", members, shapes=(tuple(ranks),), line=script_line())
     session().negotiator.submit(Task(wish)).wait()
 
 

@@ -16,7 +16,7 @@ from instep.compat.horovod.gather_broadcast import broadcast_async_
 from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.tensors import current_device
-from instep.distributed.negotiation.message_table import Verdict
+from instep.distributed.negotiation.message_table import Response
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def _gather_bytes(
     if root is not None and root not in process_set.members:
         raise WrongArgumentError.root(root, process_set.members)
 
-    def finish(verdict: Verdict, results: list[Tensor]) -> list[bytes]:
+    def finish(verdict: Response, results: list[Tensor]) -> list[bytes]:
         parts = results[0].split([rows[0] for rows in verdict.rows])
         return [part.numpy().tobytes() for part in parts]
 

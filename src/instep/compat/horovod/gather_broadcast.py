@@ -12,7 +12,7 @@ from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.communication.tensors import apply
-from instep.distributed.negotiation.message_table import Verdict
+from instep.distributed.negotiation.message_table import Response
 
 Tensors = Sequence[Tensor]
 
@@ -94,7 +94,7 @@ class _AllGather(torch.autograd.Function):
             check_has_rows(name, tensor)
         ctx.name, ctx.process_set = name, process_set
 
-        def finish(verdict: Verdict, results: list[Tensor]) -> list[Tensor]:
+        def finish(verdict: Response, results: list[Tensor]) -> list[Tensor]:
             me = process_set.members.index(rank())
             ctx.own_rows = [
                 (sum(rows[k] for rows in verdict.rows[:me]), verdict.rows[me][k])
@@ -255,7 +255,7 @@ def _start_alltoall(
     counts = _split_sizes(splits, len(tensor), len(process_set.members))
     device = splits.device if isinstance(splits, Tensor) else "cpu"
 
-    def finish(verdict: Verdict, results: list[Tensor]) -> Any:
+    def finish(verdict: Response, results: list[Tensor]) -> Any:
         me = process_set.members.index(rank())
         received = torch.tensor([rows[me] for rows in verdict.rows], dtype=torch.int32)
         both = results[0], received.to(device)

@@ -10,11 +10,11 @@ from torch import Tensor
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session
 from instep.compat.horovod.errors import WrongArgumentError
 from instep.distributed.communication.tensors import check_reachable
-from instep.distributed.negotiation.message_table import JOIN, Verdict, Wish
+from instep.distributed.negotiation.message_table import JOIN, Request, Response
 from instep.distributed.negotiation.negotiator import Task
 from instep.distributed.watchdog.stack_inspection import script_line
 
-Finish = Callable[[Verdict, list[Tensor]], Any]
+Finish = Callable[[Response, list[Tensor]], Any]
 
 
 class Handle:
@@ -79,7 +79,7 @@ def submit(
         process_set: the ranks that take part.
         finish: makes the result, in the thread that waits.
         into: the tensors that hold the results.
-        rest: the other fields of a Wish.
+        rest: the other fields of a Request.
 
     Raises WrongArgumentError, WrongDeviceError, UnsuitableTensorError, NameInFlightError,
     NotAMemberError, HorovodInternalError after the end.
@@ -93,7 +93,7 @@ def submit(
         raise WrongArgumentError(
             f"{name} takes tensors of one dtype on one device, not {', '.join(dtypes)}."
         )
-    wish = Wish(
+    wish = Request(
         name,
         collective,
         process_set.members,
@@ -109,7 +109,7 @@ def submit(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this function, or joined."""
     name = full_name("barrier", None, process_set)
-    wish = Wish(name, "barrier", process_set.members, line=script_line())
+    wish = Request(name, "barrier", process_set.members, line=script_line())
     session().negotiator.submit(Task(wish)).wait()
 
 
@@ -122,7 +122,7 @@ def join(device: int = -1) -> int:
     Args:
         device: Horovod's; the device of the others' tensors is used.
     """
-    wish = Wish(JOIN, JOIN, session().negotiator.world.ranks, line=script_line())
+    wish = Request(JOIN, JOIN, session().negotiator.world.ranks, line=script_line())
     verdict, _ = session().negotiator.submit(Task(wish)).wait()
     assert verdict.last is not None
     session().unnamed.clear()  # a rank that joined early has counted fewer calls

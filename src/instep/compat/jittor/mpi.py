@@ -46,7 +46,7 @@ def local_rank() -> int:
 
 def get_state() -> bool:
     """Whether ranks communicate: False inside a single_process_scope."""
-    return not bootstrap.alone()
+    return not bootstrap.is_world_of_one()
 
 
 def broadcast(array: ndarray, root: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from instep.errors import CollectiveError, InstepError
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 
 
 class UnknownOpError(CollectiveError, ValueError):
@@ -44,8 +44,8 @@ class NotAMemberError(CollectiveError, ValueError):
 
     def __init__(self, rank: int, members: Iterable[int]) -> None:
         super().__init__(
-            f"rank {rank} called a collective of the group of {named(members)}, but is no member. "
-            "Call it on the group's members only: if instep.rank in group."
+            f"rank {rank} called a collective of the group of {format_ranks(members)}, but is "
+            "no member. Call it on the group's members only: if instep.rank in group."
         )
 
 

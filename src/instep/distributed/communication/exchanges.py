@@ -24,7 +24,7 @@ from instep.distributed.communication.tensors import (
 )
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.errors import DisagreementError
-from instep.distributed.rendezvous.bootstrap import ranks_by
+from instep.distributed.rendezvous.bootstrap import group_ranks
 
 Shape = tuple[int, ...]
 
@@ -293,7 +293,7 @@ def _gather_row_counts(
     gathered = transport.all_gather(torch.tensor(own, device=tensor.device))
     table: list[list[int]] = torch.stack(gathered).tolist()
     if any(row[-2] != own[-2] for row in table):
-        seen = ranks_by(transport.all_gather_object(spec))
+        seen = group_ranks(transport.all_gather_object(spec))
         if group is not None:
             seen = {spec: [group.ranks[r] for r in ranks] for spec, ranks in seen.items()}
         advice = "Make them equal" + ("." if same_rows else "; only dimension 0 may differ.")

@@ -66,7 +66,7 @@ def group(ranks: Iterable[int]) -> Group:
         )
     if len(members) == 1:
         return Group(members)
-    handle = dist.new_group(list(members), timeout=settings.patience())
+    handle = dist.new_group(list(members), timeout=settings.timeout())
     return Group(members, handle if isinstance(handle, dist.ProcessGroup) else None)
 
 

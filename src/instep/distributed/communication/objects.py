@@ -8,7 +8,7 @@ from typing import TypeVar
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.transport import get_transport, group_rank
 from instep.distributed.errors import DisagreementError
-from instep.distributed.rendezvous.bootstrap import ranks_by
+from instep.distributed.rendezvous.bootstrap import group_ranks
 
 T = TypeVar("T")
 
@@ -50,5 +50,5 @@ def check_same_on_all_ranks(values: Sequence[tuple[str, object]], advice: str) -
         entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]
         if len(set(entries)) > 1:
             names = dict.fromkeys(name for name, _ in entries if name != "nothing")
-            seen = ranks_by([f"{name} {value}" for name, value in entries])
+            seen = group_ranks([f"{name} {value}" for name, value in entries])
             raise DisagreementError(" or ".join(names), seen, advice)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from instep.distributed.identity.authentication import derived, marked, verified
+from instep.distributed.identity.authentication import derive_key, sign, verify
 from instep.distributed.rendezvous import bootstrap
 
 _WHAT = "an object of another rank"
@@ -18,13 +18,13 @@ _WHAT = "an object of another rank"
 
 def dumps(value: object) -> bytes:
     """The value. Raises what pickle raises for one that cannot travel."""
-    return marked(_key(), pickle.dumps(value), _WHAT)
+    return sign(_key(), pickle.dumps(value), _WHAT)
 
 
 def loads(received: bytes | memoryview) -> Any:
     """The value that a rank of this job has sent. Raises AuthenticationError for anything else."""
-    return pickle.loads(verified(_key(), bytes(received), _WHAT))
+    return pickle.loads(verify(_key(), bytes(received), _WHAT))
 
 
 def _key() -> bytes:
-    return derived(bootstrap.key(), "objects")
+    return derive_key(bootstrap.key(), "objects")

@@ -289,12 +289,12 @@ def get_transport(group: Group | None = None) -> Transport:
     if _override is not None:
         return _override
     if group is not None:
-        if not bootstrap.alone():
+        if not bootstrap.is_world_of_one():
             group.own_group_rank()
         return LocalTransport() if group.size == 1 else _transport_over(group.handle)
-    if bootstrap.alone():
+    if bootstrap.is_world_of_one():
         return LocalTransport()
-    bootstrap.join()
+    bootstrap.ensure_init()
     return _transport_over(None) if dist.is_initialized() else LocalTransport()
 
 
@@ -328,7 +328,7 @@ def overlap_group(transport: Transport) -> Transport:
     world = dist.group.WORLD
     assert world is not None
     if world not in _overlap_groups:
-        _overlap_groups[world] = dist.new_group(timeout=settings.patience())
+        _overlap_groups[world] = dist.new_group(timeout=settings.timeout())
     return ProcessGroupTransport(_overlap_groups[world])
 
 

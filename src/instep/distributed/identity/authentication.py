@@ -2,7 +2,7 @@
 
 The secret never passes through what it protects (the ranks' store, a network). `instep run` hands
 it to its ranks in their environment, which no other user can read; other launchers' ranks have it
-from where `given_secret` looks, from a file of mode 0600, or from rank 0 on the same host.
+from where `read_secret` looks, from a file of mode 0600, or from rank 0 on the same host.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MARK_BYTES = 16
 _BEGINNING = len(MAGIC) + _MARK_BYTES
 _SHORTEST = 16
 """Characters of a secret that a user may choose."""
-FILE = "~/.instep/secret"
+SECRET_FILE = "~/.instep/secret"
 """Where a user may keep a secret for all jobs, in a home that all hosts share or copied to each."""
 _OF_OPEN_MPI = "OMPI_MCA_orte_precondition_transports"
 """128 random bits which Open MPI 4's mpirun draws for each job and tells its ranks on all hosts."""
 
 
-def new_secret() -> bytes:
+def make_secret() -> bytes:
     """A fresh one."""
     return os.urandom(32)
 
 
-def given_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
+def read_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret that this process was given: by `instep run` or the user in INSTEP_SECRET, by the
     user's file, or by Open MPI. None where there is none.
 
@@ -42,15 +42,15 @@ def given_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
     """
     told: str | None = environ.get(settings.SECRET.name)
     if told:
-        check_length(told, settings.SECRET.name)
+        check_secret_length(told, settings.SECRET.name)
     else:
-        told = _of_file(os.path.expanduser(FILE)) or environ.get(_OF_OPEN_MPI)
+        told = _of_file(os.path.expanduser(SECRET_FILE)) or environ.get(_OF_OPEN_MPI)
     return None if told is None else hashlib.sha256(told.encode()).digest()
 
 
 def _of_file(path: str) -> str | None:
     try:
-        told = read_private(path).strip()
+        told = read_private_file(path).strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -58,11 +58,11 @@ def _of_file(path: str) -> str | None:
             f"the secret in {path} cannot be used: {error.strerror or error}. "
             "chmod 600 keeps it yours."
         ) from None
-    check_length(told, path)
+    check_secret_length(told, path)
     return told
 
 
-def check_length(secret: str, where: str) -> None:
+def check_secret_length(secret: str, where: str) -> None:
     """Raise LaunchVariablesError for a secret that could be guessed."""
     if len(secret) < _SHORTEST:
         raise LaunchVariablesError(
@@ -71,18 +71,18 @@ def check_length(secret: str, where: str) -> None:
         )
 
 
-def read_private(path: str) -> str:
+def read_private_file(path: str) -> str:
     """The text of a file that only this user can read or write.
 
     Raises OSError for any other: a link, a FIFO, another user's, one that others may open.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, errors="replace") as file:
-        check_private(handle)
+        check_private_file(handle)
         return file.read(65536)
 
 
-def check_private(handle: int) -> None:
+def check_private_file(handle: int) -> None:
     """Raise PermissionError unless this open file is a regular one, and of this user only."""
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
@@ -93,18 +93,18 @@ def check_private(handle: int) -> None:
         raise PermissionError(0, "other users may open it; its mode must be 0600")
 
 
-def derived(secret: bytes, *purpose: str) -> bytes:
+def derive_key(secret: bytes, *purpose: str) -> bytes:
     """A key for one purpose: who knows it knows neither the secret nor another purpose's key."""
     return _digest(secret, [part.encode() for part in purpose], 32)
 
 
-def marked(key: bytes, message: bytes, about: str = "") -> bytes:
+def sign(key: bytes, message: bytes, about: str = "") -> bytes:
     """The message behind a mark that only who knows `key` can make, for this message and what it is
     `about`."""
     return MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES) + message
 
 
-def verified(key: bytes, received: bytes, about: str = "") -> bytes:
+def verify(key: bytes, received: bytes, about: str = "") -> bytes:
     """The message, if its mark is right. Raises AuthenticationError otherwise."""
     message = received[_BEGINNING:]
     right = MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
-def physical(count: int, visible: str | None) -> list[str]:
+def physical_devices(count: int, visible: str | None) -> list[str]:
     """For each of `count` visible devices the physical one, in the order of the variable.
 
     A number, or whatever else the variable has (GPU-… and MIG-… names); without the variable,
@@ -21,7 +21,9 @@ def physical(count: int, visible: str | None) -> list[str]:
     return _named(visible)[:count]
 
 
-def set_too_late(visible: str | None, at_start: str | None, uuids: Sequence[str]) -> str | None:
+def late_change_warning(
+    visible: str | None, at_start: str | None, uuids: Sequence[str]
+) -> str | None:
     """A warning, where CUDA shows devices that the variable does not: it had read it before.
 
     `uuids` are those of the devices that CUDA shows; `at_start` is what this process began with.
@@ -34,7 +36,7 @@ def set_too_late(visible: str | None, at_start: str | None, uuids: Sequence[str]
     shown = "unset" if at_start is None else repr(at_start)
     devices = f"{len(uuids)} device{'s' * (len(uuids) != 1)}"
     return (
-        f"{VISIBLE} is {visible!r}, but CUDA shows {devices} ({', '.join(uuids)}): it was set "
+        f"{VARIABLE} is {visible!r}, but CUDA shows {devices} ({', '.join(uuids)}): it was set "
         f"after CUDA had read it (it was {shown} when this process started). Set it before the "
         "process starts; in a script, before anything asks torch.cuda, is_available() included."
     )

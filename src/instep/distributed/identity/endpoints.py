@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from instep.distributed.errors import RendezvousError
 from instep.distributed.identity import nodelist
-from instep.distributed.identity.local_ranks import launching_process
+from instep.distributed.identity.local_ranks import launcher_process
 from instep.distributed.identity.world import World
 from instep.process.errors import LaunchVariablesError
 from instep.process.procfs import namespace
@@ -58,25 +58,25 @@ class SharedFile:
     """Said by the user, for one job at a time."""
 
 
-Place = Address | PrivateFile | SharedFile
-Meeting = Callable[[Mapping[str, str], World], Place]
+Endpoint = Address | PrivateFile | SharedFile
+FindEndpoint = Callable[[Mapping[str, str], World], Endpoint]
 """Where a launcher's ranks meet. Raises LaunchError where they cannot know."""
 
 
-def as_said(environ: Mapping[str, str], world: World) -> Place:
+def require_master(environ: Mapping[str, str], world: World) -> Endpoint:
     """Whoever speaks PyTorch's dialect has to say it."""
     missing = ["MASTER_ADDR", "MASTER_PORT"]
     raise LaunchVariablesError.incomplete(world.source, {"WORLD_SIZE": str(world.size)}, missing)
 
 
-def under_mpi(environ: Mapping[str, str], world: World) -> Place:
+def mpi_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     """On one host a file that is named after the process which started all of its ranks.
 
     On several, the first host of the allocation, where mpirun puts rank 0.
     """
     if not world.one_host:
         return _in_allocation(environ, world)
-    launching = launching_process(environ)
+    launching = launcher_process(environ)
     if launching is None:
         raise RendezvousError(
             f"{world.source} started {world.size} ranks, but does not say where they meet. "
@@ -85,22 +85,22 @@ def under_mpi(environ: Mapping[str, str], world: World) -> Place:
     return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
 
 
-def under_horovodrun(environ: Mapping[str, str], world: World) -> Place:
+def horovodrun_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     """On one host a file that is named after the server of horovodrun, as each of its ranks has a
     parent of its own. On several, as under mpirun."""
     host, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
     if port is None or not world.one_host:
-        return under_mpi(environ, world)
+        return mpi_endpoint(environ, world)
     return _private(f"horovod-{host}-{port}")
 
 
-def said_by_user(path: str, world: World) -> Place:
+def dist_file_endpoint(path: str, world: World) -> Endpoint:
     """The file of INSTEP_DIST_FILE or --dist-file."""
     whole = os.path.abspath(path)
     return PrivateFile(whole) if world.one_host else SharedFile(whole)
 
 
-def under_slurm(environ: Mapping[str, str], world: World) -> Place:
+def slurm_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     """The first host of the step's node list; on one host, a file.
 
     The port is 20000 + (251 job + 17 step + restarts) mod 12763: after `scontrol requeue` the
@@ -116,11 +116,11 @@ def under_slurm(environ: Mapping[str, str], world: World) -> Place:
     if name not in environ:
         present = {"SLURM_STEP_ID": environ["SLURM_STEP_ID"]}
         raise LaunchVariablesError.incomplete(world.source, present, [name])
-    host = next(nodelist.hosts(environ[name]))
+    host = next(nodelist.expand_hosts(environ[name]))
     return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
 
 
-def _in_allocation(environ: Mapping[str, str], world: World) -> Place:
+def _in_allocation(environ: Mapping[str, str], world: World) -> Endpoint:
     """The first host of a batch system's job, and a port that follows from the job's name.
 
     jsrun's list begins with the host that the batch script runs on, which holds no ranks. Where
@@ -147,7 +147,7 @@ def _host_of_slurm(environ: Mapping[str, str]) -> tuple[str, str] | None:
     if listed is None:
         return None
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
-    return next(nodelist.hosts(listed)), f"{environ.get('SLURM_JOB_ID', '')}.{restarts}"
+    return next(nodelist.expand_hosts(listed)), f"{environ.get('SLURM_JOB_ID', '')}.{restarts}"
 
 
 def _host_of_file(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from instep.distributed.identity import endpoints, nodelist
-from instep.distributed.identity.local_ranks import Siblings
+from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World
 from instep.process import settings
 from instep.process.errors import LaunchVariablesError
@@ -45,7 +45,7 @@ class Launcher:
     node_rank: str | None = None
     nodes: str | None = None
     """Unsaid, hosts are taken to be alike and filled one after the other."""
-    meeting: endpoints.Meeting = endpoints.under_mpi
+    meeting: endpoints.FindEndpoint = endpoints.mpi_endpoint
     """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
     starts_all: bool = True
     """Whether one process starts the ranks of a host at once, so that one which is not there has
@@ -86,7 +86,7 @@ class Launcher:
 
     def _local_size(self, environ: Mapping[str, str], node: int, size: int) -> int:
         if self.tasks_per_node is not None and self.tasks_per_node in environ:
-            return nodelist.tasks_on(environ[self.tasks_per_node], node)
+            return nodelist.count_tasks(environ[self.tasks_per_node], node)
         return _number(environ, self.local_size, default=size)
 
 
@@ -113,7 +113,7 @@ def _torch_names(
         local_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
-        meeting=endpoints.as_said,
+        meeting=endpoints.require_master,
         starts_all=starts_all,
         on_behalf=on_behalf,
     )
@@ -133,7 +133,7 @@ LAUNCHERS = [
         local_size="HOROVOD_LOCAL_SIZE",
         node_rank="HOROVOD_CROSS_RANK",
         nodes="HOROVOD_CROSS_SIZE",
-        meeting=endpoints.under_horovodrun,
+        meeting=endpoints.horovodrun_endpoint,
         starts_all=False,
     ),
     Launcher(
@@ -169,7 +169,7 @@ LAUNCHERS = [
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
         node_rank="SLURM_NODEID",
         nodes="SLURM_STEP_NUM_NODES",
-        meeting=endpoints.under_slurm,
+        meeting=endpoints.slurm_endpoint,
     ),
     # After srun, whose --mpi=pmi2 sets PMI_RANK too, and no local rank by this name.
     Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
@@ -206,7 +206,7 @@ _NAMES = frozenset(
 """What launchers set for their ranks beyond the variables that the table reads."""
 
 
-def says_who(name: str) -> bool:
+def is_launcher_variable(name: str) -> bool:
     """Whether a launcher tells its ranks by this variable who they are and where they meet.
 
     Not so the name of the job, by which `instep run` finds what its ranks leave behind.
@@ -237,20 +237,20 @@ def detect_tasks(environ: Mapping[str, str] = os.environ) -> World:
     return World() if launcher is None or launcher.rank == "RANK" else detect(environ)
 
 
-def meeting_place(world: World, environ: Mapping[str, str] = os.environ) -> endpoints.Place:
+def endpoint(world: World, environ: Mapping[str, str] = os.environ) -> endpoints.Endpoint:
     """Where the ranks of this world meet: as the user says, or by their launcher's own facts.
 
     Raises LaunchVariablesError or RendezvousError where these do not say.
     """
     if said := environ.get(settings.DIST_FILE.name):
-        return endpoints.said_by_user(said, world)
+        return endpoints.dist_file_endpoint(said, world)
     launcher = _launcher(environ)
     if launcher is None or launcher.name != world.source:
-        return endpoints.as_said(environ, world)
+        return endpoints.require_master(environ, world)
     return launcher.meeting(environ, world)
 
 
-def says_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
+def is_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher says that all ranks are on this host. Where it does not say how many
     are, all are taken to be, and that may be wrong."""
     launcher = _launcher(environ)
@@ -270,7 +270,7 @@ def master_port(environ: Mapping[str, str] = os.environ) -> int:
     return port
 
 
-def siblings(world: World) -> Siblings | None:
+def local_ranks(world: World) -> LocalRanks | None:
     """The ranks of this host; None where their launcher does not say which these are.
 
     Who started this process is said by what it was started with: `python -m instep` writes more.
@@ -284,7 +284,7 @@ def siblings(world: World) -> Siblings | None:
     with suppress(LaunchVariablesError):
         told = launcher.world(environ)
         if (told.rank, told.size) == (world.rank, world.size):
-            return Siblings(ranks, launcher.rank, environ, at_once=launcher.starts_all)
+            return LocalRanks(ranks, launcher.rank, environ, at_once=launcher.starts_all)
     return None
 
 

@@ -25,7 +25,7 @@ _RANK_NAMES = (
 )
 
 
-class Siblings:
+class LocalRanks:
     """Looks at the processes of this host's ranks. What cannot be seen is taken to live."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Siblings:
         `environ` is what this one was started with. `at_once`: all were started together, so that
         one which was never seen is not still to come."""
         self._at_once = at_once
-        found = launching_process(environ, variable)
+        found = launcher_process(environ, variable)
         self._parent = None if found is None else found[0]
         self._ranks, self._variable = frozenset(ranks), variable
         self._rank_of: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Siblings:
         return self._rank_of[pid]
 
 
-def orphaned() -> bool:
+def is_orphan() -> bool:
     """Whether multiprocessing started this process, as torch's mp.spawn does, and its parent has
     ended: which waits for its children, so somebody has killed it."""
     multiprocessing = sys.modules.get("multiprocessing.process")  # or this is no child of its
@@ -87,7 +87,7 @@ def orphaned() -> bool:
     return parent is not None and is_alive(os.getpid()) and not is_alive(parent.pid)
 
 
-def launching_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
+def launcher_process(environ: Mapping[str, str], *names: str) -> tuple[int, str] | None:
     """The nearest ancestor that is not of this rank: mpirun, or its helper on this host.
 
     A rank may be started through shells, containers or profilers of its own; all of these have

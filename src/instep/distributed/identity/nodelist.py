@@ -15,7 +15,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
-def hosts(text: str) -> Iterator[str]:
+def expand_hosts(text: str) -> Iterator[str]:
     """The names in a list such as `rack[1-2]n[08-10],login`, in its order.
 
     A number keeps the zeros in front. Raises LaunchVariablesError for what is no such list.
@@ -46,7 +46,7 @@ def _spellings(piece: re.Match[str], text: str) -> list[str]:
     return numbers
 
 
-def tasks_on(text: str, node: int) -> int:
+def count_tasks(text: str, node: int) -> int:
     """How many tasks host number `node` has by a list such as `2(x3),1` (here 2, 2, 2 and 1).
 
     Raises LaunchVariablesError for what is no such list, or one of fewer hosts.

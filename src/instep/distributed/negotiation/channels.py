@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("!I")
 _MOST_AT_ONCE = 1 << 16  # bytes
 
 
-class RankEnd:
+class RankChannel:
     """Where a rank speaks, from any thread, and listens, in one thread."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -49,7 +49,7 @@ class RankEnd:
         self._socket.close()
 
 
-class CoordinatorEnd:
+class CoordinatorChannel:
     """Where the coordinator speaks and listens to one rank, without ever waiting for it."""
 
     def __init__(self, connected: socket.socket) -> None:

@@ -22,7 +22,7 @@ _AT_ONCE = 64
 """Callers that are heard; one more, and the one that came first is hung up on."""
 
 
-def others(listener: socket.socket, size: int, key: bytes) -> list[socket.socket]:
+def accept_ranks(listener: socket.socket, size: int, key: bytes) -> list[socket.socket]:
     """The connections of ranks 1 to `size` - 1, in this order; waits for all."""
     arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
     threading.Thread(target=_answer, args=(listener, key, arrived), daemon=True).start()
@@ -38,7 +38,7 @@ def others(listener: socket.socket, size: int, key: bytes) -> list[socket.socket
     return [lines[rank] for rank in range(1, size)]
 
 
-def call(host: str, port: int, rank: int, key: bytes) -> socket.socket:
+def connect_to_rank_0(host: str, port: int, rank: int, key: bytes) -> socket.socket:
     """This rank's connection to rank 0. Raises AuthenticationError where it is not rank 0."""
     connection = Connection(socket.create_connection((host, port)).detach())
     answer_challenge(connection, key)

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from instep.distributed.identity.authentication import derived
+from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation import connections
-from instep.distributed.negotiation.channels import CoordinatorEnd, RankEnd
+from instep.distributed.negotiation.channels import CoordinatorChannel, RankChannel
 from instep.distributed.negotiation.errors import NegotiationError
-from instep.distributed.negotiation.message_table import Ledger, Verdict
+from instep.distributed.negotiation.message_table import MessageTable, Response
 from instep.distributed.rendezvous import bootstrap
 
-LEAVING = None
+SHUTDOWN = None
 """What a rank says last."""
 _END_SECONDS = 5.0
 """How long the coordinator, at its end, waits for ranks to hear of it."""
@@ -32,7 +32,7 @@ _meetings = 0
 
 
 @dataclass(frozen=True)
-class Patience:
+class StallCheck:
     """What happens while some ranks wait for others. None: never."""
 
     warn_after: float | None = 60.0
@@ -42,10 +42,10 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Line:
+class CoordinatorLink:
     """What a rank says to the coordinator and hears from it."""
 
-    end: RankEnd
+    end: RankChannel
     coordinator: threading.Thread | None = None
     """Where it works in this process."""
 
@@ -56,21 +56,23 @@ class Line:
             self.coordinator.join()
 
 
-def open_line(world: World, patience: Patience) -> Line:
+def open_link(world: World, patience: StallCheck) -> CoordinatorLink:
     """This rank's line to the coordinator, which begins its work on rank 0. Collective."""
     global _meetings
     _meetings += 1
     place = f"instep/coordinator/{_meetings}"
-    key = derived(bootstrap.key(), place)
+    key = derive_key(bootstrap.key(), place)
     if world.rank != 0:
         host, port = json.loads(bootstrap.store().get(place))
-        return Line(RankEnd(connections.call(host, port, world.rank, key)))
+        return CoordinatorLink(
+            RankChannel(connections.connect_to_rank_0(host, port, world.rank, key))
+        )
     ours, theirs = socket.socketpair()
     sockets = [theirs, *_sockets_of_others(world, place, key)]
-    coordinator = _Coordinator([CoordinatorEnd(each) for each in sockets], patience)
+    coordinator = _Coordinator([CoordinatorChannel(each) for each in sockets], patience)
     thread = threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True)
     thread.start()
-    return Line(RankEnd(ours), thread)
+    return CoordinatorLink(RankChannel(ours), thread)
 
 
 def _sockets_of_others(world: World, place: str, key: bytes) -> list[socket.socket]:
@@ -79,7 +81,7 @@ def _sockets_of_others(world: World, place: str, key: bytes) -> list[socket.sock
     listener, host = bootstrap.listener()
     with listener:
         store.set(place, json.dumps([host, listener.getsockname()[1]]))
-        sockets = connections.others(listener, world.size, key)
+        sockets = connections.accept_ranks(listener, world.size, key)
     store.delete_key(place)
     return sockets
 
@@ -87,12 +89,12 @@ def _sockets_of_others(world: World, place: str, key: bytes) -> list[socket.sock
 class _Coordinator:
     """Rank 0's thread. It ends when the first rank leaves, and tells all."""
 
-    def __init__(self, lines: Sequence[CoordinatorEnd], patience: Patience) -> None:
+    def __init__(self, lines: Sequence[CoordinatorChannel], patience: StallCheck) -> None:
         self._lines = lines
         self._selector = selectors.DefaultSelector()
         for rank, line in enumerate(lines):
             self._selector.register(line, selectors.EVENT_READ, rank)
-        self._ledger = Ledger(len(lines))
+        self._ledger = MessageTable(len(lines))
         self._patience = patience
 
     def run(self) -> None:
@@ -125,19 +127,19 @@ class _Coordinator:
         try:
             wishes = self._lines[rank].receive()
         except (EOFError, OSError):
-            wishes = [LEAVING]
+            wishes = [SHUTDOWN]
         for wish in wishes:
-            if wish is LEAVING:
+            if wish is SHUTDOWN:
                 return NegotiationError.rank_left(rank, len(self._lines))
             for verdict in self._ledger.hear(rank, wish, monotonic()):
                 self._tell(verdict)
         return None
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: Response) -> None:
         for rank in reversed(verdict.wish.members):  # this process last, it has the least far to go
             self._send(rank, verdict)
 
-    def _send(self, rank: int, what: Verdict | NegotiationError) -> None:
+    def _send(self, rank: int, what: Response | NegotiationError) -> None:
         self._lines[rank].send(what)
         self._select(rank)
 

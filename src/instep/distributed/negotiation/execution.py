@@ -18,14 +18,16 @@ from instep.distributed.communication.groups import Group
 from instep.distributed.communication.reduce_ops import reduce_parts, to_reduce_dtype
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.negotiation.message_table import Verdict
+from instep.distributed.negotiation.message_table import Response
 
 Tensors = Sequence[Tensor]
 
 _SUMMED_AS_THEY_ARE = ("torch.float32", "torch.float64", "torch.int64")
 
 
-def execute(verdict: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def execute(
+    verdict: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
     """Do it and return the results: in `into`, where that is given, else in new tensors.
 
     Collective, in the order of verdicts. Raises OverflowedError, and what the transport raises.
@@ -39,14 +41,14 @@ def execute(verdict: Verdict, tensors: Tensors, into: Tensors | None, group: Gro
     return list(into)
 
 
-def absent(verdict: Verdict) -> list[Tensor]:
+def make_zeros(verdict: Response) -> list[Tensor]:
     """What a rank contributes that has joined: zeros."""
     wish = verdict.wish
     dtype: torch.dtype = getattr(torch, wish.dtype.removeprefix("torch.") or "float32")
     return [torch.zeros(shape, dtype=dtype, device=wish.device) for shape in wish.shapes]
 
 
-def scaled(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = False) -> Tensor:
+def scale(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = False) -> Tensor:
     """`tensor` times factor, over divisor, in its own dtype; `tensor` itself where both are 1.
 
     `spare`: the tensor may be overwritten.
@@ -62,11 +64,11 @@ def scaled(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = Fal
     return tensor if divisor == 1 else torch.div(tensor, divisor, out=out)
 
 
-def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _all_reduce(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     before, after = v.wish.scales
     op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
     ours = into is not None
-    given = [scaled(tensor, before) for tensor in tensors]
+    given = [scale(tensor, before) for tensor in tensors]
     if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and get_transport(group).in_place:
         totals = _spare(given, ours or before != 1.0)
         get_transport(group).all_reduce_each([total for total in totals if total.numel()], op)
@@ -74,7 +76,7 @@ def _all_reduce(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
         totals = [part.view(tensor.shape) for part, tensor in zip(parts, given, strict=True)]
-    return [scaled(total, after, divisor, spare=True) for total in totals]
+    return [scale(total, after, divisor, spare=True) for total in totals]
 
 
 def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
@@ -98,25 +100,25 @@ def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
 
 
 def _reduce_scatter(
-    v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
+    v: Response, tensors: Tensors, into: Tensors | None, group: Group
 ) -> list[Tensor]:
     before, after = v.wish.scales
     op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
     results = []
     for tensor in tensors:
-        gives = scaled(tensor, before).split(shares(len(tensor), group.size))
+        gives = scale(tensor, before).split(split_sizes(len(tensor), group.size))
         shape = tuple(gives[group.own_group_rank()].shape)
         parts = exchange(get_transport(group), gives, [shape] * group.size)
-        results.append(scaled(reduce_parts(parts, op), after, divisor, spare=True))
+        results.append(scale(reduce_parts(parts, op), after, divisor, spare=True))
     return results
 
 
-def shares(rows: int, size: int) -> list[int]:
+def split_sizes(rows: int, size: int) -> list[int]:
     """How many rows each of `size` ranks gets; the first ones get what is left over."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
-def _all_gather(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _all_gather(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     way = get_transport(group)
     results = []
     for k, tensor in enumerate(tensors):
@@ -129,7 +131,7 @@ def _all_gather(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
     return results
 
 
-def _all_to_all(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _all_to_all(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     (tensor,) = tensors
     me = group.own_group_rank()
     shapes = [(splits[me], *tensor.shape[1:]) for splits in v.rows]
@@ -137,7 +139,7 @@ def _all_to_all(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group
     return [torch.cat(taken)]
 
 
-def _broadcast(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _broadcast(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     assert v.wish.root is not None
     root = group.group_rank(v.wish.root)
     results = []
@@ -149,12 +151,12 @@ def _broadcast(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group)
     return results
 
 
-def _nothing(v: Verdict, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _nothing(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
     """All ranks are ready: that is all there is to it."""
     return []
 
 
-_KINDS: dict[str, Callable[[Verdict, Tensors, Tensors | None, Group], list[Tensor]]] = {
+_KINDS: dict[str, Callable[[Response, Tensors, Tensors | None, Group], list[Tensor]]] = {
     "allreduce": _all_reduce,
     "reducescatter": _reduce_scatter,
     "allgather": _all_gather,

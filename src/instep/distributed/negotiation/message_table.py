@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from instep.distributed.errors import DisagreementError
 from instep.distributed.negotiation.errors import NegotiationError
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 
 Shape = tuple[int, ...]
 Key = tuple[tuple[int, ...], str]
@@ -26,7 +26,7 @@ _JOINABLE = ("barrier", JOIN)
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """A collective that one rank is ready for."""
 
     name: str
@@ -56,10 +56,10 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Response:
     """What becomes of a wish: every member gets the same, in the same order."""
 
-    wish: Wish
+    wish: Request
     """One of the wishes; they agree on all that matters."""
     rows: tuple[tuple[int, ...], ...] = ()
     """What each member gives: rows of each tensor (allgather) or for each member (alltoall)."""
@@ -70,32 +70,32 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Delay:
+class StalledRequest:
     """A wish that waits for ranks that have not submitted it."""
 
-    wish: Wish
+    wish: Request
     present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"{named(self.present)} submitted {self.wish.name} {self.seconds:.0f} s ago at "
-            f"{self.wish.line}; {named(self.missing)} did not yet."
+            f"{format_ranks(self.present)} submitted {self.wish.name} {self.seconds:.0f} s ago at "
+            f"{self.wish.line}; {format_ranks(self.missing)} did not yet."
         )
 
 
-class Ledger:
+class MessageTable:
     """What the ranks have submitted and is not complete, in the order in which it came."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._waiting: dict[Key, dict[int, Wish]] = {}
+        self._waiting: dict[Key, dict[int, Request]] = {}
         self._since: dict[Key, float] = {}
         self._told: set[Key] = set()
         self._joined: list[int] = []
 
-    def hear(self, rank: int, wish: Wish, now: float) -> list[Verdict]:
+    def hear(self, rank: int, wish: Request, now: float) -> list[Response]:
         """Note what `rank` is ready for; returns what is complete by that, in its order."""
         if wish.kind == JOIN:
             self._joined.append(rank)
@@ -111,15 +111,15 @@ class Ledger:
         """Whether nothing waits."""
         return not self._waiting
 
-    def delays(self, now: float, seconds: float) -> list[Delay]:
+    def delays(self, now: float, seconds: float) -> list[StalledRequest]:
         """What has been waiting for at least so long, the oldest first."""
         return [
-            Delay(wishes[min(wishes)], tuple(sorted(wishes)), self._missing(key), waited)
+            StalledRequest(wishes[min(wishes)], tuple(sorted(wishes)), self._missing(key), waited)
             for key, wishes in self._waiting.items()
             if (waited := now - self._since[key]) >= seconds
         ]
 
-    def new_delays(self, now: float, seconds: float) -> list[Delay]:
+    def new_delays(self, now: float, seconds: float) -> list[StalledRequest]:
         """Those that no call before this one has returned."""
         delays = self.delays(now, seconds)
         new = [delay for delay in delays if delay.wish.key not in self._told]
@@ -130,7 +130,7 @@ class Ledger:
         here = {*self._waiting[key], *self._joined}
         return tuple(rank for rank in key[0] if rank not in here)
 
-    def _if_complete(self, key: Key) -> list[Verdict]:
+    def _if_complete(self, key: Key) -> list[Response]:
         if self._missing(key):
             return []
         wishes = self._waiting.pop(key)
@@ -138,36 +138,36 @@ class Ledger:
         self._told.discard(key)
         return [_verdict(wishes, [rank for rank in key[0] if rank not in wishes])]
 
-    def _if_all_joined(self, wish: Wish) -> list[Verdict]:
+    def _if_all_joined(self, wish: Request) -> list[Response]:
         if len(self._joined) < self._size:
             return []
         last = self._joined[-1]
         self._joined.clear()
-        return [Verdict(wish, last=last)]
+        return [Response(wish, last=last)]
 
 
-def _verdict(wishes: Mapping[int, Wish], joined: list[int]) -> Verdict:
+def _verdict(wishes: Mapping[int, Request], joined: list[int]) -> Response:
     """What becomes of the wishes of all members but those who joined."""
     first = wishes[min(wishes)]
     fault = _disagreement(wishes)
     if fault is None and joined and first.kind not in _JOINABLE and first.op not in ("sum", "mean"):
         kind = f"{first.kind} ({first.op})" if first.op else first.kind
         fault = NegotiationError(
-            f"{first.name} ({first.line}) is of the kind {kind}, and {named(joined)} already "
-            "called join(): a rank that joined can only add zeros to sums and averages. Call it "
-            "before any joins."
+            f"{first.name} ({first.line}) is of the kind {kind}, and {format_ranks(joined)} "
+            "already called join(): a rank that joined can only add zeros to sums and averages. "
+            "Call it before any joins."
         )
     if fault is not None:
-        return Verdict(first, fault=fault)
+        return Response(first, fault=fault)
     given = [wishes[rank] for rank in first.members if rank in wishes]
     if first.kind == "alltoall":
-        return Verdict(first, tuple(wish.splits for wish in given))
+        return Response(first, tuple(wish.splits for wish in given))
     if first.kind == "allgather":
-        return Verdict(first, tuple(tuple(s[0] for s in wish.shapes) for wish in given))
-    return Verdict(first)
+        return Response(first, tuple(tuple(s[0] for s in wish.shapes) for wish in given))
+    return Response(first)
 
 
-def _disagreement(wishes: Mapping[int, Wish]) -> NegotiationError | None:
+def _disagreement(wishes: Mapping[int, Request]) -> NegotiationError | None:
     """The first respect in which the ranks differ."""
     for what, view, advice in _RESPECTS:
         seen: dict[str, list[int]] = {}
@@ -179,13 +179,13 @@ def _disagreement(wishes: Mapping[int, Wish]) -> NegotiationError | None:
     return None
 
 
-def _shapes(wish: Wish) -> str:
+def _shapes(wish: Request) -> str:
     free = wish.kind in _RAGGED
     shown = [("any", *shape[1:]) if free else shape for shape in wish.shapes]
     return ", ".join(f"({', '.join(map(str, shape))})" for shape in shown)
 
 
-_RESPECTS: tuple[tuple[str, Callable[[Wish], str], str], ...] = (
+_RESPECTS: tuple[tuple[str, Callable[[Request], str], str], ...] = (
     ("the kind", lambda w: w.kind, "Give different collectives different names."),
     ("the dtype", lambda w: w.dtype, "Convert them to one."),
     ("the device", lambda w: w.device, "Move them to one kind."),

@@ -16,10 +16,10 @@ from torch import Tensor
 from instep.distributed.communication import groups
 from instep.distributed.communication.errors import NotAMemberError
 from instep.distributed.communication.groups import Group
-from instep.distributed.negotiation.coordinator import LEAVING, Patience, open_line
+from instep.distributed.negotiation.coordinator import SHUTDOWN, StallCheck, open_link
 from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
-from instep.distributed.negotiation.execution import absent, execute
-from instep.distributed.negotiation.message_table import Key, Ledger, Verdict, Wish
+from instep.distributed.negotiation.execution import execute, make_zeros
+from instep.distributed.negotiation.message_table import Key, MessageTable, Request, Response
 from instep.distributed.rendezvous import bootstrap
 from instep.errors import InstepError
 
@@ -28,7 +28,7 @@ class Task:
     """A collective that this rank has submitted."""
 
     def __init__(
-        self, wish: Wish, tensors: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self, wish: Request, tensors: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
     ) -> None:
         self.wish = wish
         self.tensors = [tensor.detach() for tensor in tensors]
@@ -38,21 +38,21 @@ class Task:
         self.stream = torch.cuda.current_stream() if wish.device == "cuda" else None
         """Where the tensors come from and the results are used, on a GPU."""
         self._over = threading.Event()
-        self._outcome: tuple[Verdict, list[Tensor]] | Exception
+        self._outcome: tuple[Response, list[Tensor]] | Exception
 
     @property
     def over(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
         return self._over.is_set()
 
-    def wait(self) -> tuple[Verdict, list[Tensor]]:
+    def wait(self) -> tuple[Response, list[Tensor]]:
         """What was agreed and what came of it. Raises NegotiationError, OverflowedError."""
         self._over.wait()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
 
-    def end(self, outcome: tuple[Verdict, list[Tensor]] | Exception) -> None:
+    def end(self, outcome: tuple[Response, list[Tensor]] | Exception) -> None:
         """Let `wait` return."""
         self._outcome = outcome
         self._over.set()
@@ -61,7 +61,7 @@ class Task:
 class Negotiator:
     """This rank's side. Made, and closed, by all ranks of the world."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: StallCheck) -> None:
         world = bootstrap.init()
         self.world = groups.group(range(world.size))
         """All ranks."""
@@ -72,7 +72,7 @@ class Negotiator:
         self._line = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         if world.size > 1:
-            self._line = open_line(world, patience)
+            self._line = open_link(world, patience)
             self._thread = threading.Thread(target=self._serve, name="instep", daemon=True)
             self._thread.start()
 
@@ -101,20 +101,20 @@ class Negotiator:
             self._tasks[wish.key] = task
         self._say(wish)  # without the lock: whoever reads the answers needs it
         if self._line is None:
-            for verdict in Ledger(1).hear(0, wish, 0.0):
+            for verdict in MessageTable(1).hear(0, wish, 0.0):
                 self._settle(verdict)
         return task
 
     def close(self) -> None:
         """Leave; what is under way on any rank ends with an error."""
         if self._line is not None:
-            self._say(LEAVING)
+            self._say(SHUTDOWN)
             self._thread.join()
             self._line.close()
         for group in self._groups.values():
             groups.release(group)
 
-    def _say(self, what: Wish | None) -> None:
+    def _say(self, what: Request | None) -> None:
         if self._line is not None:
             with suppress(OSError):  # the coordinator has ended: the thread hears that too
                 self._line.end.send(what)
@@ -124,9 +124,9 @@ class Negotiator:
         assert self._line is not None
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread has the first one
-        end: Verdict | NegotiationError
+        end: Response | NegotiationError
         try:
-            while isinstance(end := self._line.end.receive(), Verdict):
+            while isinstance(end := self._line.end.receive(), Response):
                 self._settle(end)
         except (EOFError, OSError):
             end = NegotiationError.rank_left(0, self.world.size)
@@ -137,10 +137,10 @@ class Negotiator:
         for task in left.values():
             task.end(end)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, verdict: Response) -> None:
         wish = verdict.wish
-        task = self._tasks.get(wish.key) or Task(wish, absent(verdict))  # this rank has joined
-        outcome: tuple[Verdict, list[Tensor]] | Exception
+        task = self._tasks.get(wish.key) or Task(wish, make_zeros(verdict))  # this rank has joined
+        outcome: tuple[Response, list[Tensor]] | Exception
         if verdict.fault is not None:
             outcome = verdict.fault
         else:

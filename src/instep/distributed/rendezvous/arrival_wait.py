@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from instep.distributed.errors import RendezvousError
-from instep.distributed.identity.local_ranks import Siblings, orphaned
+from instep.distributed.identity.local_ranks import LocalRanks, is_orphan
 from instep.process import settings
-from instep.process.exit_status import arrivals, named
+from instep.process.exit_status import format_arrived, format_ranks
 
 T = TypeVar("T")
 _SHORT, _PART, _LONG = 0.002, 0.02, 0.2
@@ -22,14 +22,14 @@ def _nobody() -> Mapping[int, str]:
     return {}
 
 
-class Vigil:
+class ArrivalWait:
     """One wait for others."""
 
     def __init__(
         self,
         count: int,
         seconds: float,
-        siblings: Siblings | None = None,
+        siblings: LocalRanks | None = None,
         *,
         members: str = "rank",
         speaks: bool = True,
@@ -61,7 +61,7 @@ class Vigil:
         """Between two attempts. Raises as `until` does."""
         if self._siblings is not None and (ended := self._siblings.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
-        if orphaned():
+        if is_orphan():
             raise RendezvousError(
                 "the process that started this rank was ended before all ranks had met, so nobody "
                 "starts those that are missing, or waits for this one."
@@ -84,9 +84,9 @@ class Vigil:
         return [k for k in range(self._count) if k not in there] if there else [0]
 
     def _waits(self, waited: float, there: Mapping[int, str]) -> str:
-        whom = f"{named(self._absent(there), self._members)} of {self._count}"
+        whom = f"{format_ranks(self._absent(there), self._members)} of {self._count}"
         left = max(self._seconds - waited, 0.0)
         return (
             f"has waited {waited:.0f} s for {whom} to arrive, and waits {left:.0f} s more"
-            f"{arrivals(there, self._members)}."
+            f"{format_arrived(there, self._members)}."
         )

@@ -26,16 +26,16 @@ import torch.distributed.nn.functional
 from instep.distributed import shm
 from instep.distributed.errors import AuthenticationError, DeviceError, RendezvousError
 from instep.distributed.identity import cuda_visible_devices, launchers
-from instep.distributed.identity.authentication import derived, given_secret, new_secret
+from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, join_check, listening, port_file
-from instep.distributed.rendezvous.stores import host_of, open_store
+from instep.distributed.rendezvous.stores import open_store, store_host
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
 from instep.errors import InstepWarning
 from instep.process import malloc, settings
 from instep.process.errors import LaunchVariablesError
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 from instep.process.procfs import read_environ
 
 _ones: list[World] = []
@@ -59,7 +59,7 @@ class _Trust:
     """Whether all ranks share one loopback interface, as far as is known."""
 
 
-_OWN = new_secret()
+_OWN = make_secret()
 _trusts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Trust] = weakref.WeakKeyDictionary()
 """By the default process group."""
 
@@ -110,7 +110,7 @@ def init(
     return _init(method, rank, world_size, timeout)
 
 
-def init_apart(prefix: str) -> World:
+def init_with_prefix(prefix: str) -> World:
     """As `init`, with keys of its own in the store: who starts a process group there too finds none
     of ours."""
     return _init(None, None, None, None, prefix)
@@ -125,14 +125,14 @@ def _init(
 ) -> World:
     if dist.is_initialized() or _ones:
         return current()
-    settings.check()
+    settings.check_variables()
     world = _asked_for(rank, world_size)
     if world.size == 1:
         return world
-    timeout = timeout or settings.patience()
+    timeout = timeout or settings.timeout()
     device = _take_device(world)
     if device.type == "cpu":
-        malloc.keep_what_is_freed()
+        malloc.keep_freed_memory()
     backend = _backend(world, device)
     opened = open_store(method, world, timeout)
     _tell_interface(opened.interface)
@@ -141,7 +141,7 @@ def _init(
     one_host = opened.interface == interfaces.LOOPBACK
     client.attend(world, store, opened.key, partial(_listener, store, one_host))
     if device.type == "cuda":
-        claim(store, world, str(torch.cuda.get_device_properties(device).uuid))
+        check_devices_differ(store, world, str(torch.cuda.get_device_properties(device).uuid))
     # NCCL's threads ask the store once a second as long as the job lasts: not of Python.
     torchs = bare if device.type == "cuda" else store
     dist.init_process_group(
@@ -160,7 +160,7 @@ def _init(
     return world
 
 
-def join() -> None:
+def ensure_init() -> None:
     """Meet the other ranks, unless that has happened; whoever made the group, it is watched."""
     if not dist.is_initialized():
         init()
@@ -176,7 +176,7 @@ def _note_watched() -> None:
     _watched[:] = [weakref.ref(dist.group.WORLD)]
 
 
-def alone() -> bool:
+def is_world_of_one() -> bool:
     """Whether this process is in a world of one, made by `world_of_one`."""
     return bool(_ones)
 
@@ -212,35 +212,36 @@ def key() -> bytes:
 def _trusted() -> _Trust:
     assert dist.group.WORLD is not None
     if dist.group.WORLD not in _trusts:
-        _trust(_agreed_key(given_secret()), current().one_host)
+        _trust(_agreed_key(read_secret()), current().one_host)
     return _trusts[dist.group.WORLD]
 
 
 def _trust(key: bytes, one_host: bool, torchs: dist.Store | None = None) -> None:
     assert dist.group.WORLD is not None
     below = dist.distributed_c10d._get_default_store()
-    store = VerifiedStore(below, derived(key, "store"))
+    store = VerifiedStore(below, derive_key(key, "store"))
     _trusts[dist.group.WORLD] = _Trust(key, store, torchs, one_host)
 
 
 def _agreed_key(secret: bytes | None) -> bytes:
     """Of the secret that all ranks were given, or drawn where none was."""
-    mine = bytes(32) if secret is None else derived(secret, "which")
+    mine = bytes(32) if secret is None else derive_key(secret, "which")
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_home())
     heard = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(heard, sent)
     unlike = [rank for rank, each in enumerate(heard) if not torch.equal(each, heard[0])]
     if unlike:
         raise AuthenticationError(
-            f"{named(unlike)} has another INSTEP_SECRET (or ~/.instep/secret), or none, than "
-            f"{named({*range(len(heard))} - {*unlike})}. Give all ranks the same one, or none."
+            f"{format_ranks(unlike)} has another INSTEP_SECRET (or ~/.instep/secret), or none, "
+            f"than {format_ranks({*range(len(heard))} - {*unlike})}. "
+            "Give all ranks the same one, or none."
         )
-    return _drawn_key() if secret is None else derived(secret, "group")
+    return _drawn_key() if secret is None else derive_key(secret, "group")
 
 
 def _drawn_key() -> bytes:
     """Rank 0 draws it and tells the others, past the store. Collective."""
-    drawn = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8).to(_home())
+    drawn = torch.frombuffer(bytearray(make_secret()), dtype=torch.uint8).to(_home())
     dist.broadcast(drawn, 0)
     return drawn.cpu().numpy().tobytes()
 
@@ -259,8 +260,8 @@ def listener() -> tuple[socket.socket, str]:
 
 
 def _listener(store: dist.Store, one_host: bool) -> tuple[socket.socket, str]:
-    host = port_file.HOST if one_host else host_of(store) or socket.gethostname()
-    return listening.anew(host), host
+    host = port_file.LOOPBACK_HOST if one_host else store_host(store) or socket.gethostname()
+    return listening.listen_on_free_port(host), host
 
 
 def _backend(world: World, device: torch.device) -> str:
@@ -297,7 +298,7 @@ def _asked_for(rank: int | None, world_size: int | None) -> World:
 def _tell_interface(name: str | None) -> None:
     """Gloo and NCCL take it from the environment and from nowhere else; what is there stays."""
     if name is not None:
-        for variable in interfaces.VARIABLES:
+        for variable in interfaces.IFNAME_VARIABLES:
             os.environ.setdefault(variable, name)
 
 
@@ -314,39 +315,39 @@ def _take_device(world: World) -> torch.device:
         raise DeviceError.too_few(world.local_size, count)
     device = torch.device("cuda", world.local_rank % count)
     torch.cuda.set_device(device)
-    if (late := devices_set_too_late()) is not None:
+    if (late := late_devices_warning()) is not None:
         warnings.warn(late, InstepWarning, stacklevel=4)
     return device
 
 
-def devices_set_too_late() -> str | None:
+def late_devices_warning() -> str | None:
     """What is to be said if CUDA, which is in use here, does not know CUDA_VISIBLE_DEVICES."""
-    said = os.environ.get(cuda_visible_devices.VISIBLE)
-    at_start = read_environ("self").get(cuda_visible_devices.VISIBLE)
+    said = os.environ.get(cuda_visible_devices.VARIABLE)
+    at_start = read_environ("self").get(cuda_visible_devices.VARIABLE)
     # torch.cuda.device_count() may count the variable's entries, and lets ask for no other device.
     known, shown = torch.cuda.device_count(), torch.accelerator.device_count()
     uuids = [
         str(torch.cuda.get_device_properties(k).uuid) if k < known else "…" for k in range(shown)
     ]
-    return cuda_visible_devices.set_too_late(said, at_start, uuids)
+    return cuda_visible_devices.late_change_warning(said, at_start, uuids)
 
 
-def claim(store: dist.Store, world: World, device: str) -> None:
+def check_devices_differ(store: dist.Store, world: World, device: str) -> None:
     """Raise DeviceError on all ranks where two have one accelerator. Before NCCL sees it.
 
     A launcher may show each rank one GPU, and the same to two of them.
     """
     store.set(f"instep/device{world.rank}", f"{socket.gethostname()}, {device}")
     claims = store.multi_get([f"instep/device{rank}" for rank in range(world.size)])
-    for claimed, ranks in ranks_by([str(each, "utf-8") for each in claims]).items():
+    for claimed, ranks in group_ranks([str(each, "utf-8") for each in claims]).items():
         if len(ranks) > 1:
             raise DeviceError(
-                f"{named(ranks)} share one GPU ({claimed}); each rank needs its own. "
+                f"{format_ranks(ranks)} share one GPU ({claimed}); each rank needs its own. "
                 "Give every task one GPU, or start as many ranks as there are GPUs."
             )
 
 
-def ranks_by(values: list[str]) -> dict[str, list[int]]:
+def group_ranks(values: list[str]) -> dict[str, list[int]]:
     """Which ranks hold which value: the index of `values` is the rank."""
     holders: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 
 LOOPBACK = "lo"
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+IFNAME_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo and NCCL look for the name of an interface, at each new group."""
 _SIOCGIFCONF = 0x8912
 _ENTRY = struct.Struct("16s4x4s16x")
@@ -28,27 +28,27 @@ def addresses() -> list[tuple[str, str]]:
     return [*_of_ipv4(), *_of_ipv6()]
 
 
-def outer_addresses() -> list[str]:
+def routable_addresses() -> list[str]:
     """The addresses of this host at which other hosts may reach it, the most likely one first."""
     outer = [found for _, found in addresses() if not _stays_here(found)]
     routed = _source_towards(_FAR_AWAY)
     return sorted(outer, key=lambda found: found != routed)
 
 
-def interface_towards(host: str | None) -> str | None:
+def find_interface(host: str | None) -> str | None:
     """The interface through which `host` is reached, and where `host` is this one reaches it.
 
     None for `host`, or a name that means the loopback interface here and this host elsewhere
     (Debian writes 127.0.1.1 into /etc/hosts): the one that leads out of this host. None as an
     answer: it cannot be told.
     """
-    source = None if host is None or means_itself_here_only(host) else _source_towards(host)
+    source = None if host is None or is_local_alias(host) else _source_towards(host)
     if source is None:
-        source = next(iter(outer_addresses()), None)
+        source = next(iter(routable_addresses()), None)
     return next((name for name, found in addresses() if found == source), None)
 
 
-def means_itself_here_only(host: str) -> bool:
+def is_local_alias(host: str) -> bool:
     """Whether this is a name that leads to the loopback interface here, and hither elsewhere."""
     with suppress(ValueError):
         ip_address(host)

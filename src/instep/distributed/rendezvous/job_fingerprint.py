@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from instep.distributed.errors import MixedJobError
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 from instep.process.procfs import boot_id, namespace
 from instep.version import __version__
 
@@ -20,7 +20,7 @@ _ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
 
 
 @dataclass(frozen=True)
-class Card:
+class JobFingerprint:
     """One process of a job, or one host's supervisor."""
 
     host: str
@@ -35,7 +35,7 @@ class Card:
     """What the script was started with, less what only tells a rank its place."""
 
     @classmethod
-    def of_this_process(cls) -> Card:
+    def of_this_process(cls) -> JobFingerprint:
         """The card of the program that runs as `__main__`, or that was announced."""
         if _announced:
             return cls.of_command(_announced)
@@ -43,7 +43,7 @@ class Card:
         return cls.of_command([path or "", *sys.argv[1:]])
 
     @classmethod
-    def of_command(cls, command: Sequence[str]) -> Card:
+    def of_command(cls, command: Sequence[str]) -> JobFingerprint:
         """The card of a program to be: `script.py args…` or `-m module args…`."""
         program, *arguments = command[1:] if command[0] == "-m" else command
         return cls(
@@ -55,7 +55,7 @@ class Card:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, object]) -> Card:
+    def from_json(cls, told: Mapping[str, object]) -> JobFingerprint:
         """As it arrives. Raises TypeError where it has other fields, or another kind of value."""
         card = cls(**told)  # type: ignore[arg-type]
         card = replace(card, arguments=tuple(card.arguments))
@@ -72,7 +72,7 @@ def announce(command: Sequence[str]) -> None:
     _announced[:] = command
 
 
-def check(fingerprints: Mapping[int, Card], members: str) -> None:
+def check_same_job(fingerprints: Mapping[int, JobFingerprint], members: str) -> None:
     """Raise MixedJobError unless these are of one job; `members` is "rank" or "host"."""
     for field, problem, advice in _MUST_AGREE:
         holders: dict[str, list[int]] = {}
@@ -80,7 +80,7 @@ def check(fingerprints: Mapping[int, Card], members: str) -> None:
             holders.setdefault(str(_shown(getattr(fingerprint, field))), []).append(member)
         if len(holders) > 1:
             sides = "; ".join(
-                f"{value} on {named(held, members)}" for value, held in holders.items()
+                f"{value} on {format_ranks(held, members)}" for value, held in holders.items()
             )
             raise MixedJobError(f"{problem.format(members)}: {sides}. {advice}")
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
 from instep.distributed.identity import authentication
-from instep.distributed.identity.local_ranks import Siblings
+from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import job_fingerprint
-from instep.distributed.rendezvous.arrival_wait import Vigil
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.arrival_wait import ArrivalWait
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import LaunchError
 
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Met:
+class JoinResult:
     """All ranks have come, and are of one job."""
 
     one_host: bool
@@ -47,14 +47,14 @@ class Met:
     """What marks all that they say from now on; None where they have no secret in common."""
 
 
-def call(
+def check_join(
     store: dist.Store,
     world: World,
     timeout: timedelta,
-    siblings: Siblings | None = None,
+    siblings: LocalRanks | None = None,
     secret: bytes | None = None,
     all_have_come: Callable[[], None] = lambda: None,
-) -> Met:
+) -> JoinResult:
     """Return when all ranks have come and are of one job.
 
     With a `secret` every rank draws a number, and the key comes of the secret and all numbers: so
@@ -67,39 +67,39 @@ def call(
     """
     seconds = timeout.total_seconds()
     store = _of_job(store, secret)
-    card = Card.of_this_process()
+    card = JobFingerprint.of_this_process()
     if world.source == BY_THE_SCRIPT:
         card = replace(card, arguments=())
     mine = os.urandom(16).hex()
     store.set(_key(world.rank), json.dumps([card.to_json(), mine]))
     if world.rank != 0:
-        vigil = Vigil(world.size, seconds, speaks=False, grace=_GRACE)
+        vigil = ArrivalWait(world.size, seconds, speaks=False, grace=_GRACE)
         one_host, numbers = _hear(store, world, vigil, siblings)
         if mine != numbers[world.rank]:  # an earlier job's verdict, repeated
             raise AuthenticationError.not_of_this_job(_VERDICT)
     else:
         try:
-            one_host, numbers = _judge(store, world, Vigil(world.size, seconds, siblings))
+            one_host, numbers = _judge(store, world, ArrivalWait(world.size, seconds, siblings))
             all_have_come()
         except LaunchError as error:
             store.set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
             raise
         store.set(_VERDICT, json.dumps([one_host, numbers]))
-    return Met(one_host, secret and authentication.derived(secret, "job", *numbers))
+    return JoinResult(one_host, secret and authentication.derive_key(secret, "job", *numbers))
 
 
-def has_come(store: dist.Store, rank: int) -> bool:
+def has_arrived(store: dist.Store, rank: int) -> bool:
     """Whether somebody has handed in that rank's card."""
     return store.check([_key(rank)])
 
 
-def stand_in(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
+def stand_in_for_rank_0(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
     """Rank 0 has ended, and who waits for it on other hosts cannot see that: tell them."""
     _of_job(store, secret).set(_VERDICT, json.dumps([type(error).__name__, str(error)]))
     time.sleep(_LINGERS)
 
 
-def check_for_stand_in(store: dist.Store) -> None:
+def raise_error_of_stand_in(store: dist.Store) -> None:
     """Raise what a rank that stands in for rank 0 has said, if there is one."""
     if store.check([_VERDICT]):
         _raise_told(_read(store, _VERDICT))
@@ -114,18 +114,18 @@ def _raise_told(verdict: Any) -> None:
 def _of_job(store: dist.Store, secret: bytes | None) -> dist.Store:
     if secret is None:
         return store
-    return VerifiedStore(store, authentication.derived(secret, "roll call"))
+    return VerifiedStore(store, authentication.derive_key(secret, "roll call"))
 
 
-def _judge(store: dist.Store, world: World, vigil: Vigil) -> tuple[bool, list[str]]:
+def _judge(store: dist.Store, world: World, vigil: ArrivalWait) -> tuple[bool, list[str]]:
     """Whether all share one loopback interface, and the numbers that they have drawn."""
 
     def came() -> Mapping[int, str]:
-        there = [rank for rank in range(world.size) if has_come(store, rank)]
+        there = [rank for rank in range(world.size) if has_arrived(store, rank)]
         return {rank: _card(store, rank)[0].host for rank in there}
 
-    def comes(rank: int) -> tuple[Card, str] | None:
-        if has_come(store, rank):
+    def comes(rank: int) -> tuple[JobFingerprint, str] | None:
+        if has_arrived(store, rank):
             return _card(store, rank)
         if store.check([_ENDED]):
             ended, host = _read(store, _ENDED)
@@ -133,13 +133,13 @@ def _judge(store: dist.Store, world: World, vigil: Vigil) -> tuple[bool, list[st
         return None
 
     all_ = {rank: vigil.until(partial(comes, rank), came) for rank in range(world.size)}
-    job_fingerprint.check({rank: card for rank, (card, _) in all_.items()}, "rank")
+    job_fingerprint.check_same_job({rank: card for rank, (card, _) in all_.items()}, "rank")
     one_host = len({card.network for card, _ in all_.values()}) == 1
     return one_host, [number for _, number in all_.values()]
 
 
 def _hear(
-    store: dist.Store, world: World, vigil: Vigil, siblings: Siblings | None
+    store: dist.Store, world: World, vigil: ArrivalWait, siblings: LocalRanks | None
 ) -> tuple[bool, list[str]]:
     """Rank 0 raises for all; so who sees that one of this host has ended tells it."""
 
@@ -165,11 +165,11 @@ def _hear(
     return bool(first), [str(number) for number in second]
 
 
-def _card(store: dist.Store, rank: int) -> tuple[Card, str]:
+def _card(store: dist.Store, rank: int) -> tuple[JobFingerprint, str]:
     """Of that rank, and the number that it has drawn."""
     try:
         card, number = _read(store, _key(rank))
-        return Card.from_json(card), str(number)
+        return JobFingerprint.from_json(card), str(number)
     except (TypeError, ValueError):
         raise AuthenticationError.not_of_this_job(_key(rank)) from None
 

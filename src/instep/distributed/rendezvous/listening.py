@@ -12,15 +12,15 @@ from instep.distributed.errors import PortInUseError, RendezvousError
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import interfaces
 
-ANYWHERE = "0.0.0.0"
+ALL_INTERFACES = "0.0.0.0"
 
 
-def only(hosts: Sequence[str]) -> str:
+def listen_address(hosts: Sequence[str]) -> str:
     """The one address to listen at; all, where it is not known at which one others will come."""
-    return hosts[0] if len(hosts) == 1 else ANYWHERE
+    return hosts[0] if len(hosts) == 1 else ALL_INTERFACES
 
 
-def handed_down(port: int) -> socket.socket | None:
+def inherited_listener(port: int) -> socket.socket | None:
     """The socket that `instep run` has bound to this port for rank 0.
 
     Whoever asks again gets none, nor whoever asks for a port that the script has chosen itself.
@@ -39,15 +39,15 @@ def handed_down(port: int) -> socket.socket | None:
     return None
 
 
-def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
+def bind(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
     """A socket on `host`, bound to `port` or a free one, but not listening.
 
     So a script that binds the port itself still can: both allow it (SO_REUSEADDR).
     Raises PortInUseError, or RendezvousError where `host` is not an address of this host.
     """
     family, address = resolve(host, port)
-    if not one_host and interfaces.means_itself_here_only(host):
-        family, address = socket.AF_INET, (ANYWHERE, port)
+    if not one_host and interfaces.is_local_alias(host):
+        family, address = socket.AF_INET, (ALL_INTERFACES, port)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -64,8 +64,8 @@ def reserve(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket
 
 
 def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
-    """As `reserve`, and listening: a second one is refused. Raises the same."""
-    listener = reserve(host, port, one_host=one_host)
+    """As `bind`, and listening: a second one is refused. Raises the same."""
+    listener = bind(host, port, one_host=one_host)
     try:
         listener.listen(socket.SOMAXCONN)
     except OSError:
@@ -74,13 +74,13 @@ def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
     return listener
 
 
-def anew(host: str) -> socket.socket:
+def listen_on_free_port(host: str) -> socket.socket:
     """A socket that listens on a free port of this host's address `host`, and of all addresses
     where it is not this host's own."""
     try:
-        listener = reserve(host, one_host=False)
+        listener = bind(host, one_host=False)
     except RendezvousError:
-        listener = reserve(ANYWHERE)
+        listener = bind(ALL_INTERFACES)
     listener.listen(1024)
     return listener
 

@@ -14,14 +14,14 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from instep.distributed.errors import RendezvousError
-from instep.distributed.identity.authentication import new_secret, read_private
+from instep.distributed.identity.authentication import make_secret, read_private_file
 
-HOST = "127.0.0.1"
+LOOPBACK_HOST = "127.0.0.1"
 _KNOCK = 2.0
 """Seconds within which an address of another host answers."""
 
 
-class Note(NamedTuple):
+class PortFile(NamedTuple):
     """What a note says."""
 
     host: str
@@ -33,12 +33,12 @@ class Note(NamedTuple):
 
 
 @contextmanager
-def put_up(path: str, port: int, hosts: Sequence[str] = (HOST,)) -> Iterator[bytes]:
+def publish(path: str, port: int, hosts: Sequence[str] = (LOOPBACK_HOST,)) -> Iterator[bytes]:
     """Let the file say `port` for a while; yields the secret that it tells.
 
     Raises RendezvousError where it cannot be written.
     """
-    draft, secret = f"{path}.{os.getpid()}", new_secret()
+    draft, secret = f"{path}.{os.getpid()}", make_secret()
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w") as file:
@@ -54,24 +54,24 @@ def put_up(path: str, port: int, hosts: Sequence[str] = (HOST,)) -> Iterator[byt
         os.unlink(path)
 
 
-def read(path: str) -> Note | None:
+def read(path: str) -> PortFile | None:
     """Host, port and secret, if the file is there and somebody listens.
 
     Raises RendezvousError for a file that is not this user's own, or no note.
     """
     try:
-        port, secret, *hosts = read_private(path).split()
-        notes = [Note(host, int(port), bytes.fromhex(secret)) for host in hosts]
+        port, secret, *hosts = read_private_file(path).split()
+        notes = [PortFile(host, int(port), bytes.fromhex(secret)) for host in hosts]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, str(error.strerror)) from None
     except ValueError:
         raise _unusable(path, "it is no port file of instep's") from None
-    return next((note for note in notes if answers(note.host, note.port)), None)
+    return next((note for note in notes if is_listening(note.host, note.port)), None)
 
 
-def answers(host: str, port: int) -> bool:
+def is_listening(host: str, port: int) -> bool:
     """Whether somebody listens there."""
     with suppress(OSError), socket.create_connection((host, port), _KNOCK):
         return True

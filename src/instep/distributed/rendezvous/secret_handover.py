@@ -25,7 +25,7 @@ _SECRET_BYTES = 32
 
 
 @contextmanager
-def offer(address: str, port: int, secret: bytes) -> Iterator[None]:
+def hand_over(address: str, port: int, secret: bytes) -> Iterator[None]:
     """Tell this user's processes the `secret` for a while; they know `address` and `port`.
 
     Raises AuthenticationError where another process listens at that name.
@@ -47,7 +47,7 @@ def offer(address: str, port: int, secret: bytes) -> Iterator[None]:
             answering.join()
 
 
-def ask(address: str, port: int) -> bytes | None:
+def request_secret(address: str, port: int) -> bytes | None:
     """What rank 0 tells; None where it has not answered, and may when it is asked again.
 
     Raises ConnectionRefusedError where nobody listens, and AuthenticationError where the process

@@ -20,12 +20,18 @@ import torch.distributed as dist
 
 from instep.distributed.errors import AuthenticationError, LeftoverRendezvousError, RendezvousError
 from instep.distributed.identity import endpoints, launchers
-from instep.distributed.identity.authentication import check_private, given_secret, new_secret
-from instep.distributed.identity.local_ranks import Siblings
+from instep.distributed.identity.authentication import check_private_file, make_secret, read_secret
+from instep.distributed.identity.local_ranks import LocalRanks
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, join_check, port_file, secret_handover
-from instep.distributed.rendezvous.arrival_wait import Vigil
-from instep.distributed.rendezvous.listening import ANYWHERE, handed_down, only, reserve, resolve
+from instep.distributed.rendezvous.arrival_wait import ArrivalWait
+from instep.distributed.rendezvous.listening import (
+    ALL_INTERFACES,
+    bind,
+    inherited_listener,
+    listen_address,
+    resolve,
+)
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import LaunchError
 from instep.process.errors import LaunchVariablesError
@@ -34,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Opened:
+class JoinedStore:
     """A store at which all ranks have arrived."""
 
     store: dist.Store
@@ -45,18 +51,20 @@ class Opened:
     """What marks what the ranks write; None where they have no secret in common."""
 
 
-def open_store(method: str | dist.Store | None, world: World, timeout: timedelta) -> Opened:
+def open_store(method: str | dist.Store | None, world: World, timeout: timedelta) -> JoinedStore:
     """Meet the other ranks. Raises RendezvousError and its siblings under LaunchError."""
     with ExitStack() as until_all_have_come:
-        secret = given_secret()
-        arrival = _Arrival(world, timeout, launchers.siblings(world), secret, until_all_have_come)
+        secret = read_secret()
+        arrival = _Arrival(
+            world, timeout, launchers.local_ranks(world), secret, until_all_have_come
+        )
         store, secret = _open(method, arrival)
-        met = join_check.call(
+        met = join_check.check_join(
             store, world, timeout, arrival.siblings, secret, until_all_have_come.close
         )
     if met.one_host:
-        return Opened(store, interfaces.LOOPBACK, met.key)
-    return Opened(store, interfaces.interface_towards(host_of(store)), met.key)
+        return JoinedStore(store, interfaces.LOOPBACK, met.key)
+    return JoinedStore(store, interfaces.find_interface(store_host(store)), met.key)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class _Arrival:
 
     world: World
     timeout: timedelta
-    siblings: Siblings | None
+    siblings: LocalRanks | None
     secret: bytes | None
     """What it was given; a file at which the ranks meet may tell one."""
     until_all_have_come: ExitStack
@@ -75,7 +83,7 @@ class _Arrival:
         first_here = 1 if self.world.node_rank == 0 else 0
         speaks = self.world.local_rank == first_here
         seconds = self.timeout.total_seconds()
-        return Vigil(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
+        return ArrivalWait(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
 
     def client(self, host: str, port: int) -> dist.Store:
         """A store that somebody hosts there."""
@@ -87,7 +95,7 @@ class _Arrival:
 
     def serve(self, listener: socket.socket) -> dist.Store:
         """The store of rank 0, which this is."""
-        return serve(listener, self.world.size, self.timeout)
+        return serve_store(listener, self.world.size, self.timeout)
 
 
 _kept: dict[tuple[str, int], dist.Store] = {}
@@ -95,7 +103,7 @@ _kept: dict[tuple[str, int], dist.Store] = {}
 _turns: Counter[tuple[str, int]] = Counter()
 
 
-def again(host: str, port: int) -> dist.Store | None:
+def reopen(host: str, port: int) -> dist.Store | None:
     """The store at which this process has met there before, for another meeting of all ranks.
 
     A script that runs unedited until it makes a process group of its own meets twice.
@@ -107,11 +115,11 @@ def again(host: str, port: int) -> dist.Store | None:
     return dist.PrefixStore(f"again{_turns[host, port]}", store)
 
 
-def host_of(store: dist.Store) -> str | None:
+def store_host(store: dist.Store) -> str | None:
     """The host at which rank 0 listens, as this rank knows it; None where nobody says."""
     while isinstance(store, dist.PrefixStore | VerifiedStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore) and store.host != ANYWHERE:
+    if isinstance(store, dist.TCPStore) and store.host != ALL_INTERFACES:
         return store.host
     return None
 
@@ -141,12 +149,12 @@ def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> _Fou
     both = ("MASTER_ADDR", "MASTER_PORT")
     present = {name: environ[name] for name in both if name in environ}
     if not present:
-        return _store_at(launchers.meeting_place(world, environ), arrival)
+        return _store_at(launchers.endpoint(world, environ), arrival)
     if missing := [name for name in both if name not in environ]:
         raise LaunchVariablesError.incomplete(world.source, present, missing)
     host = environ["MASTER_ADDR"]
     port = launchers.master_port(environ)
-    store = again(host, port)
+    store = reopen(host, port)
     if store is None:
         store = _kept[host, port] = _store_of_master(host, port, environ, arrival)
     return store, _secret(store, host, port, arrival)
@@ -158,7 +166,7 @@ def _store_of_master(
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives ranks, which come again
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"instep/attempt{attempt}", arrival.client(host, port))
-    held = handed_down(port) if arrival.world.rank == 0 else None
+    held = inherited_listener(port) if arrival.world.rank == 0 else None
     return arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
 
 
@@ -167,23 +175,23 @@ def _secret(store: dist.Store, host: str, port: int, arrival: _Arrival) -> bytes
     draws and hands to this user's processes; else none."""
     world = arrival.world
     if arrival.secret is not None or not (
-        interfaces.is_loopback(host) or launchers.says_one_host(world)
+        interfaces.is_loopback(host) or launchers.is_one_host(world)
     ):
         return arrival.secret
     address = str(resolve(host, port)[1][0])
     if world.rank != 0:
         return arrival.find(partial(_handed_over, store, address, port, world.size))
-    secret = new_secret()
-    arrival.until_all_have_come.enter_context(secret_handover.offer(address, port, secret))
+    secret = make_secret()
+    arrival.until_all_have_come.enter_context(secret_handover.hand_over(address, port, secret))
     return secret
 
 
 def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
     """None where rank 0 is still to come, which begins to hand over before it hands in its card."""
     try:
-        join_check.check_for_stand_in(store)
-        is_there = join_check.has_come(store, 0)
-        return secret_handover.ask(address, port)
+        join_check.raise_error_of_stand_in(store)
+        is_there = join_check.has_arrived(store, 0)
+        return secret_handover.request_secret(address, port)
     except dist.DistNetworkError:
         raise RendezvousError.ended([0], size, "its host") from None
     except ConnectionRefusedError:
@@ -196,15 +204,15 @@ def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes
         return None
 
 
-def _store_at(place: endpoints.Place, arrival: _Arrival) -> _Found:
+def _store_at(place: endpoints.Endpoint, arrival: _Arrival) -> _Found:
     match place:
         case endpoints.Address(host, port, job):
             store = _tcp_store(host, port, arrival, job)
             return store, _secret(store, host, port, arrival)
         case endpoints.PrivateFile(path):
-            return _noted_store(path, (port_file.HOST,), arrival)
+            return _noted_store(path, (port_file.LOOPBACK_HOST,), arrival)
         case endpoints.SharedFile(path):
-            return _noted_store(path, interfaces.outer_addresses(), arrival)
+            return _noted_store(path, interfaces.routable_addresses(), arrival)
 
 
 def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> _Found:
@@ -212,8 +220,8 @@ def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> _Found:
     if arrival.world.rank != 0:
         note = arrival.find(partial(port_file.read, path))
         return arrival.client(note.host, note.port), arrival.secret or note.secret
-    listener = reserve(only(hosts))
-    putting_up = port_file.put_up(path, listener.getsockname()[1], hosts)
+    listener = bind(listen_address(hosts))
+    putting_up = port_file.publish(path, listener.getsockname()[1], hosts)
     secret = arrival.until_all_have_come.enter_context(putting_up)
     return arrival.serve(listener), arrival.secret or secret
 
@@ -225,22 +233,22 @@ def _tcp_store(host: str, port: int, arrival: _Arrival, job: str = "") -> dist.S
         return dist.PrefixStore(job, store) if job else store
 
     def of_rank_0() -> dist.Store:
-        return ours(arrival.serve(reserve(host, port, one_host=arrival.world.one_host)))
+        return ours(arrival.serve(bind(host, port, one_host=arrival.world.one_host)))
 
     if arrival.world.rank == 0:
         return of_rank_0()
     resolve(host, port)
     try:
-        arrival.find(lambda: port_file.answers(host, port) or None)
+        arrival.find(lambda: port_file.is_listening(host, port) or None)
         return ours(arrival.client(host, port))
     except RendezvousError as error:
         if arrival.siblings is not None and 0 in arrival.siblings.gone:
             with suppress(LaunchError):  # another one does
-                join_check.stand_in(of_rank_0(), error, arrival.secret)
+                join_check.stand_in_for_rank_0(of_rank_0(), error, arrival.secret)
         raise
 
 
-def serve(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPStore:
+def serve_store(listener: socket.socket, size: int, timeout: timedelta) -> dist.TCPStore:
     """Rank 0's store on a socket that is bound already: TCPStore alone binds every interface."""
     listener.listen(socket.SOMAXCONN)
     host, port = listener.getsockname()[:2]
@@ -263,7 +271,7 @@ def _file_store(path: str, arrival: _Arrival) -> _Found:
         store = dist.FileStore(path, world.size)
         store.set_timeout(arrival.timeout)
         met_before = store.add(f"instep/rank{world.rank}", 1) > 1
-        mine: Any = new_secret().hex()
+        mine: Any = make_secret().hex()
         secret = store.compare_set("instep/secret", "", mine)
     except (OSError, RuntimeError) as error:
         raise RendezvousError(f"cannot meet in the file {path}: {error}") from error
@@ -279,6 +287,6 @@ def _make_private(path: str) -> None:
     try:
         if os.fstat(handle).st_uid == os.getuid():
             os.fchmod(handle, 0o600)
-        check_private(handle)
+        check_private_file(handle)
     finally:
         os.close(handle)

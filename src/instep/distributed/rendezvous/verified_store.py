@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.distributed.identity.authentication import marked, verified
+from instep.distributed.identity.authentication import sign, verify
 
 
 class VerifiedStore(dist.Store):
@@ -34,7 +34,7 @@ class VerifiedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait for it, and read it."""
-        return verified(self._key, self.underlying_store.get(key), key)
+        return verify(self._key, self.underlying_store.get(key), key)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several."""
@@ -44,13 +44,13 @@ class VerifiedStore(dist.Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read several."""
         values = self.underlying_store.multi_get(list(keys))
-        return [verified(self._key, value, key) for key, value in zip(keys, values, strict=True)]
+        return [verify(self._key, value, key) for key, value in zip(keys, values, strict=True)]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write `desired` if there is `expected`, or nothing where that is empty; what is there."""
         before: Any = self._marked(key, expected) if expected else ""
         after: Any = self._marked(key, desired)
-        return verified(self._key, self.underlying_store.compare_set(key, before, after), key)
+        return verify(self._key, self.underlying_store.compare_set(key, before, after), key)
 
     def add(self, key: str, amount: int) -> int:
         """Count; not verified."""
@@ -90,4 +90,4 @@ class VerifiedStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - what torch's C++ looks for
 
     def _marked(self, key: str, value: str | bytes) -> bytes:
-        return marked(self._key, value.encode() if isinstance(value, str) else bytes(value), key)
+        return sign(self._key, value.encode() if isinstance(value, str) else bytes(value), key)

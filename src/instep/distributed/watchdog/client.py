@@ -24,7 +24,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from instep.distributed.identity.authentication import derived
+from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog import interrupts
@@ -34,10 +34,10 @@ from instep.distributed.watchdog.stack_inspection import (
     main_thread_line,
     main_thread_wait,
 )
-from instep.process import isolated_command, settings, unfinished_files
+from instep.process import isolated_command, pending_writes, settings
 from instep.process.failure import Failure
-from instep.process.last_seen import LastSeen, expect_crash, note
-from instep.process.tracebacks import is_consequence, origin, trim
+from instep.process.last_position import LastPosition, enable_faulthandler, write_position
+from instep.process.tracebacks import is_caused_by_another_rank, root_cause, trim_traceback
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 PATIENCE = 3.0
@@ -76,7 +76,7 @@ def _hub(
 ) -> dict[str, object]:
     """Where the hub listens."""
     key = f"instep/distributed/watchdog/{len(_attendants)}"
-    known: dict[str, object] = {} if secret is None else {"token": derived(secret, key).hex()}
+    known: dict[str, object] = {} if secret is None else {"token": derive_key(secret, key).hex()}
     if world.rank != 0:
         known = json.loads(store.get(key)) | known
         return known | {"hosts": [known.pop("host"), *_master(store)]}
@@ -189,11 +189,11 @@ class Attendant:
     ) -> None:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
-            follows = is_consequence(error)
-            missed = getattr(origin(error), "rank", None) if follows else None
+            follows = is_caused_by_another_rank(error)
+            missed = getattr(root_cause(error), "rank", None) if follows else None
             code = 130 if issubclass(kind, KeyboardInterrupt) else 1
             self._say_failed(code, follows=follows, missed=missed)
-            trim(error)
+            trim_traceback(error)
         self._hook(kind, error, error.__traceback__)
 
     def _child_ends(self) -> None:
@@ -241,7 +241,7 @@ class Attendant:
             os.waitpid(self._watcher, 0)
 
     def _note(self) -> None:
-        note(self._seen, main_thread_line())
+        write_position(self._seen, main_thread_line())
 
     def _die(self, text: str, missed: int | None) -> None:
         """The main thread is stuck, so it cannot raise an error."""
@@ -252,8 +252,8 @@ class Attendant:
 
     def _leave(self, code: int, why: str, missed: int | None = None) -> None:
         """End this process with that code, whatever the main thread does."""
-        self._line.say("leaving", writing=unfinished_files.is_writing())
-        unfinished_files.wait_for_all()
+        self._line.say("leaving", writing=pending_writes.has_pending_writes())
+        pending_writes.wait_for_writes()
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
             rank, now = self._world.rank, time.time()
@@ -268,7 +268,7 @@ class Attendant:
 def _crash_file() -> int:
     """Where a fatal signal leaves Python's account of it, for the watcher."""
     fd = os.memfd_create("crash")
-    expect_crash(fd)
+    enable_faulthandler(fd)
     return fd
 
 
@@ -277,4 +277,4 @@ def _seen_file() -> int:
     path = os.environ.get(FAILURE_FILE)
     if path is None:
         return os.memfd_create("seen")
-    return os.open(LastSeen(path).line_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return os.open(LastPosition(path).line_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from instep.distributed.watchdog.connection import Said
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 
 APART = 0.002
 """Seconds between the ends of two ranks, as their watchers saw them, that tell which was first."""
@@ -39,5 +39,5 @@ def _all_in_one(failures: Sequence[Said]) -> Said:
     if not rest:
         return chosen
     others = [failure["rank"] for failure in rest]
-    what = f"{chosen['what']}, at the same moment as {named(others)}"
+    what = f"{chosen['what']}, at the same moment as {format_ranks(others)}"
     return chosen | {"what": what, "with": others}

@@ -13,7 +13,7 @@ from instep.distributed.watchdog.connection import Line, Said
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.interrupt_agreement import Agreement
 from instep.distributed.watchdog.messages import is_sound
-from instep.process.exit_status import ended_early, headline, how_it_ended
+from instep.process.exit_status import describe_early_exit, describe_exit, format_failure
 
 NEWS = 0.1
 """Seconds after the first news of a failure until the first failure is named. A death is seen later
@@ -199,9 +199,11 @@ class Hub:
         where = f" on {first['host']}" if len(self._hosts) > 1 else ""
         what = first["what"] + where
         if missed is not None and (missed in self._finished or self._ended.get(missed) == 0):
-            what, rank = ended_early(rank), missed
+            what, rank = describe_early_exit(rank), missed
         others = set(range(self._size)) - {rank, *first.get("with", ())}
-        return headline(rank, self._size, what, others & self._finished, others - self._finished)
+        return format_failure(
+            rank, self._size, what, others & self._finished, others - self._finished
+        )
 
     def _let_the_others_go(self) -> None:
         if not self._left:
@@ -258,5 +260,5 @@ def failure(
     rank: int, host: str, code: int | None, what: str | None = None, *, silent: bool
 ) -> Said:
     """The news that a rank failed; `silent` if it could not say so itself."""
-    what = how_it_ended(code) if what is None else what
+    what = describe_exit(code) if what is None else what
     return {"rank": rank, "host": host, "code": code, "what": what, "silent": silent}

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from instep.distributed.watchdog.connection import Said
 from instep.distributed.watchdog.event_loop import Loop
-from instep.process.exit_status import named
+from instep.process.exit_status import format_ranks
 
 LOOK = 0.25
 """Seconds between two looks at where the ranks are."""
@@ -100,7 +100,7 @@ class Agreement:
         elif self._still >= (HERE_LIMIT if self._here else LIMIT) and not self._over:
             self._over = True
             where = "\n".join(f"  rank {r} is at {self._lines.get(r, '?')}" for r in sorted(left))
-            who = named(left)
+            who = format_ranks(left)
             self._ranks.give_up(
                 f"interrupted, and {who} did not come to a point at which all ranks can be "
                 f"interrupted:\n{where}"

@@ -18,8 +18,9 @@ from pathlib import Path
 from instep.distributed.watchdog.connection import Line, Said
 from instep.distributed.watchdog.event_loop import Loop
 from instep.distributed.watchdog.hub import Hub, failure
-from instep.process.exit_status import headline, named, shell_code
-from instep.process.last_seen import crash_told, line_told
+from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
+from instep.process.last_position import format_crash, format_position
+from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
     context_switches,
     descendants,
@@ -29,7 +30,6 @@ from instep.process.procfs import (
     read_stat,
     set_process_name,
 )
-from instep.process.unfinished_files import LIMIT, MARK, tidy
 
 LOOK, LOOK_CLOSELY = 2.5, 0.3
 """Seconds between two looks at the rank; the second once any rank has come to its end."""
@@ -158,7 +158,7 @@ class Watcher:
     def _last_words(self, code: int | None) -> str:
         """What is known of how the rank ended, as lines."""
         crash = _text_of(self._crash) if code is not None and code < 0 else ""
-        return crash_told(crash) or line_told(_text_of(self._seen_file), time.time())
+        return format_crash(crash) or format_position(_text_of(self._seen_file), time.time())
 
     def _leave(self) -> None:
         """Let the rank go, or make it."""
@@ -168,7 +168,7 @@ class Watcher:
             return  # `instep run` on this host sees to it
         self._leaving = True
         self._line.say(
-            "leave", code=shell_code(self._failure["code"]), why=self._failure["headline"]
+            "leave", code=shell_exit_code(self._failure["code"]), why=self._failure["headline"]
         )
         if not (self._spoke or self._finished):  # who ends already, its threads hear no more
             self._loop.after(OBEY, lambda: None if self._obeyed else kill(self._pidfd))
@@ -177,18 +177,18 @@ class Watcher:
     def _end_rank(self) -> None:
         if self._writing:
             self._writing = False
-            self._loop.after(LIMIT, self._end_rank)
+            self._loop.after(WAIT_LIMIT, self._end_rank)
         else:
             kill(self._pidfd)
 
     def clean_up(self) -> None:
         """Remove the rank's folders, once it has ended."""
-        if self._folders is None or not has_ended(self._pidfd, LIMIT):
+        if self._folders is None or not has_ended(self._pidfd, WAIT_LIMIT):
             return
         import shutil  # few watchers need it
 
         own, shared = self._folders
-        tidy(Path(own, MARK))
+        remove_drafts(Path(own, MARKER_NAME))
         shutil.rmtree(own, ignore_errors=True)
         if shared is not None and not [*Path(shared).glob("rank*")]:
             shutil.rmtree(shared, ignore_errors=True)
@@ -212,7 +212,7 @@ class Watcher:
             said = None
             what = f"is lost: its host does not answer ({error.strerror})"
             self._failure = failure(0, "", 1, what, silent=True)
-            self._failure["headline"] = headline(0, self._size, what, (), (self._rank,))
+            self._failure["headline"] = format_failure(0, self._size, what, (), (self._rank,))
             self._leave()
         if said is None:
             self._loop.off(self._hub)
@@ -307,7 +307,7 @@ class Watcher:
             where = f"{wait['call']} at {wait['line']}"
             verb = "has" if len(gone) == 1 else "have"
             self._convict(
-                f"rank {self._rank} waits in {where} for {named(gone)}, which {verb} ended.",
+                f"rank {self._rank} waits in {where} for {format_ranks(gone)}, which {verb} ended.",
                 gone[0],
             )
         elif self._still >= 2 and not self._told_wait:

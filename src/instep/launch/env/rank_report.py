@@ -44,7 +44,7 @@ def describe_rank() -> Facts:
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
         "versions": _versions(),
-        "layers": storage.said(storage.folder(world.local_size)),
+        "layers": storage.describe_folder(storage.choose_folder(world.local_size)),
         "warnings": _warnings(),
     }
 
@@ -61,10 +61,10 @@ def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
         "set": {
             name: environ[name]
             for name in (
-                *(knob.name for knob in settings.KNOBS),
+                *(knob.name for knob in settings.SETTINGS),
                 *THREADS,
                 *NETWORK_VARIABLES,
-                cuda_visible_devices.VISIBLE,
+                cuda_visible_devices.VARIABLE,
             )
             if name in environ and name != settings.SECRET.name
         },
@@ -94,7 +94,9 @@ def _gpus() -> list[Facts]:
     return [
         {"visible": k, "physical": name, "name": torch.cuda.get_device_properties(k).name}
         for k, name in enumerate(
-            cuda_visible_devices.physical(count, os.environ.get(cuda_visible_devices.VISIBLE))
+            cuda_visible_devices.physical_devices(
+                count, os.environ.get(cuda_visible_devices.VARIABLE)
+            )
         )
     ]
 
@@ -120,5 +122,5 @@ def _versions() -> dict[str, str]:
 
 
 def _warnings() -> list[str]:
-    late = bootstrap.devices_set_too_late() if torch.cuda.is_initialized() else None
+    late = bootstrap.late_devices_warning() if torch.cuda.is_initialized() else None
     return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]

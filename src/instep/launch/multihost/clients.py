@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from instep.distributed.errors import AuthenticationError
-from instep.distributed.identity.authentication import marked, new_secret, verified
+from instep.distributed.identity.authentication import make_secret, sign, verify
 
 PATIENCE = 5.0
 """Seconds within which who has connected says its line."""
@@ -80,7 +80,7 @@ class ClientListener:
         with suppress(OSError):  # it has gone again, or there are too many
             line = self._listen.accept()[0]
             line.setblocking(False)
-            client = _Client(line, new_secret().hex(), monotonic() + PATIENCE)
+            client = _Client(line, make_secret().hex(), monotonic() + PATIENCE)
             self._clients.append(client)
             if len(self._clients) > _AT_ONCE:
                 self._close(self._clients[0])
@@ -127,7 +127,7 @@ def encode_message(what: dict[str, Any], secret: bytes | None, about: str) -> by
     """A line of text: JSON, and with a `secret` its mark, for what it answers."""
     text = json.dumps(what).encode()
     if secret is not None:
-        text = marked(secret, text, about).hex().encode()
+        text = sign(secret, text, about).hex().encode()
     return text + b"\n"
 
 
@@ -139,7 +139,7 @@ def decode_message(line: bytes, secret: bytes | None, about: str) -> dict[str, A
     if secret is not None and line.startswith(b"{"):
         raise AuthenticationError.not_of_this_job("what the members of the job say")
     try:
-        text = line if secret is None else verified(secret, bytes.fromhex(line.decode()), about)
+        text = line if secret is None else verify(secret, bytes.fromhex(line.decode()), about)
         message = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None

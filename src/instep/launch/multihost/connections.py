@@ -20,7 +20,7 @@ from typing import Any
 
 from instep.launch.multihost.hosts import JobInfo
 from instep.process import settings
-from instep.process.failure import SIGHT, End, Failure
+from instep.process.failure import DETECTION_DELAY, Failure, RankExit
 
 Message = dict[str, Any]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -49,7 +49,7 @@ def end_request(number: int) -> Message:
 class HostResult:
     """How the ranks of some hosts ended."""
 
-    ends: Sequence[End]
+    ends: Sequence[RankExit]
     failures: Sequence[Failure]
 
 
@@ -164,7 +164,9 @@ class SupervisorConnections:
         job_info = self._job_info
         first = sum(job_info.sizes[:node])
         name = job_info.names[node]
-        self._lost.append(Failure(first, time.time() - SIGHT, 1, text=text, lost_host=name))
+        self._lost.append(
+            Failure(first, time.time() - DETECTION_DELAY, 1, text=text, lost_host=name)
+        )
         return [FAILING]
 
     def _merge_results(self) -> HostResult:
@@ -202,7 +204,7 @@ def _to_json(outcome: HostResult) -> Message:
 
 def _from_json(told: Message) -> HostResult:
     return HostResult(
-        [End(**end) for end in told["ends"]], [Failure(**f) for f in told["failures"]]
+        [RankExit(**end) for end in told["ends"]], [Failure(**f) for f in told["failures"]]
     )
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from instep.distributed.identity import endpoints, launchers
-from instep.distributed.identity.authentication import new_secret
+from instep.distributed.identity.authentication import make_secret
 from instep.distributed.rendezvous import listening, port_file
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
 from instep.launch.multihost.master import choose_master
 from instep.launch.multihost.supervisor_rendezvous import Facts, Participant, join_rendezvous
 from instep.process import settings
 
-_NOWHERE_ELSE = endpoints.Address(port_file.HOST, 0, "")
+_NOWHERE_ELSE = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class NodeConfig:
     """Which of them, from 0."""
     nodes: int = 1
     """How many."""
-    place: endpoints.Place = _NOWHERE_ELSE
+    place: endpoints.Endpoint = _NOWHERE_ELSE
     """Where the supervisors meet."""
     by_hand: bool = True
     """Whether every host has a terminal of its own, and not that of a launcher."""
@@ -90,9 +90,9 @@ def detect_nodes(environ: Mapping[str, str], ranks: int) -> NodeConfig:
         )
     both = ("MASTER_ADDR", "MASTER_PORT")
     if all(name in environ for name in both):
-        place: endpoints.Place = parse_address("{}:{}".format(*(environ[name] for name in both)))
+        place: endpoints.Endpoint = parse_address("{}:{}".format(*(environ[name] for name in both)))
     else:
-        place = launchers.meeting_place(world, environ)
+        place = launchers.endpoint(world, environ)
     return NodeConfig(world.rank, world.size, place, by_hand=False)
 
 
@@ -116,14 +116,21 @@ def parse_address(text: str) -> endpoints.Address:
     return endpoints.Address(host, port, "")
 
 
-def join_hosts(hosts: NodeConfig, ranks: int, card: Card) -> JobInfo:
+def join_hosts(hosts: NodeConfig, ranks: int, card: JobFingerprint) -> JobInfo:
     """Meet the supervisors of the other hosts; returns at once on one host. Raises LaunchError."""
     job = os.urandom(8).hex()
     if hosts.nodes == 1:
-        store = listening.reserve(port_file.HOST)
+        store = listening.bind(port_file.LOOPBACK_HOST)
         port = store.getsockname()[1]
         return JobInfo(
-            _inside(job), (ranks,), 0, port_file.HOST, port, True, secret=new_secret(), store=store
+            _inside(job),
+            (ranks,),
+            0,
+            port_file.LOOPBACK_HOST,
+            port,
+            True,
+            secret=make_secret(),
+            store=store,
         )
     held: list[socket.socket] = []
 

@@ -11,7 +11,7 @@ from instep.launch.multihost.supervisor_rendezvous import Facts, Participant
 
 
 def choose_master(
-    place: endpoints.Place, participants: Sequence[Participant]
+    place: endpoints.Endpoint, participants: Sequence[Participant]
 ) -> tuple[Facts, socket.socket]:
     """On the first member: the master for all, and the socket that rank 0 shall listen on.
 
@@ -20,7 +20,7 @@ def choose_master(
     """
     networks = {participant.card.network for participant in participants}
     if len(networks) == 1:
-        master = port_file.HOST
+        master = port_file.LOOPBACK_HOST
     elif isinstance(place, endpoints.Address):
         master = place.host
     else:
@@ -28,7 +28,7 @@ def choose_master(
         master = next(
             participant.master for participant in participants if participant.card.network != here
         )
-    store = listening.reserve(master, one_host=len(networks) == 1)
+    store = listening.bind(master, one_host=len(networks) == 1)
     return {"master": master, "port": store.getsockname()[1], "one_host": len(networks) == 1}, store
 
 
@@ -39,5 +39,5 @@ def master_variables(facts: Facts) -> dict[str, str]:
 
 def interface_variables(master: str, *, one_host: bool) -> dict[str, str]:
     """What Gloo and NCCL are told on this host; nothing where it cannot be known."""
-    name = interfaces.LOOPBACK if one_host else interfaces.interface_towards(master)
-    return {} if name is None else dict.fromkeys(interfaces.VARIABLES, name)
+    name = interfaces.LOOPBACK if one_host else interfaces.find_interface(master)
+    return {} if name is None else dict.fromkeys(interfaces.IFNAME_VARIABLES, name)

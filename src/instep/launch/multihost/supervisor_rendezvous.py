@@ -19,10 +19,10 @@ from typing import Any
 
 from instep.distributed.errors import AuthenticationError, MixedJobError, RendezvousError
 from instep.distributed.identity import endpoints
-from instep.distributed.identity.authentication import derived, given_secret, new_secret
+from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.rendezvous import interfaces, job_fingerprint, listening, port_file
-from instep.distributed.rendezvous.arrival_wait import Vigil
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.arrival_wait import ArrivalWait
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import LaunchError
 from instep.launch.multihost.clients import (
     PATIENCE,
@@ -51,7 +51,7 @@ class Participant:
     """Its place, from 0."""
     count: int
     """How many it expects in all."""
-    card: Card
+    card: JobFingerprint
     ranks: int
     """How many ranks it stands for."""
     master: str = ""
@@ -75,7 +75,7 @@ class RendezvousResult:
 
 
 def join_rendezvous(
-    place: endpoints.Place,
+    place: endpoints.Endpoint,
     mine: Participant,
     decide: Callable[[Sequence[Participant]], Facts],
     seconds: float,
@@ -94,7 +94,7 @@ def join_rendezvous(
         failed.callback(_close, requests)
         try:
             with _listen(place) as (listener, secret):
-                vigil = Vigil(mine.count, seconds, members=noun)
+                vigil = ArrivalWait(mine.count, seconds, members=noun)
                 clients = ClientListener(listener, secret)
                 failed.callback(clients.close)
                 joined = _receive(clients, _job(place), mine, requests, vigil, noun)
@@ -103,7 +103,7 @@ def join_rendezvous(
         except (MixedJobError, RendezvousError, AuthenticationError) as error:
             _answer_all(requests, {"error": [type(error).__name__, str(error)]}, secret)
             raise
-        drawn = new_secret().hex()
+        drawn = make_secret().hex()
         _answer_all(requests, {"facts": facts, "drawn": drawn}, secret)
         failed.pop_all()
     lines = {number: request.line for number, request in requests.items()}
@@ -111,30 +111,30 @@ def join_rendezvous(
 
 
 def _job_secret(secret: bytes | None, drawn: str) -> bytes:
-    return bytes.fromhex(drawn) if secret is None else derived(secret, "assembly", drawn)
+    return bytes.fromhex(drawn) if secret is None else derive_key(secret, "assembly", drawn)
 
 
 # ------------------------------------------------------------------------------ the first member
 
 
-def _job(place: endpoints.Place) -> str:
+def _job(place: endpoints.Endpoint) -> str:
     """What tells those who belong here from others that come to the same port."""
     return place.job if isinstance(place, endpoints.Address) else place.path
 
 
 @contextmanager
-def _listen(place: endpoints.Place) -> Iterator[tuple[socket.socket, bytes | None]]:
+def _listen(place: endpoints.Endpoint) -> Iterator[tuple[socket.socket, bytes | None]]:
     """Where it listens, and the secret of those who may come."""
-    given = given_secret()
+    given = read_secret()
     match place:
         case endpoints.Address(host, port):
             with listening.listen(host, port, one_host=False) as listener:
                 yield listener, given
         case endpoints.PrivateFile(path):
-            with _listen_with_port_file(path, [port_file.HOST]) as (listener, noted):
+            with _listen_with_port_file(path, [port_file.LOOPBACK_HOST]) as (listener, noted):
                 yield listener, given or noted
         case endpoints.SharedFile(path):
-            with _listen_with_port_file(path, interfaces.outer_addresses()) as (listener, noted):
+            with _listen_with_port_file(path, interfaces.routable_addresses()) as (listener, noted):
                 yield listener, given or noted
 
 
@@ -143,8 +143,8 @@ def _listen_with_port_file(
     path: str, hosts: Sequence[str]
 ) -> Iterator[tuple[socket.socket, bytes]]:
     with (
-        listening.listen(listening.only(hosts)) as listener,
-        port_file.put_up(path, listener.getsockname()[1], hosts) as secret,
+        listening.listen(listening.listen_address(hosts)) as listener,
+        port_file.publish(path, listener.getsockname()[1], hosts) as secret,
     ):
         yield listener, secret
 
@@ -154,7 +154,7 @@ def _receive(
     job: str,
     mine: Participant,
     requests: dict[int, JoinRequest],
-    vigil: Vigil,
+    vigil: ArrivalWait,
     noun: str,
 ) -> dict[int, Participant]:
     """Everybody, by number; `calls` are filled with the connections."""
@@ -183,7 +183,7 @@ def _receive(
                 "same number."
             )
         joined[participant.number] = participant
-    job_fingerprint.check(
+    job_fingerprint.check_same_job(
         {number: participant.card for number, participant in joined.items()}, noun
     )
     return joined
@@ -194,7 +194,7 @@ def _parse_participant(told: Facts, job: str) -> Participant | None:
     if told.get("job") != job:
         return None
     try:
-        card = Card.from_json(told["card"])
+        card = JobFingerprint.from_json(told["card"])
         participant = Participant(
             told["number"], told["count"], card, told["ranks"], told["master"]
         )
@@ -222,11 +222,11 @@ def _answer_all(requests: Mapping[int, JoinRequest], answer: Facts, secret: byte
 
 
 def _join_as_client(
-    place: endpoints.Place, mine: Participant, seconds: float, noun: str
+    place: endpoints.Endpoint, mine: Participant, seconds: float, noun: str
 ) -> RendezvousResult:
-    vigil = Vigil(mine.count, seconds, members=noun, speaks=mine.number == 1)
+    vigil = ArrivalWait(mine.count, seconds, members=noun, speaks=mine.number == 1)
     line, master, secret = vigil.until(partial(_connect, place))
-    drawn = new_secret().hex()
+    drawn = make_secret().hex()
     me = {
         "job": _job(place),
         "number": mine.number,
@@ -261,7 +261,7 @@ def _join_as_client(
     return RendezvousResult(facts or {}, {0: line}, job)
 
 
-def _connect(place: endpoints.Place) -> tuple[socket.socket, str, bytes | None] | None:
+def _connect(place: endpoints.Endpoint) -> tuple[socket.socket, str, bytes | None] | None:
     """A connection to the first member, the name by which it was found, and the secret of those
     who come there, if it is there."""
     if isinstance(place, endpoints.Address):
@@ -274,5 +274,5 @@ def _connect(place: endpoints.Place) -> tuple[socket.socket, str, bytes | None] 
         host, port, noted = note
     with suppress(OSError):
         line = socket.create_connection((host, port), _ANSWER)
-        return line, host, given_secret() or noted
+        return line, host, read_secret() or noted
     return None

@@ -19,8 +19,14 @@ from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch.control_bytes import FAILED, GO, READY
 from instep.launch.worker import program
 from instep.process.failure import Failure
-from instep.process.last_seen import LastSeen, expect_crash
-from instep.process.tracebacks import in_words, is_consequence, line_of, origin, shown
+from instep.process.last_position import LastPosition, enable_faulthandler
+from instep.process.tracebacks import (
+    format_error,
+    format_traceback,
+    is_caused_by_another_rank,
+    root_cause,
+    script_line,
+)
 
 LINES = "lines"
 """The supervisor reads this rank's output: send each line as it is printed."""
@@ -36,7 +42,7 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
         _wait_for_go(int(line))
         # No file object: heap.spare_torch() looks for those that are open for writing.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        expect_crash(os.open(LastSeen(leave.file).crash_file, flags, 0o600))
+        enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run_program(command, plain=way == PLAIN)
@@ -46,13 +52,13 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
             sys.exit(1)
         sys.exit(leave.report_exit(leaving))
     except KeyboardInterrupt as interrupt:
-        if program.failing(in_words(interrupt)):
+        if program.failing(format_error(interrupt)):
             leave.report_failure(interrupt, code=-signal.SIGINT)
         sys.excepthook = _print_nothing
         raise
     except BaseException as error:
         hook.written = error
-        if not program.failing(in_words(error)):
+        if not program.failing(format_error(error)):
             sys.exit(1)
         program.explain(error)
         leave.report_failure(error, code=1, raised=True)
@@ -105,17 +111,17 @@ class ExitReporter:
         if code:
             self._write(leaving, code, text)
         else:
-            self.report_success(line_of(leaving))
+            self.report_success(script_line(leaving))
         return code
 
     def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
         """What escaped from the script."""
-        self._write(error, code, shown(error), raised)
+        self._write(error, code, format_traceback(error), raised)
 
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         """To the supervisor."""
-        follows = is_consequence(error)
-        missed = getattr(origin(error), "rank", None) if follows else None
+        follows = is_caused_by_another_rank(error)
+        missed = getattr(root_cause(error), "rank", None) if follows else None
         report_failure = Failure(
             self.rank, time.time(), code, raised, text, follows=follows, missed=missed
         )
@@ -126,7 +132,7 @@ class ExitReporter:
 
     def report_success(self, line: str) -> None:
         """With exit code 0, which others may still have to hear of."""
-        with program.real_files(), open(LastSeen(self.file).left_file, "w") as file:
+        with program.real_files(), open(LastPosition(self.file).left_file, "w") as file:
             file.write(line)
 
 

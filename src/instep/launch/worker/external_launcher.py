@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from instep.distributed.identity import endpoints, launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file
-from instep.distributed.rendezvous.job_fingerprint import Card
+from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.environment import world_variables
 from instep.launch.multihost.master import choose_master, interface_variables, master_variables
 from instep.launch.multihost.supervisor_rendezvous import (
@@ -36,7 +36,7 @@ def prepare(command: Sequence[str]) -> None:
     where they meet. Starts this program again where strings would hash differently on the ranks.
     Raises LaunchError.
     """
-    settings.check()
+    settings.check_variables()
     world = launchers.detect()
     if world == World():
         return
@@ -47,7 +47,7 @@ def prepare(command: Sequence[str]) -> None:
     if not os.environ.keys() >= _TORCHS:
         told[launchers.SOURCE] = world.source
     if not os.environ.keys() & _MASTER:
-        result, store = _rendezvous(world, Card.of_command(command))
+        result, store = _rendezvous(world, JobFingerprint.of_command(command))
         facts = result.facts
         told |= master_variables(facts)
         drawn[settings.SECRET.name] = result.secret.hex()
@@ -59,10 +59,12 @@ def prepare(command: Sequence[str]) -> None:
     os.environ.update(told | os.environ | drawn)
 
 
-def _rendezvous(world: World, card: Card) -> tuple[RendezvousResult, socket.socket | None]:
+def _rendezvous(
+    world: World, card: JobFingerprint
+) -> tuple[RendezvousResult, socket.socket | None]:
     """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
-    alone = endpoints.Address(port_file.HOST, 0, "")
-    place = launchers.meeting_place(world) if world.size > 1 else alone
+    alone = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
+    place = launchers.endpoint(world) if world.size > 1 else alone
     held: list[socket.socket] = []
 
     def decide(participants: Sequence[Participant]) -> Facts:

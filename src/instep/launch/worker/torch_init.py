@@ -32,7 +32,7 @@ def _open_store(store: Callable[..., Any], **options: Any) -> Any:
     """TCPStore as torch's rendezvous calls it: by keywords."""
     from instep.distributed.rendezvous import stores  # needs torch, which the script has imported
 
-    if (met_before := stores.again(options["host_name"], options["port"])) is not None:
+    if (met_before := stores.reopen(options["host_name"], options["port"])) is not None:
         return met_before
     if not options["is_master"]:
         return store(**options)
@@ -51,9 +51,9 @@ def _open_store(store: Callable[..., Any], **options: Any) -> Any:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    listener = listening.handed_down(port)
+    listener = listening.inherited_listener(port)
     if listener is None:
-        listener = listening.reserve(host, port, one_host=launchers.detect().one_host)
+        listener = listening.bind(host, port, one_host=launchers.detect().one_host)
     listener.listen(socket.SOMAXCONN)
     return listener
 

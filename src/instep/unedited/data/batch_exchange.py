@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.distributed.communication.scopes import can_pickle, format_traceback
 from instep.distributed.communication.transport import Pending
 from instep.distributed.errors import DisagreementError
-from instep.distributed.rendezvous.bootstrap import ranks_by
+from instep.distributed.rendezvous.bootstrap import group_ranks
 from instep.training.blocks import Block
 from instep.unedited.data.packed_samples import PackedSamples, pack, unpack
 from instep.unedited.data.row_loading import BatchPlan, LoadedRows
@@ -129,7 +129,7 @@ def end(way: ExchangeTransport) -> None:
 
 def check_same_batch(headers: Sequence[ExchangeHeader]) -> None:
     """Raise DisagreementError unless all ranks mean the same batch."""
-    seen = ranks_by([_batch_in_words(header) for header in headers])
+    seen = group_ranks([_batch_in_words(header) for header in headers])
     if len(seen) > 1:
         raise DisagreementError(
             "the samples of the next batch",

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from instep.process.unfinished_files import DRAFTS, writing
+from instep.process.pending_writes import DRAFT_PREFIX, track_write
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.paths import StrOrBytesPath
 from instep.unedited.files.rank0_files import Rank0Files
@@ -34,7 +34,7 @@ def atomic_write(path: StrOrBytesPath, files: Rank0Files) -> Iterator[str]:
             files.keep(path)
             yield os.fsdecode(path)
             return
-        with writing(draft):  # from before its directory is made until that has been removed
+        with track_write(draft):  # from before its directory is made until that has been removed
             if not _make_directory(draft, files):
                 files.keep(path)
                 yield os.fsdecode(path)
@@ -58,7 +58,7 @@ def atomic_write(path: StrOrBytesPath, files: Rank0Files) -> Iterator[str]:
 
 def _draft_path(target: str) -> str:
     parent, name = os.path.split(target)
-    return os.path.join(parent, f"{DRAFTS}{os.getpid()}-{threading.get_native_id()}", name)
+    return os.path.join(parent, f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}", name)
 
 
 def _make_directory(draft: str, files: Rank0Files) -> bool:

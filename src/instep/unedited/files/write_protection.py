@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 
 from instep.process import storage
-from instep.process.tracebacks import in_words
+from instep.process.tracebacks import format_error
 from instep.unedited.files import landlock
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.paths import private_directories
@@ -57,7 +57,7 @@ def _cache_directories() -> list[str]:
 def add_notes(error: BaseException, rank: int) -> None:
     """Note on an exception of the script what this rank may have been denied."""
     _note_full_disk(error, rank)
-    if not _restricted_processes or not _DENIED.search(in_words(error)):
+    if not _restricted_processes or not _DENIED.search(format_error(error)):
         return
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({frame[0].filename}:{frame[0].lineno})" if frame else ""
@@ -72,10 +72,10 @@ def add_notes(error: BaseException, rank: int) -> None:
 def _note_full_disk(error: BaseException, rank: int) -> None:
     """TorchScript and torch.save report a full disk only as a position that is unexpected."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if rank == 0 or not _allowed or not (is_full or _FULL.search(in_words(error))):
+    if rank == 0 or not _allowed or not (is_full or _FULL.search(format_error(error))):
         return
     with bypass_overlay():
-        directory = storage.said(_allowed[0])
+        directory = storage.describe_folder(_allowed[0])
     error.add_note(
         f"instep: rank {rank} keeps what the script writes below {directory}. Set TMPDIR to a "
         "directory with room for the checkpoints of all ranks of this host."

@@ -16,17 +16,17 @@ _ROOM = 4096
 """Bytes of a file that holds one line: it is written at once, over what was there."""
 
 
-class LastSeen:
+class LastPosition:
     """The files of one rank, beside the one in which it says that it failed."""
 
     def __init__(self, failure_file: str | os.PathLike[str]) -> None:
         beside = os.fspath(failure_file)
         self.line_file = f"{beside}.seen"
-        """For `note`."""
+        """For `write_position`."""
         self.left_file = f"{beside}.left"
         """Where a rank that comes to its end with exit code 0 writes at which line."""
         self.crash_file = f"{beside}.crash"
-        """For `expect_crash`."""
+        """For `enable_faulthandler`."""
 
     def left(self) -> bool:
         """Whether the rank came to its end with exit code 0."""
@@ -37,7 +37,7 @@ class LastSeen:
         if self.left() and code <= 0:
             return f"It left at {_read(self.left_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
-        return crash_told(crash) or line_told(_read(self.line_file), ended)
+        return format_crash(crash) or format_position(_read(self.line_file), ended)
 
 
 def _read(path: str) -> str:
@@ -48,19 +48,19 @@ def _read(path: str) -> str:
         return ""
 
 
-def expect_crash(fd: int) -> None:
+def enable_faulthandler(fd: int) -> None:
     """A fatal signal writes to this file where the program was, unless the user has seen to it."""
     if not faulthandler.is_enabled():
         faulthandler.enable(fd, all_threads=False)
 
 
-def note(fd: int, line: str) -> None:
+def write_position(fd: int, line: str) -> None:
     """This rank is at this line, now."""
     os.pwrite(fd, f"{time.time()} {line}".encode()[:_ROOM].ljust(_ROOM, b"\0"), 0)
 
 
-def line_told(noted: str, ended: float) -> str:
-    """What `note` has written, for people."""
+def format_position(noted: str, ended: float) -> str:
+    """What `write_position` has written, for people."""
     moment, _, line = noted.rstrip("\0").partition(" ")
     if not line:
         return ""
@@ -68,7 +68,7 @@ def line_told(noted: str, ended: float) -> str:
     return f"It was last seen at {line}, {before:.1f} s before its end.\n"
 
 
-def crash_told(crash: str) -> str:
+def format_crash(crash: str) -> str:
     """Python's account of a fatal signal, without what lies outside of the script."""
     lines = crash.split("\n\nExtension modules:")[0].splitlines(keepends=True)
     kept = [

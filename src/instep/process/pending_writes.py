@@ -3,7 +3,7 @@
 Between processes of one job there is a mark: a file that holds the path of the draft and is there
 while the draft is written. `instep run`, for whom it is named like the rank's failure file, looks
 for it before it ends the ranks after a failure. Under other launchers the rank's watcher removes
-what a rank that was killed has left. A rank that its watcher tells to leave asks `wait_for_all`.
+what a rank that was killed has left. A rank that its watcher tells to leave asks `wait_for_writes`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-LIMIT = 10.0
+WAIT_LIMIT = 10.0
 """Seconds that others wait for the files that a rank is writing when another one has failed."""
-MARK = "writing"
+MARKER_NAME = "writing"
 """The mark's name in a rank's own folder, where there is no failure file."""
-DRAFTS = ".instep-"
+DRAFT_PREFIX = ".instep-"
 """How the folder of a draft begins; the draft in it has the name of the file that it will be."""
 
 _changed = threading.Condition()
@@ -29,18 +29,18 @@ _drafts: dict[str, int] = {}
 _marks: list[Path] = []
 
 
-def mark_at(failure_file: Path) -> Path:
+def marker_path(failure_file: Path) -> Path:
     """Where the rank of this failure file says that it is writing."""
     return failure_file.with_suffix(".writing")
 
 
-def begin(mark: Path) -> None:
+def set_marker(mark: Path) -> None:
     """From now on this process says at `mark` what it is writing."""
     _marks[:] = [mark]
 
 
 @contextmanager
-def writing(draft: str) -> Iterator[None]:
+def track_write(draft: str) -> Iterator[None]:
     """In here `draft` is written. SIGTERM, where nobody handles it, takes effect at the end."""
     with _sigterm_at_the_end():
         _count(draft, 1)
@@ -50,18 +50,18 @@ def writing(draft: str) -> Iterator[None]:
             _count(draft, -1)
 
 
-def is_writing() -> bool:
+def has_pending_writes() -> bool:
     """Whether any thread of this process writes such a file."""
     return bool(_drafts)
 
 
-def wait_for_all(limit: float = LIMIT) -> None:
+def wait_for_writes(limit: float = WAIT_LIMIT) -> None:
     """Return when no thread of this process writes such a file any more, or after `limit`."""
     with _changed:
         _changed.wait_for(lambda: not _drafts, limit)
 
 
-def tidy(mark: Path) -> None:
+def remove_drafts(mark: Path) -> None:
     """Remove what a rank that was killed left of its drafts."""
     try:
         drafts = mark.read_text().splitlines()
@@ -69,7 +69,7 @@ def tidy(mark: Path) -> None:
         return
     for draft in drafts:
         folder = os.path.dirname(draft)
-        if os.path.basename(folder).startswith(DRAFTS):
+        if os.path.basename(folder).startswith(DRAFT_PREFIX):
             with suppress(OSError):
                 os.unlink(draft)
             with suppress(OSError):
