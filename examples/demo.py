@@ -1,4 +1,4 @@
-"""The main job: examples/digits.py on 1, 2 and 3 processes, and how far they are apart.
+"""The main job: examples/digits.py on 1, 2 and 3 processes, and the difference of their results.
 
 Writes demo/curves.png and demo/result.json.
 """
@@ -21,7 +21,7 @@ FOLDER = Path("demo")
 
 
 def train(n: int) -> dict[str, Any]:
-    """Run the script on n processes; its history and parameters."""
+    """Run the script on n processes; return its history and parameters."""
     save = FOLDER / f"n{n}"
     command = [
         sys.executable,
@@ -43,7 +43,7 @@ def train(n: int) -> dict[str, Any]:
 
 
 def summary(run: dict[str, Any], oracle: dict[str, Any]) -> dict[str, Any]:
-    """One run beside the run on one process."""
+    """Compare a run with the run on one process."""
     theirs, ours = run["parameters"], oracle["parameters"]
     pairs = zip(run["losses"], oracle["losses"], strict=True)
     return {
@@ -58,7 +58,7 @@ def summary(run: dict[str, Any], oracle: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """The loss curves over each other, and below how far they are apart."""
+    """Plot the loss curves over each other, and below them their differences."""
     figure, (curves, apart) = plt.subplots(
         2, 1, figsize=(7.2, 5.4), sharex=True, height_ratios=(3, 2), layout="constrained"
     )

@@ -19,7 +19,7 @@ import instep
 
 
 def build_model() -> nn.Module:
-    # No bias before BatchNorm (it has no gradient, only rounding noise) and no kinks: where a ReLU
+    # No bias before BatchNorm (it has no gradient, only rounding noise) and no kinks: if a ReLU
     # flips by rounding, one process differs from itself with another number of threads.
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),

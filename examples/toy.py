@@ -1,4 +1,4 @@
-"""The ToyModel of PyTorch's tutorials, under whichever launcher starts it.
+"""The ToyModel of PyTorch's tutorials, under any launcher.
 
 python examples/toy.py
 instep run -n 2 examples/toy.py

@@ -4,8 +4,8 @@ instep run -n 4 apex_distributed.py --data DATA --amp
 torchrun --nproc-per-node 4 -m instep apex_distributed.py --data DATA --amp
 
 By Apex's rules, each rank has a batch of -b / ranks of its own, normalised by its own statistics,
-and the gradients of the ranks are averaged. With --same two other lines stand in their place, and
-the numbers are those of one process. --amp is level O1, else O0. Images are normalised once.
+and the gradients of the ranks are averaged. With --same, two other lines replace these, and the
+numbers are those of one process. --amp is level O1, else O0. Images are normalised once.
 """
 
 import torch
@@ -28,7 +28,7 @@ def main() -> None:
     train, val = loaders(args)
     model = build(args.arch, len(train.dataset.classes)).to(device)
     optimizer = sgd(model, args)
-    level, args.amp = "O1" if args.amp else "O0", False  # from here on, Apex casts
+    level, args.amp = "O1" if args.amp else "O0", False  # Apex casts from here on
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if args.same:
         model = instep.replicate(model)

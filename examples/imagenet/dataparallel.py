@@ -3,9 +3,9 @@
 python dataparallel.py --data DATA                     the GPUs of this host, in threads
 instep run -n 4 dataparallel.py --data DATA            four processes, unedited
 
-DataParallel cuts each batch in pieces (scatter), copies the model to every GPU, and brings the
-outputs together on the first (gather). It normalises each piece by its own statistics, so that its
-numbers depend on the number of GPUs; processes under `instep run` have those of one.
+DataParallel cuts each batch into pieces (scatter), copies the model to every GPU, and collects the
+outputs on the first one (gather). It normalises each piece by its own statistics, so its numbers
+depend on the number of GPUs. Under `instep run` the numbers are those of one process.
 """
 
 from torch import nn

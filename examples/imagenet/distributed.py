@@ -4,7 +4,7 @@ instep run -n 4 distributed.py --data DATA
 torchrun --nproc-per-node 4 distributed.py --data DATA
 mpirun -n 4 python distributed.py --data DATA
 
-replicate takes the place of DistributedDataParallel, shard that of DistributedSampler.
+replicate replaces DistributedDataParallel, shard replaces DistributedSampler.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def train_rank(args: argparse.Namespace) -> None:
-    """What every rank does."""
+    """Train on one rank."""
     check_batch(args, instep.world_size)
     device = seeded(args, instep.local_rank)
     train, val = loaders(args)

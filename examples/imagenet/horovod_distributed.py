@@ -4,8 +4,8 @@ instep horovodrun -np 4 python horovod_distributed.py --data DATA
 instep run -n 4 horovod_distributed.py --data DATA --same
 
 By Horovod's rules, each rank has a batch of -b / ranks of its own, normalised by its own
-statistics, and the gradients of the ranks are averaged. With --same two other lines stand in their
-place, and the numbers are those of one process.
+statistics, and the gradients of the ranks are averaged. With --same, two other lines replace these,
+and the numbers are those of one process.
 """
 
 import horovod.torch as hvd

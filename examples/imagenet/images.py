@@ -1,7 +1,7 @@
 """ImageNet's layout (train/<class>/*, val/<class>/*): images, augmentation, loaders.
 
-The order of an epoch and what is random in a sample depend on (seed, epoch, index) and on nothing
-else: no rank, no worker, no way of running.
+The order of an epoch and the randomness in a sample depend only on (seed, epoch, index). They do
+not depend on the rank, the worker or the way of running.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 AUGMENTATIONS = {"imagenet": (0.08, 0.5), "light": (0.6, 0.0)}
-"""The least part of an image's area that a crop keeps, and how often it is mirrored."""
+"""The least part of an image's area that a crop keeps, and the probability of mirroring it."""
 
 
 class DataError(ValueError):
-    """What is wrong with the data, and where."""
+    """The data set has a fault; the message names the file or folder."""
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -68,7 +68,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return tensor(augmented(image, self.size, draws, *AUGMENTATIONS[self.augment])), label
 
     def without_broken(self, threads: int) -> list[Path]:
-        """Read every file once, leave out those that are no whole image, and return them."""
+        """Read every file once, leave out incomplete images, and return the paths left out."""
         with ThreadPool(max(1, threads)) as pool:
             fine = pool.map(lambda sample: readable(sample[0]), self.samples, chunksize=16)
         broken = [path for (path, _), good in zip(self.samples, fine, strict=True) if not good]
@@ -137,7 +137,7 @@ def tensor(image: Image.Image) -> Tensor:
 
 
 class Shuffled(Sampler[int]):
-    """An order for each epoch, from seed and epoch; that of torch's DistributedSampler."""
+    """The order of torch's DistributedSampler, made from seed and epoch."""
 
     def __init__(self, data: Images) -> None:
         self.data, self.epoch = data, 0
@@ -154,7 +154,7 @@ class Shuffled(Sampler[int]):
 
 
 def data_sets(args: Namespace) -> tuple[Images, Images]:
-    """Those to train and to validate with. Raises DataError."""
+    """The loaders for training and for validation. Raises DataError."""
     train = Images(args.data / "train", args.size, args.augment, args.seed)
     val = Images(args.data / "val", args.size, None, args.seed)
     if train.classes != val.classes:

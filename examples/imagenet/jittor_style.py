@@ -1,9 +1,9 @@
-"""ImageNet in Jittor's style: the script of one process, and a line where all must be asked.
+"""ImageNet in Jittor's style: the script of one process, and a line where all must take part.
 
 mpirun -n 4 python jittor_style.py --data DATA
 
-As in Jittor, loaders and gradients turn to many processes by themselves, sums over all of them are
-asked for, and rank 0 writes. Unlike there, every image counts once, at any number of processes.
+As in Jittor, the script asks for sums over all processes, and rank 0 writes the files. Loaders and
+gradients need no line. Unlike in Jittor, every image counts once, at any number of processes.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Train and validate: written for one process. What differs between ways comes in by `Ranks`."""
+"""The training loop, written for one process. `Ranks` holds the differences between the ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from records import Clock, Records
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process this is, and how sums are made over all of them."""
+    """The number of this process, and a function that sums over all processes."""
 
     rank: int = 0
     size: int = 1
@@ -28,7 +28,7 @@ class Ranks:
 
 
 class Means(NamedTuple):
-    """Over all samples of all ranks; accuracies are fractions."""
+    """Means over all samples of all ranks; accuracies are fractions."""
 
     loss: float
     top1: float
@@ -120,7 +120,7 @@ def train_epoch(
 def validate(
     args: Namespace, device: torch.device, model: nn.Module, loader: Iterable[Any], ranks: Ranks
 ) -> Means:
-    """Every image counts once, on whichever rank."""
+    """Sum over the validation set. Every image counts once, on one of the ranks."""
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for images, target in loader:
@@ -152,7 +152,7 @@ def said(what: str, means: Means) -> str:
 
 
 def set_rate(args: Namespace, optimizer: Optimizer, epoch: int, passed: float) -> None:
-    """The learning rate of this step; `passed` is the part of the epoch that is over."""
+    """The learning rate of this step; `passed` is the finished fraction of the epoch."""
     rate = args.lr * 0.1 ** (epoch // 30)
     if args.linear_scaling:
         rate *= args.batch_size / 256
@@ -163,7 +163,7 @@ def set_rate(args: Namespace, optimizer: Optimizer, epoch: int, passed: float) -
 
 
 def casting(args: Namespace, device: torch.device) -> AbstractContextManager[None]:
-    """Not autocast with enabled=False: that would switch off Apex's."""
+    """Autocast if args ask for it. Autocast with enabled=False would switch off Apex's."""
     return torch.autocast(device.type, half(device)) if args.amp else nullcontext()
 
 
@@ -182,7 +182,7 @@ def bare(model: nn.Module) -> nn.Module:
 def save(
     args: Namespace, epochs: int, kept: Mapping[str, Any], best: float, *, better: bool
 ) -> None:
-    """Write last.pt, and best.pt where this is the best; each is whole or as it was before."""
+    """Write last.pt, and best.pt if this epoch is the best. Each write is atomic."""
     state = {"arch": args.arch, "epochs": epochs, "best_top1": best}
     state |= {name: part.state_dict() for name, part in kept.items()}
     for name in ("last.pt", "best.pt") if better else ("last.pt",):
@@ -192,7 +192,7 @@ def save(
 
 
 def resumed(args: Namespace, kept: Mapping[str, Any], device: torch.device) -> tuple[int, float]:
-    """Load args.resume; return how many epochs it has seen, and its best top-1."""
+    """Load args.resume; return the number of its epochs, and its best top-1."""
     if not Path(args.resume).is_file():
         raise SystemExit(f"--resume {args.resume}: there is no such file.")
     state = torch.load(args.resume, map_location=device, weights_only=True)

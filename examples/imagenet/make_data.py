@@ -4,7 +4,7 @@ python examples/imagenet/make_data.py DATA --size 32 --train 140 --val 34
 
 Ten classes are scikit-learn's scanned digits, two are crops of its photographs. Training and
 validation images come from different digits, and from different halves of a photograph. Where more
-images are asked for than there are digits, the digits come again, turned and shifted.
+images are asked for than there are digits, the digits are used again, rotated and shifted.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits, load_sample_images
 
 
 def digits(label: int, part: str, size: int) -> Iterator[Image.Image]:
-    """Without end; the first four fifths of a class's digits are for training."""
+    """Endless; the first four fifths of a class's digits are for training."""
     data = load_digits()
     scans = data.images[data.target == label]
     cut = len(scans) * 4 // 5
@@ -40,7 +40,7 @@ def digits(label: int, part: str, size: int) -> Iterator[Image.Image]:
 
 
 def crops(photograph: np.ndarray, part: str, size: int) -> Iterator[Image.Image]:
-    """Without end: squares of the left half for training, of the right half for validation."""
+    """Endless; squares of the left half are for training, of the right half for validation."""
     half = photograph.shape[1] // 2
     image = Image.fromarray(photograph[:, :half] if part == "train" else photograph[:, half:])
     places = random.Random(part)

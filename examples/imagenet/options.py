@@ -1,4 +1,4 @@
-"""The flags that every way has."""
+"""The flags that all ways have in common."""
 
 import argparse
 from pathlib import Path
@@ -54,7 +54,7 @@ def seeded(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
 
 
 def check_batch(args: argparse.Namespace, ranks: int) -> None:
-    """Exit where the batch of all ranks is smaller than their number."""
+    """Exit if the batch of all ranks is smaller than their number."""
     if args.batch_size < ranks:
         raise SystemExit(
             f"-b {args.batch_size} is the batch of all ranks together, and there are {ranks}: "

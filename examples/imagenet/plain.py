@@ -1,4 +1,4 @@
-"""ImageNet on one process: nothing here knows of others.
+"""ImageNet on one process; nothing here mentions another one.
 
 python plain.py --data DATA                            one process
 instep run -n 4 plain.py --data DATA                   four, unedited: the same numbers

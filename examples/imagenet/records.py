@@ -1,4 +1,4 @@
-"""What a training leaves: lines and a bar on the terminal, CSV files, TensorBoard's curves."""
+"""The output of a training: lines and a bar on the terminal, CSV files, TensorBoard's curves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMINGS = ("seconds", "samples", "data_wait", "communication", "memory_mib", "gp
 
 
 class Clock:
-    """Where one rank's time goes in one epoch."""
+    """Measures one rank's time in one epoch."""
 
     def __init__(self) -> None:
         self.begin = perf_counter()
@@ -29,7 +29,7 @@ class Clock:
         self.busy: list[float] = []
 
     def waiting(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches; counts the seconds for which it was waited for."""
+        """Yield the loader's batches, and measure the seconds spent waiting for them."""
         batches = iter(loader)
         while True:
             asked = perf_counter()
@@ -51,20 +51,20 @@ class Clock:
         gradients = torch.zeros(parameters)
         if torch.cuda.is_available():
             gradients = gradients.cuda()
-        ranks.total(gradients[:1])  # all have come
+        ranks.total(gradients[:1])  # waits until all ranks have arrived
         asked = perf_counter()
         ranks.total(gradients)[0].item()
         communication = (perf_counter() - asked) * self.steps if ranks.size > 1 else 0.0
         busy = sum(self.busy) / len(self.busy) if self.busy else float("nan")
         mine = (seconds, self.samples, self.data_wait, communication, memory_mib(), busy)
-        # A sum over ranks of tables in which each has filled its own row.
+        # Each rank fills its own row of the table; the sum over ranks is the whole table.
         table = torch.zeros(ranks.size, len(TIMINGS), dtype=torch.float64, device=gradients.device)
         table[ranks.rank] = torch.tensor(mine, dtype=torch.float64)
         return ranks.total(table).tolist()
 
 
 def memory_mib() -> float:
-    """The most that this process has held, on its GPU where it has one."""
+    """The peak memory of this process, on its GPU if it has one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -75,7 +75,7 @@ def gpu_percent() -> float | None:
         return None
     try:
         return float(torch.cuda.utilization())
-    except (ModuleNotFoundError, RuntimeError):  # needs nvidia-ml-py and a driver that tells
+    except (ModuleNotFoundError, RuntimeError):  # needs nvidia-ml-py and a driver that supports it
         return None
 
 
@@ -102,7 +102,7 @@ class Records:
             self.board = SummaryWriter(str(self.out))
 
     def step(self, epoch: int, step: int, sums: Tensor, clock: Clock) -> None:
-        """Say how far it is. `sums` are rank 0's own until the end of the epoch."""
+        """Print the progress. `sums` are rank 0's own until the end of the epoch."""
         last = step + 1 == self.steps
         if self.writes and sys.stderr.isatty():
             filled = 30 * (step + 1) // self.steps

@@ -1,11 +1,11 @@
 """ImageNet under Slurm: srun starts one task per GPU.
 
-sbatch slurm.sbatch                                                  see there
+sbatch slurm.sbatch                                                  see this file
 srun -n 4 python slurm.py --data DATA                                meet at the first host
 srun -n 4 python slurm.py --data DATA --meet file --folder SHARED    meet in a file
 
-World size and rank are Slurm's own, SLURM_NTASKS and SLURM_PROCID: one task is one rank, and no
-rank is computed from numbers of GPUs.
+The world size and the rank are Slurm's own, SLURM_NTASKS and SLURM_PROCID: one task is one rank. No
+rank is computed from a number of GPUs.
 """
 
 import os
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def meeting_file(folder: Path) -> Path:
-    """One for each start of each step: a file that an earlier one left is never met at again."""
+    """A file name of this start of this step, so that no file of an earlier start is used again."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return folder / ".".join(["meeting", *(os.environ.get(name, "0") for name in names)])
 

@@ -2,7 +2,7 @@
 
 python spawn.py --data DATA --nprocs 4
 
-instep.spawn takes the place of torch.multiprocessing.spawn: no port to choose, no rank to compute.
+instep.spawn replaces torch.multiprocessing.spawn; there is no port to choose, no rank to compute.
 """
 
 import argparse
