@@ -7,14 +7,14 @@ disagree, because one has failed or took another branch, all of them stop.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Pending, Transport, use_transport
+from instep.distributed.communication.transport import Transport, use_transport
 from instep.unedited.errors import ShardedCallError
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class MismatchError(Exception):
 
 def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T | None, str]:
     """The result of `action`, if it returns on all ranks; else None and why not. Collective."""
-    checked = _CheckedTransport(transport)
+    checked: Any = CheckedTransport(transport)  # a Transport by its __getattr__
     result, why = None, "another rank fails or takes another branch"
     try:
         with use_transport(checked):
@@ -43,12 +43,27 @@ def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T |
     return (result, "") if succeeded and not why else (None, why or "another rank fails")
 
 
-class _CheckedTransport:
-    """A transport whose users agree on each step; after the trial, a plain one."""
+def _layout(tensor: Tensor) -> object:
+    return tuple(tensor.shape), tensor.dtype
+
+
+_COLLECTIVES: dict[str, Callable[..., object]] = {
+    "all_reduce": lambda tensor, op: (_layout(tensor), op),
+    "all_reduce_each": lambda tensors, op: (*map(_layout, tensors), op),
+    "reduce": lambda tensor, op, root: (_layout(tensor), op, root),
+    "broadcast": lambda tensor, root: (_layout(tensor), root),
+    "all_gather": _layout,
+    "all_to_all": lambda inputs, output_sizes: None,
+    "all_gather_object": lambda value: None,
+    "broadcast_object": lambda value, root: root,
+}
+"""Of each collective the part of its arguments that must be the same on all ranks."""
+
+
+class CheckedTransport:
+    """A transport whose ranks agree on each collective; after the trial, a plain one."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.size, self.in_place = transport.rank, transport.size, transport.in_place
-        self.control_device = transport.control_device
         self._transport = transport
         self._finished = False
 
@@ -63,54 +78,19 @@ class _CheckedTransport:
         self._finished = True
         return True
 
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._transport, name)
+        if self._finished or name not in _COLLECTIVES:
+            return attribute
+
+        def checked(*args: Any) -> Any:
+            self._check(name, _COLLECTIVES[name](*args))
+            return attribute(*args)
+
+        return checked
+
     def _check(self, *step: object) -> None:
-        if self._finished:
-            return
-        code = torch.tensor([crc32(repr(step).encode())], device=self.control_device)
+        code = torch.tensor([crc32(repr(step).encode())], device=self._transport.control_device)
         if any(int(theirs) != int(code) for theirs in self._transport.all_gather(code)):
             self._finished = True
             raise MismatchError
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        self._check("all_reduce", tuple(tensor.shape), tensor.dtype, op)
-        return self._transport.all_reduce(tensor, op)
-
-    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
-        self._check("all_reduce_each", [tuple(t.shape) for t in tensors], op)
-        self._transport.all_reduce_each(tensors, op)
-
-    def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
-        self._check("reduce", tuple(tensor.shape), tensor.dtype, op, root)
-        return self._transport.reduce(tensor, op, root)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        self._check("broadcast", tuple(tensor.shape), tensor.dtype, root)
-        return self._transport.broadcast(tensor, root)
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._check("all_gather", tuple(tensor.shape), tensor.dtype)
-        return self._transport.all_gather(tensor)
-
-    def all_to_all(self, gives: Sequence[Tensor], takes: Sequence[int]) -> list[Tensor]:
-        self._check("all_to_all")
-        return self._transport.all_to_all(gives, takes)
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        self._transport.send(tensor, to)
-
-    def recv(self, tensor: Tensor, source: int) -> None:
-        self._transport.recv(tensor, source)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        self._check("all_gather_object")
-        return self._transport.all_gather_object(value)
-
-    def broadcast_object(self, value: T, root: int) -> T:
-        self._check("broadcast_object", root)
-        return self._transport.broadcast_object(value, root)
-
-    def send_object(self, value: object, to: int) -> None:
-        self._transport.send_object(value, to)
-
-    def recv_object(self, source: int) -> Any:
-        return self._transport.recv_object(source)
