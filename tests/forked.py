@@ -95,7 +95,7 @@ def _rank(
 
     from instep.distributed.communication import rank_local
     from instep.distributed.rendezvous import bootstrap
-    from instep.launch.worker.script_reader import find_opt_out
+    from instep.launch.worker.static_opt_out import find_opt_out
     from instep.verify.recording import entry
 
     devnull = os.open(os.devnull, os.O_RDWR)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bad_inputs import CASES, Case, attempt, prepare
-from instep.launch.worker import script_reader
+from instep.launch.worker import static_opt_out
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def test_what_is_wrong_is_said(case: Case, folder: Path) -> None:
 
 def test_functions_that_call_each_other_a_thousand_deep_are_followed(folder: Path) -> None:
     script = folder / "called.py"
-    assert script_reader.find_opt_out([str(script)]) is None
+    assert static_opt_out.find_opt_out([str(script)]) is None
     begins = script.with_name("begins.py")
     begins.write_text(script.read_text().replace("pass", "init_process_group()", 1))
-    reason = script_reader.find_opt_out([str(begins)])
+    reason = static_opt_out.find_opt_out([str(begins)])
     assert reason == "it starts a process group of its own"
     begins.unlink()

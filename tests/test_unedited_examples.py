@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
-from instep.launch.worker.script_reader import find_opt_out
+from instep.launch.worker.static_opt_out import find_opt_out
 from instep.verify.verdict import Report, Verdict
 from instep.verify.verification import verify_script
 

@@ -18,7 +18,7 @@ import torch
 import detour
 from instep.distributed.identity.world import World
 from instep.errors import DeviceError
-from instep.launch.worker import script_reader
+from instep.launch.worker import static_opt_out
 from instep.process.patching import Patch, PatchHandle
 from instep.unedited import devices, launcher_env, patch_table
 
@@ -503,7 +503,7 @@ def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -
     for name in ("beside.py", "folder/inner.py"):
         place.script("import instep", name)
     place.script("from train import plain", "plain.py")
-    assert (script_reader.find_opt_out([place.script(text)]) is not None) is explicit
+    assert (static_opt_out.find_opt_out([place.script(text)]) is not None) is explicit
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_reading_finds_explicit_calls(place: Place, text: str, explicit: bool) -
 def test_reading_finds_a_process_group_that_is_certain(
     place: Place, text: str, certain: bool
 ) -> None:
-    assert (script_reader.find_opt_out([place.script(text)]) is not None) is certain
+    assert (static_opt_out.find_opt_out([place.script(text)]) is not None) is certain
 
 
 def test_patches_are_undone_exactly() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import stat
-import tokenize
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -47,7 +45,7 @@ def check_files(
     unreadable: list[UnreadableFile] = []
     for path in paths:
         try:
-            found = check_text(path, _read_text(path), rules)
+            found = _apply_rules(Script.read(path), rules)
         except OSError as error:
             unreadable.append(UnreadableFile(path, error.strerror or str(error)))
         except SyntaxError as error:
@@ -83,24 +81,19 @@ def _is_python(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(".")
 
 
-def _read_text(path: str) -> str:
-    """What Python would read. Raises SyntaxError (PEP 263), OSError."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe waits, and /dev/zero has no end
-        raise OSError("it is no ordinary file")
-    with tokenize.open(path) as file:
-        return file.read()
-
-
 def check_text(path: str, text: str, rules: Collection[Rule]) -> list[Finding]:
     """The findings in one script, in the order of its lines. Raises SyntaxError."""
-    script = Script(path, text)
+    return _apply_rules(Script(path, text), rules)
+
+
+def _apply_rules(script: Script, rules: Collection[Rule]) -> list[Finding]:
     info = ScriptInfo(script)
     found = {
-        _finding(script, asking, hit)
-        for asking in rules
-        if asking.scope in info.scopes
-        for hit in asking.check(info)
-        if not _is_ignored(script, hit.node, asking.code)
+        _make_finding(script, rule, hit)
+        for rule in rules
+        if rule.scope in info.scopes
+        for hit in rule.check(info)
+        if not _is_ignored(script, hit.node, rule.code)
     }
     return sorted(found)
 
@@ -124,16 +117,16 @@ def select_rules(select: Collection[str], ignore: Collection[str]) -> list[Rule]
     ]
 
 
-def _finding(script: Script, asking: Rule, hit: Hit) -> Finding:
+def _make_finding(script: Script, rule: Rule, hit: Hit) -> Finding:
     line: int = getattr(hit.node, "lineno", 1)
     before = script.lines[line - 1].encode()[: getattr(hit.node, "col_offset", 0)]
     return Finding(
         path=script.path,
         line=line,
         column=len(before.decode(errors="replace")) + 1,
-        code=asking.code,
-        name=asking.name,
-        severity=asking.severity,
+        code=rule.code,
+        name=rule.name,
+        severity=rule.severity,
         message=hit.message,
         effect=hit.effect,
         mend=hit.mend,

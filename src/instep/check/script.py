@@ -1,8 +1,14 @@
-"""One parsed script: its tree, who contains whom, and the full name of what it imports."""
+"""A parsed Python file: its tree, which node contains which, and the full names of its imports.
+
+`instep check` and `instep run` both read scripts through it.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import stat
+import tokenize
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TypeVar, cast
@@ -25,59 +31,103 @@ _SAME = {
 
 
 class Script:
-    """A training script as a tree. Nothing in it is run or imported.
+    """A Python file as a tree. Nothing in it is run or imported.
 
-    Raises SyntaxError (ValueError for a null byte) when the text is not Python.
+    Raises SyntaxError (ValueError for a null byte) when the text is not Python. Only the tree is
+    made at once; each index is made on its first use, because `instep run` needs few of them.
     """
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
-        self.lines = text.splitlines()
         self.tree = ast.parse(text, filename=path)
-        self._parents: dict[ast.AST, ast.AST] = {}
-        self._functions: dict[ast.AST, Function | None] = {}
-        self._calls_in: dict[Function | None, list[ast.Call]] = {}
+        self._text = text
         self._names: dict[ast.AST, str] = {}
         self._texts: dict[ast.AST, str] = {}
-        self._by_type: dict[type[ast.AST], list[ast.AST]] = {}
-        self._index()
-        self.imports = self._read_imports()
 
-    def _index(self) -> None:
-        """Depth first, so that every list is in the order of the text."""
-        waiting: list[tuple[ast.AST, Function | None]] = [(self.tree, None)]
+    @classmethod
+    def read(cls, path: str) -> Script:
+        """Read a file in the encoding that it declares (PEP 263). Raises OSError too."""
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe waits, and /dev/zero has no end
+            raise OSError("it is no ordinary file")
+        with tokenize.open(path) as file:
+            return cls(path, file.read())
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The text, line by line."""
+        return self._text.splitlines()
+
+    @cached_property
+    def _nodes(self) -> list[tuple[ast.AST, ast.AST | None]]:
+        """Every node with its parent, in the order of the text."""
+        found: list[tuple[ast.AST, ast.AST | None]] = []
+        waiting: list[tuple[ast.AST, ast.AST | None]] = [(self.tree, None)]
         while waiting:
-            node, function = waiting.pop()
-            node_type = type(node)
-            self._by_type.setdefault(node_type, []).append(node)
-            self._functions[node] = function
-            if node_type is ast.Call:
-                self._calls_in.setdefault(function, []).append(cast(ast.Call, node))
-            inner = node if isinstance(node, Function) else function
-            children = list(ast.iter_child_nodes(node))
-            for child in reversed(children):
-                self._parents[child] = node
-                waiting.append((child, inner))
+            found.append(waiting.pop())
+            node = found[-1][0]
+            waiting += [(child, node) for child in ast.iter_child_nodes(node)][::-1]
+        return found
+
+    @cached_property
+    def _by_type(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node, _ in self._nodes:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    @cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {node: parent for node, parent in self._nodes if parent is not None}
+
+    @cached_property
+    def _functions(self) -> dict[ast.AST, Function | None]:
+        """The innermost function around each node."""
+        found: dict[ast.AST, Function | None] = {}
+        for node, parent in self._nodes:
+            found[node] = parent if isinstance(parent, Function) else found.get(parent or node)
+        return found
+
+    @cached_property
+    def _calls_in(self) -> dict[Function | None, list[ast.Call]]:
+        found: dict[Function | None, list[ast.Call]] = {}
+        for call in self.all(ast.Call):
+            found.setdefault(self._functions[call], []).append(call)
+        return found
 
     def all(self, node_type: type[Node]) -> list[Node]:
         """Every node of this type, in the order of the text."""
         return cast(list[Node], self._by_type.get(node_type, []))
 
-    def _read_imports(self) -> dict[str, str]:
+    # --- imports
+
+    @cached_property
+    def _members(self) -> list[tuple[str, str, str]]:
+        """Of each `from … import`: the local name, the imported one, and the full one."""
+        found = []
+        for source in self.all(ast.ImportFrom):
+            origin = "." * source.level + (source.module or "")
+            prefix = origin if origin.endswith(".") else f"{origin}."
+            found += [(a.asname or a.name, a.name, f"{prefix}{a.name}") for a in source.names]
+        return found
+
+    @cached_property
+    def imported_names(self) -> list[str]:
+        """Full names of all that is imported; a dot in front for each level of a relative one."""
+        modules = [alias.name for plain in self.all(ast.Import) for alias in plain.names]
+        return modules + [full for _, _, full in self._members]
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
         """Local name to full dotted name."""
         found: dict[str, str] = {}
         for plain in self.all(ast.Import):
             for alias in plain.names:
                 name = alias.asname or alias.name.split(".")[0]
                 found[name] = alias.name if alias.asname else name
-        for source in self.all(ast.ImportFrom):
-            origin = "." * source.level + (source.module or "")
-            for alias in source.names:
-                name = alias.asname or alias.name
-                full = f"{origin}.{alias.name}"
-                if found.get(name, full).split(".")[-1] != alias.name:
-                    full = ""  # two different things under one name: nobody knows which
-                found[name] = full
+        for name, imported, full in self._members:
+            # Two different things under one name: nobody knows which is meant.
+            is_same = found.get(name, full).split(".")[-1] == imported
+            found[name] = full if is_same else ""
         return found
 
     @cached_property

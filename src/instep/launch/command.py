@@ -20,7 +20,7 @@ from instep.launch.multihost.hosts import (
     parse_address,
     wrong_hosts,
 )
-from instep.launch.worker import script_reader
+from instep.launch.worker import static_opt_out
 from instep.process import settings
 
 RUN = """\
@@ -149,7 +149,7 @@ def _mention_findings(job: Job) -> None:
 
     What an unedited script does is done once.
     """
-    if not job.plain and script_reader.find_opt_out(job.command) is None:
+    if not job.plain and static_opt_out.find_opt_out(job.command) is None:
         return
     from instep.check.checker import find_errors  # costs what a start should not wait for
 

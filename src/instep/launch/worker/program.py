@@ -10,7 +10,7 @@ from instep.launch.worker import (
     gc_tuning,
     local_rank_argument,
     main_module,
-    script_reader,
+    static_opt_out,
     torch_init,
 )
 from instep.unedited import session
@@ -40,7 +40,7 @@ def start_session(command: Sequence[str]) -> None:
     """Let `command`, which follows, run unedited, if it is not to be left alone."""
     if _is_instep_entry(command):
         return
-    reason = script_reader.find_opt_out(command)
+    reason = static_opt_out.find_opt_out(command)
     if reason is None:
         session.start()
     else:
