@@ -198,7 +198,7 @@ def test_samples_that_cannot_travel_are_loaded_by_every_rank():
     with redirect_stderr(said):
         assert same(load(batches), load(iter))
     line = (
-        "instep: data set Counting: each rank loads all of it: a sample cannot travel, it does not"
+        "instep: data set Counting: each rank loads all of it: a sample cannot be sent, it does not"
     )
     assert said.getvalue().startswith(line) == (instep.rank == 0)
 
@@ -463,7 +463,7 @@ def test_a_data_set_with_a_hidden_state_gives_every_rank_the_same_and_a_line_say
     with redirect_stderr(said):
         (batch,) = batches(DataLoader(Forgetless(6), 6))
     assert len({tuple(other.tolist()) for other in instep.all_gather_object(batch)}) == 1
-    line = "instep: data set Forgetless: its samples depend on who loads them"
+    line = "instep: data set Forgetless: its samples depend on the rank that loads them"
     assert (line in said.getvalue()) == (instep.rank == 0)
 
 
@@ -477,17 +477,21 @@ def test_own_rows_pay_when_loading_takes_longer_than_talking():
 def test_a_loader_is_judged_by_its_first_batches_and_tried_again_now_and_then():
     cheap, costly = ExchangePolicy(ranks=2, workers=0), ExchangePolicy(ranks=2, workers=0)
     for policy, seconds in ((cheap, 1e-4), (costly, 0.3)):
-        assert [policy.ask() for _ in range(3)] == [(True, True), (True, True), (True, False)]
+        assert [policy.next_batch() for _ in range(3)] == [
+            (True, True),
+            (True, True),
+            (True, False),
+        ]
         for first_is_slow in (1.0, 0.0, 0.0):
-            policy.learn(32, seconds + first_is_slow, 1000)
-    assert [cheap.ask() for _ in range(3)] == [(True, True), (False, False), (False, False)]
-    assert [costly.ask() for _ in range(3)] == [(True, True), (True, False), (True, False)]
-    cheap.force(exchanging=True)
-    costly.force(exchanging=False)
-    assert [cheap.ask() for _ in range(2)] == [(True, False), (True, True)]
-    assert [costly.ask() for _ in range(2)] == [(False, False), (False, False)]
+            policy.update(32, seconds + first_is_slow, 1000)
+    assert [cheap.next_batch() for _ in range(3)] == [(True, True), (False, False), (False, False)]
+    assert [costly.next_batch() for _ in range(3)] == [(True, True), (True, False), (True, False)]
+    cheap.force(exchange=True)
+    costly.force(exchange=False)
+    assert [cheap.next_batch() for _ in range(2)] == [(True, False), (True, True)]
+    assert [costly.next_batch() for _ in range(2)] == [(False, False), (False, False)]
     alone = ExchangePolicy(ranks=1, workers=0)
-    assert [alone.ask() for _ in range(4)] == [(False, False)] * 4
+    assert [alone.next_batch() for _ in range(4)] == [(False, False)] * 4
 
 
 class Lines(IterableDataset):

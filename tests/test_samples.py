@@ -18,7 +18,7 @@ from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_fas
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.packed_samples import CannotPackError, pack, unpack
 
-# ----------------------------------------------------------------------------- their kinds
+# --------------------------------------------------------------------------- their schemas
 
 
 def sample(k):
@@ -49,15 +49,18 @@ def same(one, other):
     return one == other
 
 
-def test_samples_of_one_kind_are_found_again_in_what_they_were_collated_to():
+def test_samples_of_one_schema_are_found_again_in_what_they_were_collated_to():
     samples = [sample(k) for k in range(3)]
-    kind = sample_schema.common_schema(samples)
+    schema = sample_schema.common_schema(samples)
     whole = default_collate(samples)
     assert same(
-        sample_schema.unflatten_collated(kind, sample_schema.flatten_collated(kind, whole)), whole
+        sample_schema.unflatten_collated(schema, sample_schema.flatten_collated(schema, whole)),
+        whole,
     )
     for row, expected in enumerate(samples):
-        found = sample_schema.extract_sample(kind, sample_schema.flatten_collated(kind, whole), row)
+        found = sample_schema.extract_sample(
+            schema, sample_schema.flatten_collated(schema, whole), row
+        )
         assert same(found, expected)
         found["image"].zero_()
         found["array"][:] = 9
@@ -110,7 +113,7 @@ UNKNOWN = [
 ]
 
 
-def test_kinds_are_equal_where_default_collate_would_do_the_same():
+def test_schemas_are_equal_where_default_collate_would_do_the_same():
     for pair in ALIKE:
         assert sample_schema.common_schema(pair) == sample_schema.schema_of(pair[0])
     for pair in DIFFERENT:
@@ -124,7 +127,7 @@ def test_kinds_are_equal_where_default_collate_would_do_the_same():
 # --------------------------------------------------------------------------------- packed
 
 
-def travelled():
+def values():
     gaps = torch.arange(12.0).view(3, 4)[:, ::2]
     return [
         torch.arange(6).view(2, 3),
@@ -144,10 +147,10 @@ def travelled():
     ]
 
 
-def test_values_travel_as_they_are():
-    for ours, theirs in zip(travelled(), unpack(pack(travelled())), strict=True):
+def test_values_are_unpacked_as_they_were():
+    for ours, theirs in zip(values(), unpack(pack(values())), strict=True):
         assert same(ours, theirs)
-    strides = [t.stride() for t in unpack(pack(travelled())) if isinstance(t, torch.Tensor)]
+    strides = [t.stride() for t in unpack(pack(values())) if isinstance(t, torch.Tensor)]
     assert strides[:4] == [(3, 1), (1, 3), (60, 1, 15, 3), (2, 1)]
 
 
@@ -165,12 +168,12 @@ def test_the_memory_lies_beside_the_pickle_in_whole_cache_lines():
 
 
 def test_digests_are_equal_for_equal_values():
-    assert pack(travelled()).digest() == pack(travelled()).digest()
+    assert pack(values()).checksum() == pack(values()).checksum()
     others = [1, 2, torch.ones(2), torch.zeros(2), torch.ones(2, 1), np.ones(2), [torch.ones(2)]]
-    assert len({pack(value).digest() for value in others}) == len(others)
+    assert len({pack(value).checksum() for value in others}) == len(others)
 
 
-def test_what_cannot_travel_says_why():
+def test_what_cannot_be_packed_says_why():
     with pytest.raises(CannotPackError, match="a tensor on meta"):
         pack([torch.ones(1, device="meta")])
     with pytest.raises(CannotPackError, match="requires a gradient"):
@@ -253,46 +256,46 @@ def test_a_data_set_that_holds_itself_is_looked_at_once():
 
 def test_the_1st_2nd_4th_8th_batch_proves_it():
     policy = ExchangePolicy(ranks=2, workers=0)
-    asked = [policy.ask() for _ in range(9)]
+    asked = [policy.next_batch() for _ in range(9)]
     assert [proving for _, proving in asked] == [k in (1, 2, 4, 8) for k in range(1, 10)]
     assert all(exchanging for exchanging, _ in asked)
     alone = ExchangePolicy(ranks=1, workers=0)
-    assert [alone.ask() for _ in range(3)] == [(False, False)] * 3
+    assert [alone.next_batch() for _ in range(3)] == [(False, False)] * 3
 
 
 def test_there_may_be_no_choice():
     policy = ExchangePolicy(ranks=2, workers=0)
-    policy.force(exchanging=False)
-    assert policy.ask() == (False, False)
+    policy.force(exchange=False)
+    assert policy.next_batch() == (False, False)
     policy = ExchangePolicy(ranks=2, workers=0)
-    policy.force(exchanging=True)
+    policy.force(exchange=True)
     for _ in range(4):
-        policy.learn(10, 0.0, 10)  # would not pay
-    assert policy.ask() == (True, True)
+        policy.update(10, 0.0, 10)  # would not pay
+    assert policy.next_batch() == (True, True)
 
 
 def test_three_batches_are_timed_and_the_best_counts():
     slow, quick = ExchangePolicy(ranks=2, workers=0), ExchangePolicy(ranks=2, workers=0)
     for policy, seconds in ((slow, [9.0, 0.1, 9.0]), (quick, [9.0, 9.0, 1e-4])):
         for taken in seconds:
-            assert policy.exchanging
-            policy.learn(0, 0.0, 0)  # an empty batch tells nothing
-            policy.learn(10, taken, 100)
-    assert slow.exchanging
-    assert not quick.exchanging
-    assert [quick.ask() for _ in range(3)] == [(True, True), (True, True), (False, False)]
+            assert policy.exchanges
+            policy.update(0, 0.0, 0)  # an empty batch tells nothing
+            policy.update(10, taken, 100)
+    assert slow.exchanges
+    assert not quick.exchanges
+    assert [quick.next_batch() for _ in range(3)] == [(True, True), (True, True), (False, False)]
 
 
 def test_the_largest_batch_and_the_workers_count():
     large = ExchangePolicy(ranks=2, workers=0)
     for nbytes in (10**9, 1, 1):
-        large.learn(10, 0.1, nbytes)
-    assert not large.exchanging
+        large.update(10, 0.1, nbytes)
+    assert not large.exchanges
     for workers, pays_still in ((4, True), (60, False)):
         policy = ExchangePolicy(ranks=2, workers=workers)
         for _ in range(3):
-            policy.learn(10, 0.1, 1)
-        assert policy.exchanging == pays_still
+            policy.update(10, 0.1, 1)
+        assert policy.exchanges == pays_still
 
 
 @given(

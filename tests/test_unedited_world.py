@@ -274,7 +274,7 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
     assert done.stderr.splitlines()[:3] == [
         "instep: the ranks wait for each other in different collectives:",
         "  rank 0 waits in exit at the end of the script",
-        f"  rank 1 waits in call at {script}:6",
+        f"  rank 1 waits in call_module at {script}:6",
     ]
 
 

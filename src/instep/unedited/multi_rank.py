@@ -70,7 +70,7 @@ class MultiRankSession:
         job = _exchange_job_info(self._store, self.world)
         self.seed = job.seed
         self._directories = _LayerDirectories(job, self.world)
-        pending_writes.set_marker(self._directories.mark())
+        pending_writes.set_marker(self._directories.marker())
         if launchers.FAILURE_FILE in os.environ:
             write_protection.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         write_protection.allow(*self._directories.writable())
@@ -81,7 +81,7 @@ class MultiRankSession:
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
         launcher_env.hide()
-        seeds.seed_all(self.seed)
+        seeds.seed_everything(self.seed)
         files = self._directories.files()
         os_functions.set_files(files)
         switch = self._directories.generation_switch(files)
@@ -246,7 +246,7 @@ class _LayerDirectories:
         """All directories in which this rank writes."""
         return [self._own, *([] if self._shared is None else [self._shared])]
 
-    def mark(self) -> Path:
+    def marker(self) -> Path:
         """Where this rank marks that it writes a file: for the supervisor, or for its watcher."""
         if launchers.FAILURE_FILE in os.environ:
             return pending_writes.marker_path(Path(os.environ[launchers.FAILURE_FILE]))

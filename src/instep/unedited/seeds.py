@@ -26,7 +26,7 @@ def choose_seed() -> int:
     return int(settings.SEED)
 
 
-def seed_all(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Seed random, numpy and torch; the last two when they are imported, if they ever are."""
     global _seed, _calls
     _seed, _calls = seed, itertools.count()

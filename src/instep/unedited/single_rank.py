@@ -29,7 +29,7 @@ class SingleRankSession:
 
     def __init__(self) -> None:
         self.seed = seeds.choose_seed()
-        seeds.seed_all(self.seed)
+        seeds.seed_everything(self.seed)
         launcher_env.hide()
         self._patches = PatchHandle([LOADER_PATCH, *seeds.SEED_PATCHES])
 

@@ -1,1 +1,3 @@
-"""Data loading of an unedited script: each rank loads its rows, all ranks get the whole batch."""
+"""Data loading of unedited scripts: each rank loads its rows of a batch, and the ranks exchange
+them, so that every rank's loop gets the whole batch.
+"""

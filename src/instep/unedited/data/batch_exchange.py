@@ -1,4 +1,4 @@
-"""From every rank's rows of a batch to the whole batch on every rank."""
+"""Exchanges the rows of a batch, so that every rank gets the whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import group_ranks
 from instep.training.blocks import Block
 from instep.unedited.data.packed_samples import PackedSamples, pack, unpack
-from instep.unedited.data.row_loading import BatchPlan, LoadedRows
+from instep.unedited.data.row_loading import LoadedRows, LoadPlan
 from instep.unedited.data.sample_schema import SampleSchema, extract_sample, unflatten_collated
 from instep.unedited.errors import LoadingError
 
@@ -31,15 +31,15 @@ class ExchangeTransport(Protocol):
     size: int
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value."""
+        """As in Transport."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        """Start to overwrite a tensor with root's."""
+        """As in Transport."""
 
 
 @dataclass(frozen=True)
 class RowType:
-    """What the rows of a tensor are like."""
+    """Dtype, shape and strides of one row of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,88 +48,88 @@ class RowType:
 
 @dataclass(frozen=True)
 class ExchangeHeader:
-    """What a rank says about its rows before they travel."""
+    """What a rank sends about its rows before it sends the rows."""
 
-    digest: int | None = None
-    """Of the batch that it means; None: it knows of none that is left."""
+    plan_checksum: int | None = None
+    """Of the batch that the rank loads; None if it has no batch left."""
     count: int = 0
     seconds: float = 0.0
     nbytes: int = 0
-    kind: SampleSchema | None = None
+    schema: SampleSchema | None = None
     leaves: list[Any] = field(default_factory=list)
-    """Of collated samples: what the rows of each tensor are like, and each list of texts."""
+    """Of collated samples: the RowType of each tensor, and each list of texts."""
     pickled: bytes = b""
-    refusal: str = ""
-    first: bytes | None = None
-    witness: bytes | None = None
+    cannot_pack: str = ""
+    first_checksum: bytes | None = None
+    other_checksum: bytes | None = None
     error: bytes = b""
     trace: str = ""
 
 
 @dataclass(frozen=True)
 class ExchangedBatch:
-    """The whole batch, and what the ranks have learnt about it."""
+    """The whole batch, and what the ranks have learned about it."""
 
     headers: list[ExchangeHeader]
     collated: Any = None
     samples: list[Any] | None = None
-    """Where it is yet to be collated."""
+    """If they are not collated yet."""
     error: Exception | None = None
-    """Where there is none: what the first rank that has one has met."""
+    """If there is no batch: the error of the first rank that raised one."""
 
     @property
-    def refusal(self) -> str:
-        """Why the rows of some rank cannot travel: each has to load the whole batch."""
-        return next((header.refusal for header in self.headers if header.refusal), "")
+    def cannot_pack(self) -> str:
+        """Why some rank cannot send its rows, so that each has to load the whole batch."""
+        return next((header.cannot_pack for header in self.headers if header.cannot_pack), "")
 
     @property
-    def proved(self) -> bool:
-        """Whether the samples that two ranks have loaded came out the same."""
+    def is_consistent(self) -> bool:
+        """Whether every sample that two ranks have loaded is the same on both."""
         for rank, header in enumerate(self.headers):
-            next_with_rows = (
-                other for other in self.headers[rank + 1 :] + self.headers if other.count
-            )
-            theirs = next((other.first for other in next_with_rows), None)
-            if None not in (header.witness, theirs) and header.witness != theirs:
+            others = self.headers[rank + 1 :] + self.headers
+            expected = next((other.first_checksum for other in others if other.count), None)
+            if None not in (header.other_checksum, expected) and header.other_checksum != expected:
                 return False
         return True
 
 
-def share(part: LoadedRows | Exception, plan: BatchPlan, way: ExchangeTransport) -> ExchangedBatch:
-    """Exchange this rank's rows, or the error that came up in loading them. Collective.
+def exchange_rows(
+    rows: LoadedRows | Exception, plan: LoadPlan, transport: ExchangeTransport
+) -> ExchangedBatch:
+    """Exchange this rank's rows, or the error that was raised as it loaded them. Collective.
 
-    Raises DisagreementError where the ranks mean different batches.
+    Raises DisagreementError if the ranks load different batches.
     """
-    headers = way.all_gather_object(_header_of(part, plan, way.rank))
+    headers = transport.all_gather_object(_make_header(rows, plan, transport.rank))
     check_same_batch(headers)
-    shared = ExchangedBatch(headers, error=_first_error(headers, part, way.rank))
-    if shared.error is not None or shared.refusal:
-        return shared
-    assert isinstance(part, LoadedRows)
-    kind = _common_schema(headers)
-    if kind is not None:
-        leaves = _whole_leaves(part, headers, plan, way)
-        return replace(shared, collated=unflatten_collated(kind, leaves))
-    if any(header.kind is not None for header in headers):  # on some ranks only
-        part = LoadedRows(part.count, part.seconds, packed=pack(_samples_of(part)))
-        headers = way.all_gather_object(_header_of(part, plan, way.rank))
-    return replace(shared, samples=_all_samples(part, headers, way))
+    batch = ExchangedBatch(headers, error=_first_error(headers, rows, transport.rank))
+    if batch.error is not None or batch.cannot_pack:
+        return batch
+    assert isinstance(rows, LoadedRows)
+    schema = _common_schema(headers)
+    if schema is not None:
+        leaves = _gather_leaves(rows, headers, plan, transport)
+        return replace(batch, collated=unflatten_collated(schema, leaves))
+    if any(header.schema is not None for header in headers):  # on some ranks only
+        rows = LoadedRows(rows.count, rows.seconds, packed=pack(_samples_of(rows)))
+        headers = transport.all_gather_object(_make_header(rows, plan, transport.rank))
+    return replace(batch, samples=_gather_samples(rows, headers, transport))
 
 
 def _common_schema(headers: Sequence[ExchangeHeader]) -> SampleSchema | None:
-    """What all samples of a batch are, where every rank has collated its own in the same way."""
-    found = {(header.kind, _layout(header)) for header in headers if header.count}
+    """The schema of all samples of a batch, if every rank has collated its rows in the same way."""
+    found = {(header.schema, _layout(header)) for header in headers if header.count}
     return next(iter(found))[0] if len(found) == 1 else None
 
 
-def end(way: ExchangeTransport) -> None:
-    """This rank has no batch left. Raises DisagreementError where another has. Collective."""
-    check_same_batch(way.all_gather_object(ExchangeHeader()))
+def finish_exchange(transport: ExchangeTransport) -> None:
+    """Called without a batch left. Raises DisagreementError if a rank has one. Collective."""
+    check_same_batch(transport.all_gather_object(ExchangeHeader()))
 
 
 def check_same_batch(headers: Sequence[ExchangeHeader]) -> None:
-    """Raise DisagreementError unless all ranks mean the same batch."""
-    seen = group_ranks([_batch_in_words(header) for header in headers])
+    """Raise DisagreementError unless all ranks load the same batch."""
+    seen = group_ranks([_describe_batch(header) for header in headers])
     if len(seen) > 1:
         raise DisagreementError(
             "the samples of the next batch",
@@ -139,62 +139,63 @@ def check_same_batch(headers: Sequence[ExchangeHeader]) -> None:
         )
 
 
-def _batch_in_words(header: ExchangeHeader) -> str:
-    return "none left" if header.digest is None else f"samples with digest {header.digest:08x}"
+def _describe_batch(header: ExchangeHeader) -> str:
+    checksum = header.plan_checksum
+    return "none left" if checksum is None else f"samples with digest {checksum:08x}"
 
 
-def _header_of(part: LoadedRows | Exception, plan: BatchPlan, rank: int) -> ExchangeHeader:
-    digest = plan.digest()
-    if isinstance(part, Exception):
-        trace = format_traceback(part)
-        error = part if can_pickle(part) else LoadingError(rank, type(part).__name__, trace)
-        return ExchangeHeader(digest, error=pickle.dumps(error), trace=trace)
+def _make_header(rows: LoadedRows | Exception, plan: LoadPlan, rank: int) -> ExchangeHeader:
+    checksum = plan.checksum()
+    if isinstance(rows, Exception):
+        trace = format_traceback(rows)
+        error = rows if can_pickle(rows) else LoadingError(rank, type(rows).__name__, trace)
+        return ExchangeHeader(checksum, error=pickle.dumps(error), trace=trace)
     return ExchangeHeader(
-        digest,
-        part.count,
-        part.seconds,
-        _nbytes(part),
-        part.kind,
-        [_described(leaf) for leaf in part.leaves],
-        part.packed.pickled if part.packed else b"",
-        part.refusal,
-        part.first,
-        part.witness,
+        checksum,
+        rows.count,
+        rows.seconds,
+        _nbytes(rows),
+        rows.schema,
+        [_describe_leaf(leaf) for leaf in rows.leaves],
+        rows.packed.pickled if rows.packed else b"",
+        rows.cannot_pack,
+        rows.first_checksum,
+        rows.other_checksum,
     )
 
 
-def _nbytes(part: LoadedRows) -> int:
-    tensors = [leaf for leaf in part.leaves if isinstance(leaf, Tensor)]
-    tensors += [part.packed.memory] if part.packed else []
+def _nbytes(rows: LoadedRows) -> int:
+    tensors = [leaf for leaf in rows.leaves if isinstance(leaf, Tensor)]
+    tensors += [rows.packed.memory] if rows.packed else []
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _first_error(
-    headers: Sequence[ExchangeHeader], mine: LoadedRows | Exception, my_rank: int
+    headers: Sequence[ExchangeHeader], rows: LoadedRows | Exception, this_rank: int
 ) -> Exception | None:
     """The error of the first rank that has one: of the first sample that cannot be loaded."""
     rank = next((rank for rank, header in enumerate(headers) if header.error), None)
     if rank is None:
         return None
-    if rank == my_rank and isinstance(mine, Exception):
-        return mine
+    if rank == this_rank and isinstance(rows, Exception):
+        return rows
     error: Exception = pickle.loads(headers[rank].error)
     error.add_note(f"On rank {rank}, which loaded it:\n\n{headers[rank].trace}")
     return error
 
 
-# ------------------------------------------------------------------------- rows that are collated
+# ------------------------------------------------------------------------------ collated rows
 
 
-def _described(leaf: Any) -> Any:
+def _describe_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    row = _rows_in_order(leaf)[0]
+    row = _with_rows_in_order(leaf)[0]
     return RowType(leaf.dtype, tuple(row.shape), row.stride())
 
 
-def _rows_in_order(leaf: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where its rows do not lie one after the other."""
+def _with_rows_in_order(leaf: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy unless its rows follow each other in memory."""
     row = leaf[0]
     dense = row.is_contiguous() or torch.empty_like(row).stride() == row.stride()
     in_order = leaf.shape[0] == 1 or leaf.stride(0) == row.numel()
@@ -202,43 +203,47 @@ def _rows_in_order(leaf: Tensor) -> Tensor:
 
 
 def _layout(header: ExchangeHeader) -> tuple[RowType | None, ...]:
-    """What the leaves of two ranks must have in common to be put together."""
+    """What the leaves of two ranks must have in common to be joined."""
     return tuple(leaf if isinstance(leaf, RowType) else None for leaf in header.leaves)
 
 
-def _whole_leaves(
-    part: LoadedRows, headers: Sequence[ExchangeHeader], plan: BatchPlan, way: ExchangeTransport
+def _gather_leaves(
+    rows: LoadedRows,
+    headers: Sequence[ExchangeHeader],
+    plan: LoadPlan,
+    transport: ExchangeTransport,
 ) -> Iterator[Any]:
-    """The leaves of the whole batch: rows of tensors travel, each rank's to its place."""
+    """The leaves of the whole batch. Texts are in the headers; rows of tensors are broadcast."""
     given = [header.leaves for header in headers if header.count]
     for k, (first, *rest) in enumerate(zip(*given, strict=True)):
         if isinstance(first, RowType):
-            yield _whole_tensor(first, part.leaves[k] if part.count else None, plan, way)
+            own = rows.leaves[k] if rows.count else None
+            yield _gather_tensor(first, own, plan.block, transport)
         else:
             yield sum(rest, first)
 
 
-def _whole_tensor(
-    row: RowType, mine: Tensor | None, plan: BatchPlan, way: ExchangeTransport
+def _gather_tensor(
+    row: RowType, own: Tensor | None, block: Block, transport: ExchangeTransport
 ) -> Tensor:
-    place, per_row = plan.place, prod(row.shape)
+    shape, per_row = (block.total, *row.shape), prod(row.shape)
     if per_row == 0:
-        return torch.empty((place.total, *row.shape), dtype=row.dtype)
-    whole = torch.empty_strided((place.total, *row.shape), (per_row, *row.stride), dtype=row.dtype)
-    if mine is not None:
-        whole[place.start : place.stop] = mine
-    blocks = [Block(rank, way.size, place.total) for rank in range(way.size)]
-    _fill(whole, [block.start * per_row for block in blocks], way)
+        return torch.empty(shape, dtype=row.dtype)
+    whole = torch.empty_strided(shape, (per_row, *row.stride), dtype=row.dtype)
+    if own is not None:
+        whole[block.start : block.stop] = own
+    blocks = [Block(rank, transport.size, block.total) for rank in range(transport.size)]
+    _broadcast_parts(whole, [each.start * per_row for each in blocks], transport)
     return whole
 
 
-def _fill(whole: Tensor, starts: Sequence[int], way: ExchangeTransport) -> None:
-    """Let rank r's elements, from `starts[r]` on, be rank r's on every rank."""
+def _broadcast_parts(whole: Tensor, starts: Sequence[int], transport: ExchangeTransport) -> None:
+    """Broadcast the elements from `starts[r]` on from rank r, up to the next start."""
     size = whole.itemsize
     memory = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     stops = [*starts[1:], whole.numel()]
     pending = [
-        way.broadcast(memory[start * size : stop * size], rank)
+        transport.broadcast(memory[start * size : stop * size], rank)
         for rank, (start, stop) in enumerate(zip(starts, stops, strict=True))
         if stop > start
     ]
@@ -246,28 +251,28 @@ def _fill(whole: Tensor, starts: Sequence[int], way: ExchangeTransport) -> None:
         work.wait()
 
 
-# --------------------------------------------------------------------- samples, not yet collated
+# ---------------------------------------------------------------------------- packed samples
 
 
-def _samples_of(part: LoadedRows) -> list[Any]:
-    if part.packed is not None:
-        samples: list[Any] = unpack(part.packed)
+def _samples_of(rows: LoadedRows) -> list[Any]:
+    if rows.packed is not None:
+        samples: list[Any] = unpack(rows.packed)
         return samples
-    kind = part.kind
-    if kind is None:
+    schema = rows.schema
+    if schema is None:
         return []
-    return [extract_sample(kind, iter(part.leaves), row) for row in range(part.count)]
+    return [extract_sample(schema, iter(rows.leaves), row) for row in range(rows.count)]
 
 
-def _all_samples(
-    part: LoadedRows, headers: Sequence[ExchangeHeader], way: ExchangeTransport
+def _gather_samples(
+    rows: LoadedRows, headers: Sequence[ExchangeHeader], transport: ExchangeTransport
 ) -> list[Any]:
-    assert part.packed is not None
+    assert rows.packed is not None
     sizes = [header.nbytes for header in headers]
-    starts = [sum(sizes[:rank]) for rank in range(way.size)]
+    starts = [sum(sizes[:rank]) for rank in range(transport.size)]
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
-    memory[starts[way.rank] :][: sizes[way.rank]] = part.packed.memory
-    _fill(memory, starts, way)
+    memory[starts[transport.rank] :][: sizes[transport.rank]] = rows.packed.memory
+    _broadcast_parts(memory, starts, transport)
     samples: list[Any] = []
     for header, start, size in zip(headers, starts, sizes, strict=True):
         samples += unpack(PackedSamples(header.pickled, memory[start : start + size]))

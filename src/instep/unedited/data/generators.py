@@ -1,6 +1,6 @@
-"""Does a data set draw from a random generator of its own, and not from the global ones?
+"""Finds out whether a data set has a random generator of its own, besides the global ones.
 
-Then a sample depends on how many were loaded before it, and nobody can load it on its own.
+A sample then depends on how many were loaded before it, so the ranks cannot share the loading.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ _GENERATORS = (
     torch.Generator,
 )
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
-_LOOKED_AT = 2000
-"""How many objects: enough for any chain of transforms, not for the samples themselves."""
-_ENTRIES = 16
-"""How many entries of a list or dict."""
+_MAX_OBJECTS = 2000
+"""Enough for any chain of transforms, not for the samples themselves."""
+_MAX_ENTRIES = 16
+"""Of a list or dict."""
 
 
 def find_generator(dataset: object) -> str | None:
-    """Where a data set keeps a random generator, such as "self.rng"; None: nowhere.
+    """Where a data set holds a random generator, such as "self.rng"; None if none is found.
 
-    Looks at attributes, entries of containers, and what functions and methods refer to, so far as
-    a few thousand objects show it.
+    Looks at attributes, entries of containers, and the names that functions and methods use.
     """
     seen: set[int] = set()
     waiting = deque([("self", dataset)])
-    while waiting and len(seen) < _LOOKED_AT:
+    while waiting and len(seen) < _MAX_OBJECTS:
         name, value = waiting.popleft()
         if id(value) in seen:
             continue
@@ -47,18 +46,19 @@ def find_generator(dataset: object) -> str | None:
             if not any(value is known for known in _GLOBAL):
                 return name
             continue
-        waiting.extend(_within(name, value))
+        waiting.extend(_children(name, value))
     return None
 
 
-def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is reached from a value, by name."""
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that a value refers to, by name."""
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", entry) for key, entry in islice(value.items(), _ENTRIES))
+        items = islice(value.items(), _MAX_ENTRIES)
+        yield from ((f"{name}[{key!r}]", entry) for key, entry in items)
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from ((f"{name}[{k}]", entry) for k, entry in enumerate(islice(value, _ENTRIES)))
+        yield from ((f"{name}[{k}]", entry) for k, entry in enumerate(islice(value, _MAX_ENTRIES)))
     elif isinstance(value, types.FunctionType):
-        yield from _referred_to(value)
+        yield from _names_used(value)
     elif isinstance(value, types.MethodType):
         yield from ((f"{name}.__self__", value.__self__), (name, value.__func__))
     elif isinstance(value, functools.partial):
@@ -66,20 +66,20 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type | types.ModuleType | np.ndarray | torch.Tensor):
         attributes: Iterable[tuple[str, Any]] = getattr(value, "__dict__", {}).items()
         yield from ((f"{name}.{key}", entry) for key, entry in attributes)
-        yield from _methods_of(name, type(value))
+        yield from _methods(name, type(value))
 
 
-def _methods_of(name: str, kind: type) -> Iterator[tuple[str, Any]]:
-    """The methods of the user's classes; a library's refer to no generator of the user's."""
-    for base in kind.__mro__:
+def _methods(name: str, type_: type) -> Iterator[tuple[str, Any]]:
+    """The methods of the user's classes; those of libraries use no generator of the user's."""
+    for base in type_.__mro__:
         if base.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "random"):
             for key, entry in vars(base).items():
                 if isinstance(entry, types.FunctionType):
                     yield f"{name}.{key}", entry
 
 
-def _referred_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals and closed-over values that a function's code names."""
+def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals and closure variables that a function's code names."""
     for name in function.__code__.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]

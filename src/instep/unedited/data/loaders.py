@@ -1,13 +1,13 @@
-"""Loaders: each rank loads its own rows of every batch, and every rank's loop gets the whole batch.
+"""The replacement of DataLoader.__iter__: each rank loads its own rows of every batch, and every
+rank's loop gets the whole batch.
 
-Only loading is divided: the script's sampler, collate_fn and loop see what one process sees.
+Only loading is shared: the script's sampler, collate_fn and loop see what one process sees.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,68 +20,73 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
 from instep.process import settings
+from instep.process.patching import Function
 from instep.training.blocks import Block
 from instep.training.random_streams import is_deterministic
 from instep.training.shards import ShardedLoader
-from instep.unedited.data.batch_exchange import ExchangedBatch, ExchangeTransport, end, share
+from instep.unedited.data.batch_exchange import (
+    ExchangedBatch,
+    ExchangeTransport,
+    exchange_rows,
+    finish_exchange,
+)
 from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.row_loading import (
-    BatchPlan,
     LoadedRows,
     LoadedSamples,
+    LoadPlan,
     RowBatchSampler,
     RowDataset,
     WorkerInit,
-    as_they_are,
     in_main_thread,
+    no_collate,
 )
 
 _policies: WeakKeyDictionary[DataLoader[Any], ExchangePolicy] = WeakKeyDictionary()
-_lanes = count(1)
-_told: WeakSet[DataLoader[Any]] = WeakSet()
+_channels = count(1)
+_warned: WeakSet[DataLoader[Any]] = WeakSet()
 
 
-def iterate(original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
-    """What `DataLoader.__iter__` answers: batches that are the same on every rank.
+def iterate(original: Function, loader: DataLoader[Any]) -> Any:
+    """Iterate over batches that are the same on every rank.
 
-    Where loading can be divided, each rank loads its own rows and they are exchanged; where that
-    takes longer than loading them, or there is one rank, each loads all. Either way, what is
-    random in a sample comes from a stream of its own. Everything else is loaded as plain Python
-    loads it, whole on every rank: see `_by_rows`.
+    If the samples of a batch can be loaded one by one, each rank loads its own rows and the ranks
+    exchange them; if that takes longer than loading all of them, or there is one rank, each loads
+    all. In both cases each sample draws from a random stream of its own. Any other data set is
+    loaded whole on every rank as plain Python loads it: see `_can_load_rows`.
 
     Args:
-        original: torch's own.
+        original: torch's own method.
         loader: the script's.
     """
-    loader.in_order = True  # otherwise the order is that in which workers happen to finish
-    if not _by_rows(loader):
+    loader.in_order = True  # otherwise the order depends on which worker happens to finish first
+    if not _can_load_rows(loader):
         return original(loader)
-    way = get_transport()
-    policy = _policies.setdefault(loader, ExchangePolicy(way.size, loader.num_workers))
-    loading = copy.copy(loader)
-    vars(loading).update(
+    transport = get_transport()
+    policy = _policies.setdefault(loader, ExchangePolicy(transport.size, loader.num_workers))
+    block = Block(transport.rank, transport.size, 0)
+    row_loader = copy.copy(loader)
+    vars(row_loader).update(
         dataset=RowDataset(loader.dataset, loader.collate_fn),
-        batch_sampler=RowBatchSampler(
-            loader.batch_sampler or (), loader.generator, Block(way.rank, way.size, 0), policy
-        ),
-        collate_fn=as_they_are,
+        batch_sampler=RowBatchSampler(loader.batch_sampler or (), loader.generator, block, policy),
+        collate_fn=no_collate,
     )
     if loader.num_workers:
-        loading.worker_init_fn = WorkerInit(loader.worker_init_fn)
-    batches = original(loading)
+        row_loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+    batches = original(row_loader)
     if loader.persistent_workers:
         loader._iterator = batches
     return WholeBatchIterator(batches, loader, policy)
 
 
-def _by_rows(loader: DataLoader[Any]) -> bool:
-    """Whether the samples of a batch can be loaded one by one, by anybody.
+def _can_load_rows(loader: DataLoader[Any]) -> bool:
+    """Whether any rank can load any sample of a batch, and something is gained by it.
 
-    Not where nothing would be gained (datasets of tensors), where the dataset makes the batch
-    itself (iterable datasets, batch_size=None, `__getitems__`), where a sample depends on those
-    loaded before it (a random generator of the dataset's own), in a thread or worker of the
-    script's, and where INSTEP_LOAD=whole forbids it.
+    Not for datasets of tensors, where nothing is gained; for datasets that make the batch
+    themselves (iterable datasets, batch_size=None, `__getitems__`); for samples that depend on
+    those loaded before (a random generator of the dataset's own); in a thread or worker of the
+    script's; or if INSTEP_LOAD=whole forbids it.
     """
     if (
         str(settings.LOAD) == "whole"
@@ -92,58 +97,58 @@ def _by_rows(loader: DataLoader[Any]) -> bool:
         return False
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset | MapDataPipe):
         return False
-    if _in_bulk(loader.dataset) or is_deterministic(loader.dataset):
+    if _loads_batches(loader.dataset) or is_deterministic(loader.dataset):
         return False
-    begun: Any = loader._iterator
-    if begun is not None:
-        return isinstance(begun._index_sampler, RowBatchSampler)
-    return not _draws_by_itself(loader)
+    iterator: Any = loader._iterator
+    if iterator is not None:
+        return isinstance(iterator._index_sampler, RowBatchSampler)
+    return not _has_generator(loader)
 
 
-def _in_bulk(dataset: object) -> bool:
-    """Whether a data set makes all samples of a batch at once."""
+def _loads_batches(dataset: object) -> bool:
+    """Whether a data set loads all samples of a batch at once."""
     if type(dataset) is Subset:
-        return _in_bulk(dataset.dataset)
+        return _loads_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _draws_by_itself(loader: DataLoader[Any]) -> bool:
-    """Whether a sample depends on how many others its data set has loaded before it."""
+def _has_generator(loader: DataLoader[Any]) -> bool:
     found = find_generator(loader.dataset)
     if found:
-        _tell(loader, f"each rank loads all of it: it draws from a generator of its own ({found}).")
+        line = f"each rank loads all of it: it draws from a generator of its own ({found})."
+        _warn(loader, line)
     return found is not None
 
 
-def _tell(loader: DataLoader[Any], line: str) -> None:
-    """Say it, once for each loader."""
-    if loader not in _told and get_transport().rank == 0:
+def _warn(loader: DataLoader[Any], line: str) -> None:
+    """Print a line on rank 0, once for each loader."""
+    if loader not in _warned and get_transport().rank == 0:
         name = type(loader.dataset).__name__
         print(f"instep: data set {name}: {line}", file=sys.stderr, flush=True)
-    _told.add(loader)
+    _warned.add(loader)
 
 
 class WholeBatchIterator:
-    """The batches of a loader, each put together from all ranks' rows of it.
+    """The batches of a loader, each joined from all ranks' rows.
 
-    Whatever else is asked of it is torch's own iterator's.
+    Other attributes are those of torch's own iterator.
     """
 
     def __init__(self, batches: Any, loader: DataLoader[Any], policy: ExchangePolicy) -> None:
         self._batches = batches
-        self._requests: RowBatchSampler = self._batches._index_sampler
-        self._rows = RowDataset(loader.dataset, loader.collate_fn)
+        self._row_sampler: RowBatchSampler = self._batches._index_sampler
+        self._dataset = RowDataset(loader.dataset, loader.collate_fn)
         self._loader = loader
         self._policy = policy
-        self._lane = next(_lanes)
+        self._channel = next(_channels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
 
     @property
-    def _way(self) -> ExchangeTransport:
-        """A thread of the script's meets the other ranks whenever it comes to it."""
-        return get_transport() if in_main_thread() else ThreadChannel(self._lane)
+    def _transport(self) -> ExchangeTransport:
+        """In another thread a channel of its own, since threads have no common order."""
+        return get_transport() if in_main_thread() else ThreadChannel(self._channel)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -152,68 +157,68 @@ class WholeBatchIterator:
         return self
 
     def __next__(self) -> Any:
-        loaded = self._loaded()
-        plan = self._requests.planned.popleft()
-        if plan.shared:
-            loaded = self._shared(loaded, plan)
-        if isinstance(loaded, LoadedSamples):
-            loaded = self._pinned(self._collated(loaded.samples, plan))
-        if isinstance(loaded, Exception):
+        batch = self._load()
+        plan = self._row_sampler.planned.popleft()
+        if plan.exchanges:
+            batch = self._exchange(batch, plan)
+        if isinstance(batch, LoadedSamples):
+            batch = self._pin(self._collate(batch.samples, plan))
+        if isinstance(batch, Exception):
             try:
-                raise loaded
+                raise batch
             finally:
-                del loaded  # its traceback holds this frame, and so the workers
-        return loaded
+                del batch  # its traceback holds this frame, and so the workers
+        return batch
 
-    def _loaded(self) -> Any:
-        """What this rank was asked to load for the next batch, or the error that came of it."""
+    def _load(self) -> Any:
+        """What this rank was asked to load for the next batch, or the error that it raised."""
         try:
             return next(self._batches)
         except StopIteration:
-            if self._policy.exchanging:
-                end(self._way)
+            if self._policy.exchanges:
+                finish_exchange(self._transport)
             raise
         except Exception as error:
-            if not self._requests.planned:  # the sampler's own, on every rank
+            if not self._row_sampler.planned:  # raised by the sampler, on every rank
                 raise
             return error
 
-    def _shared(self, loaded: LoadedRows | Exception, plan: BatchPlan) -> Any:
-        """The whole batch, pinned if that is asked for; or its samples; or an error."""
-        shared = share(loaded, plan, self._way)
-        if shared.error is not None:
-            return shared.error
-        self._learn(shared, plan)
-        if shared.refusal:
-            return self._rows.__getitems__(plan.whole())
-        if shared.samples is not None:
-            return LoadedSamples(shared.samples)
-        return self._pinned(shared.collated)
+    def _exchange(self, rows: LoadedRows | Exception, plan: LoadPlan) -> Any:
+        """The whole batch, pinned if the loader pins; or its samples; or an error."""
+        batch = exchange_rows(rows, plan, self._transport)
+        if batch.error is not None:
+            return batch.error
+        self._update_policy(batch, plan)
+        if batch.cannot_pack:
+            return self._dataset.__getitems__(plan.whole_request())
+        if batch.samples is not None:
+            return LoadedSamples(batch.samples)
+        return self._pin(batch.collated)
 
-    def _collated(self, samples: list[Any], plan: BatchPlan) -> Any:
+    def _collate(self, samples: list[Any], plan: LoadPlan) -> Any:
         if self._loader.num_workers:
-            return self._rows.collated(samples, plan.whole())
+            return self._dataset.collate(samples, plan.whole_request())
         return self._loader.collate_fn(samples)
 
-    def _pinned(self, batch: Any) -> Any:
+    def _pin(self, batch: Any) -> Any:
         if not (self._loader.pin_memory and torch.accelerator.is_available()):
             return batch
         device = torch.accelerator.current_accelerator()
         return pin_memory(batch, device.type if device else None)
 
-    def _learn(self, shared: ExchangedBatch, plan: BatchPlan) -> None:
-        if not shared.proved:
-            self._policy.force(exchanging=True)
-            _tell(
+    def _update_policy(self, batch: ExchangedBatch, plan: LoadPlan) -> None:
+        if not batch.is_consistent:
+            self._policy.force(exchange=True)
+            _warn(
                 self._loader,
-                "its samples depend on who loads them, by a state or a random source of its own. "
-                "Every rank gets the same batches, but not those of one process; with "
+                "its samples depend on the rank that loads them, by a state or a random source of "
+                "its own. Every rank gets the same batches, but not those of one process; with "
                 "--load whole every rank loads everything.",
             )
-        if shared.refusal:
-            self._policy.force(exchanging=False)
-            line = f"each rank loads all of it: a sample cannot travel, {shared.refusal}."
-            _tell(self._loader, line)
-        seconds = sum(header.seconds for header in shared.headers)
-        nbytes = sum(header.nbytes for header in shared.headers)
-        self._policy.learn(plan.place.total, seconds, nbytes)
+        if batch.cannot_pack:
+            self._policy.force(exchange=False)
+            reason = f"a sample cannot be sent, {batch.cannot_pack}"
+            _warn(self._loader, f"each rank loads all of it: {reason}.")
+        seconds = sum(header.seconds for header in batch.headers)
+        nbytes = sum(header.nbytes for header in batch.headers)
+        self._policy.update(plan.block.total, seconds, nbytes)

@@ -1,6 +1,4 @@
-"""Samples as they travel: a pickle, and beside it one tensor with the memory of all tensors and
-arrays in them.
-"""
+"""Samples packed to be sent: a pickle, and one tensor with the memory of tensors and arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _ALIGNMENT = 64  # bytes; enough for every dtype
 
 
 class CannotPackError(Exception):
-    """A value that is not the same in another process, or does not get there."""
+    """A value that cannot be sent to another process, or is not the same there."""
 
 
 @dataclass(frozen=True)
@@ -28,86 +26,85 @@ class PackedSamples:
 
     pickled: bytes
     memory: Tensor
-    """What the tensors and arrays hold; its length is a multiple of the alignment."""
+    """The bytes of the tensors and arrays; a multiple of the alignment."""
 
-    def digest(self) -> bytes:
+    def checksum(self) -> bytes:
         """Equal for equal values."""
-        known = blake2b(self.pickled, digest_size=16)
-        known.update(self.memory.numpy().data)
-        return known.digest()
+        hasher = blake2b(self.pickled, digest_size=16)
+        hasher.update(self.memory.numpy().data)
+        return hasher.digest()
 
 
 def pack(value: object) -> PackedSamples:
-    """A value ready to travel.
+    """Pack a value.
 
-    Dense CPU tensors and numeric arrays are copied as they lie, strides and all; the rest is
-    pickled. Raises CannotPackError for what does not pickle, lies on another device or requires
-    a gradient.
+    Dense CPU tensors and numeric arrays are copied with their strides; the rest is pickled.
+    Raises CannotPackError for what does not pickle, is on another device or requires a gradient.
     """
     file = io.BytesIO()
-    packer = _Packer(file)
+    pickler = _Pickler(file)
     try:
-        packer.dump(value)
+        pickler.dump(value)
     except CannotPackError:
         raise
-    except Exception as why:  # whatever the value's own code raises
-        raise CannotPackError(f"it does not pickle: {why}") from why
-    memory = np.zeros(packer.size, dtype=np.uint8)  # the padding too: digests see it
-    for start, piece in packer.pieces:
-        memory[start : start + piece.size] = piece
+    except Exception as error:  # raised by the value's own code
+        raise CannotPackError(f"it does not pickle: {error}") from error
+    memory = np.zeros(pickler.size, dtype=np.uint8)  # zeros in the padding too, for the checksum
+    for start, array in pickler.arrays:
+        memory[start : start + array.size] = array
     return PackedSamples(file.getvalue(), torch.from_numpy(memory))
 
 
 def unpack(packed: PackedSamples) -> Any:
-    """The value again; its tensors and arrays lie in the packed's memory, each in a part of it."""
-    return _Unpacker(packed).load()
+    """The value; its tensors and arrays are disjoint parts of the packed memory."""
+    return _Unpickler(packed).load()
 
 
-class _Packer(pickle.Pickler):
+class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
-        self.pieces: list[tuple[int, np.ndarray[Any, Any]]] = []
+        self.arrays: list[tuple[int, np.ndarray[Any, Any]]] = []
         self.size = 0
 
     def persistent_id(self, value: object) -> object:
-        """What stands in the pickle for a tensor or an array; None: the thing itself."""
+        """What the pickle has in place of a tensor or an array; None: pickle the value itself."""
         if isinstance(value, Tensor):
-            _check_plain_data(value)
+            _check_tensor(value)
             if type(value) is Tensor and value.layout is torch.strided and not value.is_quantized:
                 dense = _dense(value)
                 flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
-                return "tensor", self._put(flat), dense.dtype, tuple(dense.shape), dense.stride()
+                return "tensor", self._add(flat), dense.dtype, tuple(dense.shape), dense.stride()
         if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.flags.c_contiguous:
             flat = value.reshape(-1).view(np.uint8)
-            return "array", self._put(flat), value.dtype, value.shape, None
+            return "array", self._add(flat), value.dtype, value.shape, None
         return None
 
-    def _put(self, flat: np.ndarray[Any, Any]) -> int:
+    def _add(self, flat: np.ndarray[Any, Any]) -> int:
         start = self.size
-        self.pieces.append((start, flat))
+        self.arrays.append((start, flat))
         self.size += -(-flat.size // _ALIGNMENT) * _ALIGNMENT
         return start
 
 
-class _Unpacker(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def __init__(self, packed: PackedSamples) -> None:
         super().__init__(io.BytesIO(packed.pickled))
         self._memory = packed.memory.numpy().data
 
-    def persistent_load(self, place: Any) -> object:
-        """The tensor or array that the pickle has a place for."""
-        kind, start, dtype, shape, stride = place
+    def persistent_load(self, pid: Any) -> object:
+        """The tensor or array for an id of `_Pickler.persistent_id`."""
+        type_, start, dtype, shape, stride = pid
         count = prod(shape)
-        if kind == "array":
+        if type_ == "array":
             return np.frombuffer(self._memory, dtype, count, start).reshape(shape)
         if count == 0:
             return torch.empty_strided(shape, stride, dtype=dtype)
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
-        # A view would share its version counter with nothing that anybody sees, but have a base.
+        # Not as_strided: a view has a base (`_base`), which the script's tensor does not have.
         return flat.set_(flat.untyped_storage(), 0, shape, stride)
 
 
-def _check_plain_data(tensor: Tensor) -> None:
+def _check_tensor(tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise CannotPackError(f"it holds a tensor on {tensor.device}")
     if tensor.requires_grad:
@@ -115,7 +112,7 @@ def _check_plain_data(tensor: Tensor) -> None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a contiguous copy where there are gaps between its elements."""
+    """The tensor, or a contiguous copy if there are gaps between its elements."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride():
         return tensor

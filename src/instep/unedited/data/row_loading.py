@@ -1,8 +1,8 @@
-"""This rank's rows of every batch: asked for in place of the sampler's indices, loaded in whatever
-process loads samples.
+"""Loads this rank's rows of every batch: a batch sampler asks for them in place of all indices, and
+a dataset loads them, in whatever process loads samples.
 
-What is random in a sample is drawn from a stream of its own: a function of the random state in
-which the pass over the data began and of how many samples the loop had asked for before.
+Each sample draws from a random stream of its own, which depends on the random state at the start of
+the pass over the data and on how many samples the loop asked for before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from instep.unedited.data.exchange_policy import ExchangePolicy
 from instep.unedited.data.packed_samples import CannotPackError, PackedSamples, pack
 from instep.unedited.data.sample_schema import SampleSchema, common_schema, flatten_collated
 
-# --------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------- requests
 
 
 @dataclass(frozen=True)
@@ -36,49 +36,49 @@ class RowRequest:
 
     seed: int
     first: int
-    """How many samples the loop had asked for before the first of these."""
+    """How many samples the loop asked for before the first of these."""
     indices: list[Any]
-    whole: bool
-    """Whether these are all of the batch, which is then handed over as the loop gets it."""
-    witness: tuple[int, Any] | None = None
-    """One more sample, another rank's, by number and index: does it come out the same here?"""
+    is_whole: bool
+    """Whether these are all samples of the batch, so that no rank sends any."""
+    check: tuple[int, Any] | None = None
+    """A sample of another rank's, by number and index: is it the same if this rank loads it?"""
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Who loads which rows of a batch."""
+class LoadPlan:
+    """Which rank loads which rows of a batch."""
 
     seed: int
     first: int
     indices: list[Any]
-    place: Block
-    shared: bool
-    """Whether each rank loads its own rows, or all load all."""
-    proving: bool
-    """Whether each rank loads one sample of another's as well."""
+    block: Block
+    exchanges: bool
+    """Whether each rank loads its own rows; otherwise every rank loads all."""
+    checks: bool
+    """Whether each rank also loads one sample of another rank's."""
 
     def request(self) -> RowRequest:
         """What this rank loads."""
-        if not self.shared:
-            return self.whole()
-        mine = self.indices[self.place.start : self.place.stop]
-        witness = self._witness() if self.proving else None
-        return RowRequest(self.seed, self.first + self.place.start, mine, False, witness)
+        if not self.exchanges:
+            return self.whole_request()
+        rows = self.indices[self.block.start : self.block.stop]
+        check = self._check() if self.checks else None
+        return RowRequest(self.seed, self.first + self.block.start, rows, False, check)
 
-    def whole(self) -> RowRequest:
-        """All of the batch."""
+    def whole_request(self) -> RowRequest:
+        """All rows of the batch."""
         return RowRequest(self.seed, self.first, self.indices, True)
 
-    def digest(self) -> int:
-        """The same on ranks that mean the same samples; 0 where the indices do not tell."""
-        telling = set(map(type, self.indices)) <= {int, str}
-        return zlib.crc32(repr(self.indices).encode()) if telling else 0
+    def checksum(self) -> int:
+        """Equal on ranks that plan the same samples; 0 if the indices have no stable text."""
+        has_text = set(map(type, self.indices)) <= {int, str}
+        return zlib.crc32(repr(self.indices).encode()) if has_text else 0
 
-    def _witness(self) -> tuple[int, Any] | None:
-        """The first sample of the next rank that has any: the sample after mine, cyclically."""
+    def _check(self) -> tuple[int, Any] | None:
+        """The first sample of the next rank that has any: the one after this rank's, cyclically."""
         if not self.indices:
             return None
-        position = self.place.stop % self.place.total
+        position = self.block.stop % self.block.total
         return self.first + position, self.indices[position]
 
 
@@ -89,16 +89,16 @@ class RowBatchSampler:
         self,
         batches: Iterable[Iterable[Any]],
         generator: torch.Generator | None,
-        place: Block,
+        block: Block,
         policy: ExchangePolicy,
     ) -> None:
-        self.planned: deque[BatchPlan] = deque()
-        """The batches that were asked for and not yet delivered, in the latest pass."""
+        self.planned: deque[LoadPlan] = deque()
+        """The batches of the latest pass that are asked for and not delivered yet."""
         self.batches = batches
         self._generator = generator or torch.default_generator
-        self._place = place
+        self._block = block
         self._policy = policy
-        self._asked = 0
+        self._samples = 0
 
     def __len__(self) -> int:
         assert isinstance(self.batches, Sized)
@@ -113,82 +113,82 @@ class RowBatchSampler:
     def _requests(self, batches: Iterator[Iterable[Any]], seed: int) -> Iterator[RowRequest]:
         for batch in batches:
             indices = list(batch)
-            place = Block(self._place.rank, self._place.size, len(indices))
-            plan = BatchPlan(seed, self._asked, indices, place, *self._policy.ask())
-            self._asked += len(indices)
+            block = Block(self._block.rank, self._block.size, len(indices))
+            plan = LoadPlan(seed, self._samples, indices, block, *self._policy.next_batch())
+            self._samples += len(indices)
             self.planned.append(plan)
             yield plan.request()
 
 
-# ------------------------------------------------------------------------------- what is loaded
+# -------------------------------------------------------------------------------- loading
 
 
 @dataclass(frozen=True)
 class LoadedSamples:
-    """The samples of a whole batch, loaded in this process and not yet collated."""
+    """The samples of a whole batch, loaded in this process and not collated yet."""
 
     samples: list[Any]
 
 
 @dataclass(frozen=True)
 class LoadedRows:
-    """This rank's rows of a batch, ready to travel."""
+    """This rank's rows of a batch, ready to be sent."""
 
     count: int
     seconds: float
-    """How long loading them took."""
-    kind: SampleSchema | None = None
-    """What each of the samples is, where they are alike and default_collate has put them
-    together: then `leaves` holds its tensors and lists."""
+    """How long they took to load."""
+    schema: SampleSchema | None = None
+    """The schema of the samples if they have one in common and default_collate has collated them:
+    then `leaves` holds its tensors and lists."""
     leaves: list[Any] = field(default_factory=list)
     packed: PackedSamples | None = None
-    """The samples, where they are not."""
-    refusal: str = ""
-    """Why they cannot travel."""
-    first: bytes | None = None
-    """A digest of the first sample, when that is to be proved."""
-    witness: bytes | None = None
-    """A digest of a sample that another rank loads too."""
+    """The samples otherwise."""
+    cannot_pack: str = ""
+    """The reason if they cannot be packed."""
+    first_checksum: bytes | None = None
+    """Of the first sample, in a batch that is checked."""
+    other_checksum: bytes | None = None
+    """Of the first sample of the next rank, as loaded here."""
 
 
 class RowDataset(Dataset[Any]):
-    """A dataset that loads what a `RowRequest` asks for, each sample from its own stream."""
+    """A dataset that loads the samples of a `RowRequest`, each from its own random stream."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self._collate = collate
         self._draws: bool | None = None
-        """Whether samples draw from the global generators, as far as this process knows."""
+        """Whether samples draw from the global generators; None: not known yet."""
 
     def __getitems__(self, request: RowRequest) -> Any:
         with rank_local():
-            if not request.whole:
-                return self._part(request)
-            samples = self._samples(request)
+            if not request.is_whole:
+                return self._load_rows(request)
+            samples = self._load(request)
         if get_worker_info() is None:
             return LoadedSamples(samples)
-        return self.collated(samples, request)
+        return self.collate(samples, request)
 
-    def collated(self, samples: list[Any], request: RowRequest) -> Any:
-        """The batch, where plain Python collates in a worker: from a stream of its own."""
-        with _streams_of_samples():
-            _begin_stream(request.seed, request.first, "collate")
+    def collate(self, samples: list[Any], request: RowRequest) -> Any:
+        """The batch of a loader with workers, which collate: from a random stream of its own."""
+        with _restoring_generators():
+            _seed_stream(request.seed, request.first, "collate")
             return self._collate(samples)
 
-    def _samples(self, request: RowRequest) -> list[Any]:
-        """Each from its own stream. Seeding costs more than many a sample, so first without."""
+    def _load(self, request: RowRequest) -> list[Any]:
+        """Seeding takes longer than many a sample, so it is tried without first."""
         if not in_main_thread():
             return [self._sample(index) for index in request.indices]
-        samples = None if self._draws else self._undrawn(request.indices)
+        samples = None if self._draws else self._load_unseeded(request.indices)
         if samples is not None:
             return samples
-        with _streams_of_samples():
+        with _restoring_generators():
             numbered = enumerate(request.indices, request.first)
-            return [self._seeded(request.seed, number, index) for number, index in numbered]
+            return [self._seeded_sample(request.seed, number, index) for number, index in numbered]
 
-    def _undrawn(self, indices: list[Any]) -> list[Any] | None:
-        """These samples, if nothing was drawn for them; else None, and nothing has been."""
-        first = 1 if self._draws is None else len(indices)  # one is enough to see that most draw
+    def _load_unseeded(self, indices: list[Any]) -> list[Any] | None:
+        """These samples; None if any draws a random number, with the generators restored."""
+        first = 1 if self._draws is None else len(indices)  # most often one sample shows it
         samples: list[Any] = []
         for some in filter(None, (indices[:first], indices[first:])):
             before = RNGStates.capture()
@@ -203,8 +203,8 @@ class RowDataset(Dataset[Any]):
                 return None
         return samples
 
-    def _seeded(self, seed: int, number: int, index: Any) -> Any:
-        _begin_stream(seed, number)
+    def _seeded_sample(self, seed: int, number: int, index: Any) -> Any:
+        _seed_stream(seed, number)
         return self._sample(index)
 
     def _sample(self, index: Any) -> Any:
@@ -214,51 +214,52 @@ class RowDataset(Dataset[Any]):
             error.add_note(f"This was sample {index!r} of {type(self.dataset).__name__}.")
             raise
 
-    def _part(self, request: RowRequest) -> LoadedRows:
-        begun = perf_counter()
-        samples = self._samples(request)
-        seconds = perf_counter() - begun
-        kind = common_schema(samples) if self._collate is default_collate else None
-        if kind is not None:
-            leaves = list(flatten_collated(kind, default_collate(samples)))
-            made: dict[str, Any] = {"kind": kind, "leaves": leaves}
+    def _load_rows(self, request: RowRequest) -> LoadedRows:
+        start = perf_counter()
+        samples = self._load(request)
+        seconds = perf_counter() - start
+        schema = common_schema(samples) if self._collate is default_collate else None
+        fields: dict[str, Any]
+        if schema is not None:
+            leaves = list(flatten_collated(schema, default_collate(samples)))
+            fields = {"schema": schema, "leaves": leaves}
         else:
-            made = _packed_samples(samples)
-        if request.witness is not None:
-            made["first"] = _digest(samples[0]) if samples else None
-            made["witness"] = self._witness(request.seed, *request.witness)
-        return LoadedRows(len(samples), seconds, **made)
+            fields = _try_pack(samples)
+        if request.check is not None:
+            fields["first_checksum"] = _checksum(samples[0]) if samples else None
+            fields["other_checksum"] = self._other_checksum(request.seed, *request.check)
+        return LoadedRows(len(samples), seconds, **fields)
 
-    def _witness(self, seed: int, number: int, index: Any) -> bytes | None:
-        with _streams_of_samples():
+    def _other_checksum(self, seed: int, number: int, index: Any) -> bytes | None:
+        with _restoring_generators():
             try:
-                return _digest(self._seeded(seed, number, index))
-            except Exception:  # the rank whose sample it is says so
+                return _checksum(self._seeded_sample(seed, number, index))
+            except Exception:  # raised by the rank whose sample it is
                 return None
 
 
-def _packed_samples(samples: list[Any]) -> dict[str, Any]:
+def _try_pack(samples: list[Any]) -> dict[str, Any]:
     try:
         return {"packed": pack(samples)}
-    except CannotPackError as why:
-        return {"refusal": str(why)}
+    except CannotPackError as error:
+        return {"cannot_pack": str(error)}
 
 
-def _digest(sample: Any) -> bytes | None:
+def _checksum(sample: Any) -> bytes | None:
     try:
-        return pack(sample).digest()
+        return pack(sample).checksum()
     except CannotPackError:
         return None
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that the script began in, or a worker's."""
+    """Whether this is the main thread of the script or of a worker."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
-def _streams_of_samples() -> Iterator[None]:
-    """Whatever is seeded and drawn in here, the global generators stay as they were."""
+def _restoring_generators() -> Iterator[None]:
+    """Restore the global generators at the end, unless a thread of the script's may use them."""
     if not in_main_thread():
         yield
         return
@@ -269,14 +270,14 @@ def _streams_of_samples() -> Iterator[None]:
         before.restore()
 
 
-def _begin_stream(*parts: object) -> None:
-    """Seed the generators, unless that would disturb another thread of the script's."""
+def _seed_stream(*parts: object) -> None:
+    """Seed the global generators, unless another thread of the script's may use them."""
     if in_main_thread():
         seed_all(derive_seed(*parts))
 
 
 class WorkerInit:
-    """The user's worker_init_fn, which sees the user's dataset."""
+    """Calls the user's worker_init_fn, which sees the user's dataset."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self._init = init
@@ -286,11 +287,11 @@ class WorkerInit:
         info = get_worker_info()
         assert info is not None
         assert isinstance(info.dataset, RowDataset)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch has it frozen
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch freezes the attribute
         if self._init is not None:
             self._init(worker)
 
 
-def as_they_are(loaded: Any) -> Any:
-    """A collate_fn that leaves it."""
+def no_collate(loaded: Any) -> Any:
+    """A collate_fn that returns its argument."""
     return loaded

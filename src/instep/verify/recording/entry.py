@@ -23,7 +23,7 @@ def main(folder: str, *command: str) -> None:
     where = Path(folder)
     plan = RunPlan.read(where)
     if plan.without_instep:
-        seeds.seed_all(seeds.choose_seed())
+        seeds.seed_everything(seeds.choose_seed())
         PatchHandle(seeds.SEED_PATCHES)
     else:
         program.start_session(command)
