@@ -47,7 +47,7 @@ def backward(
         original(tensors, *rest)
         return
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    buckets = [region.buckets for region in find_regions(roots)]
+    calls = [region.gradients for region in find_regions(roots)]
     main = get_transport()
-    with reduce_in_buckets(roots, buckets, overlap_group(main) if buckets else main):
+    with reduce_in_buckets(roots, calls, overlap_group(main) if calls else main):
         original(tensors, *rest)

@@ -130,7 +130,7 @@ def _aliased_parameters(module: nn.Module, region: Region) -> Iterator[None]:
     if not parameters:
         yield
         return
-    made, region.buckets = alias_parameters(parameters, region.transport)
+    made = alias_parameters(parameters, region.gradients, region.transport)
     alias_of: dict[int, Any] = {id(p): alias for p, alias in zip(parameters, made, strict=True)}
     for table, name, parameter in slots:
         table[name] = alias_of[id(parameter)]

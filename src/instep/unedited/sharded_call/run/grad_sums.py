@@ -40,12 +40,21 @@ _bucket_numbers = count()
 """All ranks make their buckets in the same order."""
 
 
-def alias_parameters(
-    parameters: Sequence[Tensor], transport: Transport
-) -> tuple[list[Tensor], list[GradBucket]]:
-    """Aliases of these parameters for one sharded call, and the buckets of their gradients.
+class CallGradients:
+    """The gradients of the parameters of one sharded call."""
 
-    The aliases share the parameters' memory, and count as nn.Parameter.
+    def __init__(self) -> None:
+        self.buckets: list[GradBucket] = []
+        self.backward: BucketedBackward | None = None
+        """The `backward()` under way that reaches the call."""
+
+
+def alias_parameters(
+    parameters: Sequence[Tensor], gradients: CallGradients, transport: Transport
+) -> list[Tensor]:
+    """Aliases of these parameters for the sharded call with these gradients.
+
+    They share the parameters' memory, and count as nn.Parameter.
     """
     unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
     if unplanned:
@@ -58,13 +67,14 @@ def alias_parameters(
     for bucket, members in groups.items():
         own = [parameters[k] for k in members]
         indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
-        aliases = apply(_Alias, bucket, indices, transport, *own)
+        aliases = apply(_Alias, gradients, bucket, indices, transport, *own)
         aliases[0].grad_fn._set_sequence_nr(_FIRST)
         for k, alias in zip(members, aliases, strict=True):
             alias._is_param = True
             found[k] = alias
-    buckets = sorted((b for b in groups if b is not None), key=lambda bucket: bucket.ids)
-    return [found[k] for k in range(len(parameters))], buckets
+    buckets = (bucket for bucket in groups if bucket is not None)
+    gradients.buckets = sorted(buckets, key=lambda bucket: bucket.ids)
+    return [found[k] for k in range(len(parameters))]
 
 
 def is_alias(node: Any) -> bool:
@@ -128,20 +138,22 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        gradients: CallGradients,
         bucket: GradBucket | None,
         indices: list[int],
         transport: Transport,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.indices, ctx.transport = bucket, indices, transport
-        ctx.parameters = parameters
+        ctx.gradients, ctx.bucket, ctx.indices = gradients, bucket, indices
+        ctx.transport, ctx.parameters = transport, parameters
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if _current is None or not _current.accepts(ctx.bucket):
-            return None, None, None, *_reduce_now(grads, ctx.transport)
+        backward = ctx.gradients.backward
+        if backward is None or not backward.accepts(ctx.bucket):
+            return None, None, None, None, *_reduce_now(grads, ctx.transport)
         sparse: list[Tensor | None] = [None] * len(grads)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
             if grad is not None and grad.is_sparse:
@@ -149,8 +161,8 @@ class _Alias(torch.autograd.Function):
                 _sparse[ctx.parameters[k]] = True
             elif grad is not None:
                 ctx.bucket.add(index, grad)
-        _current.finish_call(ctx.bucket)
-        return None, None, None, *sparse
+        backward.finish_call(ctx.bucket)
+        return None, None, None, None, *sparse
 
 
 def _reduce_now(grads: Sequence[Tensor | None], transport: Transport) -> list[Tensor | None]:
@@ -171,11 +183,11 @@ def _reduce_now(grads: Sequence[Tensor | None], transport: Transport) -> list[Te
     return results
 
 
-class _BucketSums:
-    """The sums of one `backward()` of the script."""
+class BucketedBackward:
+    """One `backward()` of the script, during which sums travel in buckets."""
 
-    def __init__(self, calls: Iterable[Sequence[GradBucket]], transport: Transport) -> None:
-        self._expected = Counter(bucket for call in calls for bucket in call)
+    def __init__(self, calls: Iterable[CallGradients], transport: Transport) -> None:
+        self._expected = Counter(bucket for call in calls for bucket in call.buckets)
         """How many sharded calls have not added their part of a bucket yet."""
         self._buckets = list(self._expected)
         self._transport = transport
@@ -218,29 +230,28 @@ class _BucketSums:
             bucket.reset()
 
 
-_current: _BucketSums | None = None
-
-
 @contextmanager
 def reduce_in_buckets(
-    roots: Iterable[Tensor], calls: Iterable[Sequence[GradBucket]], transport: Transport
+    roots: Iterable[Tensor], calls: Sequence[CallGradients], transport: Transport
 ) -> Iterator[None]:
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 
     Args:
         roots: the tensors on which backward is called.
-        calls: the buckets of each sharded call that this backward reaches.
+        calls: the gradients of each sharded call that this backward reaches.
         transport: of the buckets.
     """
-    global _current
-    _current = _BucketSums(calls, transport)
+    backward = BucketedBackward(calls, transport)
+    for call in calls:
+        call.backward = backward
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    handles = [node.register_prehook(_current.begin) for node in nodes]
+    handles = [node.register_prehook(backward.begin) for node in nodes]
     try:
         yield
-        _current.finish()
+        backward.finish()
     finally:
         for handle in handles:
             handle.remove()
-        _current.reset()
-        _current = None
+        for call in calls:
+            call.backward = None
+        backward.reset()

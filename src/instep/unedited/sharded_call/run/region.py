@@ -14,9 +14,9 @@ from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
-from instep.training.buckets.grad_buckets import GradBucket
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
 
 
@@ -32,8 +32,7 @@ class Region:
     operation."""
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
-    buckets: list[GradBucket] = field(default_factory=list)
-    """The buckets of its parameters' gradients."""
+    gradients: CallGradients = field(default_factory=CallGradients)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
