@@ -69,11 +69,10 @@ class Metric(ABC):
 
     def all_reduce(self) -> Tensor:
         """The totals summed over all ranks. Collective."""
-        way = get_transport()
-        total = self.totals.to(
-            way.control_device, copy=True
-        )  # a rank may have no values, and so no device
-        way.all_reduce(total, "sum").wait()
+        transport = get_transport()
+        # A rank without values has its totals on the CPU, so all go to one device.
+        total = self.totals.to(transport.control_device, copy=True)
+        transport.all_reduce(total, "sum").wait()
         return total
 
     def merge(self: M, other: M) -> M:

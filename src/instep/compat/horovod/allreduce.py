@@ -23,7 +23,7 @@ Convert = Callable[[list[Tensor]], Any]
 
 
 @dataclass(frozen=True)
-class Reduction:
+class NamedReduction:
     """The arguments of an allreduce or reducescatter, without its tensors."""
 
     name: str
@@ -75,18 +75,18 @@ def first(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
-class _AllReduce(torch.autograd.Function):
+class _HorovodAllreduce(torch.autograd.Function):
     """The derivative is the same reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reduction: NamedReduction, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.reduction = reduction
         return tuple(reduction.start(tensors).result())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = replace(ctx.reduction, name=f"{ctx.reduction.name}.backward")
-        return None, *apply(_AllReduce, back, *grads)
+        return None, *apply(_HorovodAllreduce, back, *grads)
 
 
 def parse_reduction(
@@ -96,10 +96,10 @@ def parse_reduction(
     average: bool | None,
     scales: tuple[float, float],
     process_set: ProcessSet,
-) -> Reduction:
+) -> NamedReduction:
     """The reduction of a collective's arguments; gives it a name if it has none."""
     full = full_name(collective, name, process_set)
-    return Reduction(full, parse_op(op, average), scales, process_set)
+    return NamedReduction(full, parse_op(op, average), scales, process_set)
 
 
 def allreduce(
@@ -133,7 +133,7 @@ def allreduce(
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
-    (result,) = apply(_AllReduce, reduction, small)
+    (result,) = apply(_HorovodAllreduce, reduction, small)
     return compression.decompress(result, ctx)
 
 
@@ -198,7 +198,7 @@ def grouped_allreduce(
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     reduction = parse_reduction("grouped_allreduce", name, op, average, scales, process_set)
-    results = apply(_AllReduce, reduction, *(tensor for tensor, _ in small))
+    results = apply(_HorovodAllreduce, reduction, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.allreduce import Reduction, SparseHandle, sparse_allreduce_async
+from instep.compat.horovod.allreduce import NamedReduction, SparseHandle, sparse_allreduce_async
 from instep.compat.horovod.basics import ProcessSet
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import OutOfTurnError
@@ -37,10 +37,10 @@ class Terms:
     sparse_as_dense: bool
     process_set: ProcessSet
 
-    def reduction(self, name: str) -> Reduction:
+    def reduction(self, name: str) -> NamedReduction:
         """Of gradients that travel under this name."""
         scales = (1 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
-        return Reduction(name, self.op, scales, self.process_set)
+        return NamedReduction(name, self.op, scales, self.process_set)
 
 
 @dataclass(eq=False)

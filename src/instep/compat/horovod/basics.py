@@ -24,7 +24,7 @@ from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.stack_inspection import script_line
 
 
-class Session:
+class HorovodSession:
     """Everything between one init() and its shutdown()."""
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class Session:
         """The number of collectives without a name, by collective and process set."""
 
 
-_session: Session | None = None
+_session: HorovodSession | None = None
 
 
-def session() -> Session:
+def session() -> HorovodSession:
     """The current session. Raises NotInitializedError."""
     if _session is None:
         raise NotInitializedError
@@ -61,7 +61,7 @@ def init(
         raise UnsupportedFeatureError.communicator()
     if is_initialized():
         return
-    _session = Session()
+    _session = HorovodSession()
     atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))
     global_process_set.process_set_id = 0

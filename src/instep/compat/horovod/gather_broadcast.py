@@ -34,7 +34,7 @@ def allgather(
         ranks' gradients. Raises as `allreduce`, and WrongArgumentError for a scalar.
     """
     name = full_name("allgather", name, process_set)
-    (gathered,) = apply(_AllGather, name, process_set, tensor)
+    (gathered,) = apply(_HorovodAllgather, name, process_set, tensor)
     result: Tensor = gathered
     return result
 
@@ -53,7 +53,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """`allgather` of several tensors of one dtype."""
     name = full_name("grouped_allgather", name, process_set)
-    return list(apply(_AllGather, name, process_set, *tensors))
+    return list(apply(_HorovodAllgather, name, process_set, *tensors))
 
 
 def grouped_allgather_async(
@@ -85,7 +85,7 @@ def check_has_rows(name: str, tensor: Tensor) -> None:
         )
 
 
-class _AllGather(torch.autograd.Function):
+class _HorovodAllgather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, name: str, process_set: ProcessSet, *tensors: Tensor
@@ -140,7 +140,7 @@ def broadcast(
         root, and zeros elsewhere. Raises as `allreduce`, and ValueError for a root outside.
     """
     name = full_name("broadcast", name, process_set)
-    result: Tensor = apply(_Broadcast, tensor, root_rank, name, process_set)
+    result: Tensor = apply(_HorovodBroadcast, tensor, root_rank, name, process_set)
     return result
 
 
@@ -194,7 +194,7 @@ def _start_broadcast(
     )
 
 
-class _Broadcast(torch.autograd.Function):
+class _HorovodBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: int, name: str, process_set: ProcessSet) -> Tensor:
         ctx.root, ctx.name, ctx.process_set = root, name, process_set
@@ -230,7 +230,7 @@ def alltoall(
         WrongArgumentError for splits that are no integers or do not add up.
     """
     name = full_name("alltoall", name, process_set)
-    gathered, received = apply(_AllToAll, tensor, splits, name, process_set)
+    gathered, received = apply(_HorovodAlltoall, tensor, splits, name, process_set)
     return gathered if splits is None else (gathered, received)
 
 
@@ -286,7 +286,7 @@ def _split_sizes(splits: Tensor | Sequence[int] | None, rows: int, size: int) ->
     return tuple(counts)
 
 
-class _AllToAll(torch.autograd.Function):
+class _HorovodAlltoall(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -304,5 +304,5 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         name = f"{ctx.name}.backward"
-        back, _ = apply(_AllToAll, grads[0], ctx.received, name, ctx.process_set)
+        back, _ = apply(_HorovodAlltoall, grads[0], ctx.received, name, ctx.process_set)
         return back, None, None, None

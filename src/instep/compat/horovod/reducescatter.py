@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.allreduce import Reduction, first, parse_reduction
+from instep.compat.horovod.allreduce import NamedReduction, first, parse_reduction
 from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.gather_broadcast import check_has_rows, grouped_allgather
@@ -19,7 +19,7 @@ from instep.distributed.communication.tensors import apply
 Tensors = Sequence[Tensor]
 
 
-def _start(reduction: Reduction, tensors: Tensors, single: bool = False) -> Handle:
+def _start(reduction: NamedReduction, tensors: Tensors, single: bool = False) -> Handle:
     for tensor in tensors:
         check_has_rows(reduction.name, tensor)
     return submit(
@@ -33,18 +33,18 @@ def _start(reduction: Reduction, tensors: Tensors, single: bool = False) -> Hand
     )
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _HorovodReducescatter(torch.autograd.Function):
     """As in Horovod the derivative of an average gathers the gradients; that of a sum, times the
     number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, reduction: NamedReduction, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.reduction = reduction
         return tuple(_start(reduction, tensors).result())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        reduction: Reduction = ctx.reduction
+        reduction: NamedReduction = ctx.reduction
         before, after = reduction.scales
         ranks = len(reduction.process_set.members) if reduction.op == Sum else 1
         scaled = [grad * (ranks * before * after) for grad in grads]
@@ -79,7 +79,7 @@ def reducescatter(
     small, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     reduction = parse_reduction("reducescatter", name, op, None, scales, process_set)
-    (result,) = apply(_ReduceScatter, reduction, small)
+    (result,) = apply(_HorovodReducescatter, reduction, small)
     return compression.decompress(result, ctx)
 
 
@@ -111,7 +111,7 @@ def grouped_reducescatter(
     small = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     reduction = parse_reduction("grouped_reducescatter", name, op, None, scales, process_set)
-    results = apply(_ReduceScatter, reduction, *(tensor for tensor, _ in small))
+    results = apply(_HorovodReducescatter, reduction, *(tensor for tensor, _ in small))
     return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
 
 
