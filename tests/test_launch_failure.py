@@ -463,17 +463,17 @@ def test_an_exception_that_cannot_say_what_it_is(launch: Launch) -> None:
 
 
 def test_who_only_says_that_another_failed_is_not_the_first() -> None:
-    complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
+    complaint = Failure(0, 10.0, 1, raised=True, is_consequence=True, awaited_rank=1)
     cause = Failure(1, 10.5, 1, raised=True)
     ends = [RankExit(0, 10.2, 1, stopped=False), RankExit(1, 11.0, 1, stopped=False)]
     assert first_failure(ends, [complaint, cause]) is cause
 
 
 def test_a_death_that_is_seen_late_is_still_the_first() -> None:
-    complaint = Failure(0, 10.0, 1, raised=True, follows=True, missed=1)
+    complaint = Failure(0, 10.0, 1, raised=True, is_consequence=True, awaited_rank=1)
     ends = [
         RankExit(0, 10.2, 1, stopped=False),
-        RankExit(1, 10.3, -9, stopped=True, told="There.\n"),
+        RankExit(1, 10.3, -9, stopped=True, details="There.\n"),
     ]
     first = first_failure(ends, [complaint])
     assert first is not None
@@ -481,10 +481,10 @@ def test_a_death_that_is_seen_late_is_still_the_first() -> None:
 
 
 def test_who_left_while_another_waited_is_the_first() -> None:
-    complaint = Failure(0, 10.0, 1, raised=True, text="gone\n", follows=True, missed=1)
+    complaint = Failure(0, 10.0, 1, raised=True, text="gone\n", is_consequence=True, awaited_rank=1)
     ends = [
         RankExit(0, 10.2, 1, stopped=False),
-        RankExit(1, 9.0, 0, stopped=False, told="There.\n"),
+        RankExit(1, 9.0, 0, stopped=False, details="There.\n"),
     ]
     first = first_failure(ends, [complaint])
     assert first is not None

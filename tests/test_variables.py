@@ -46,11 +46,11 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_what_fits_is_read() -> None:
-    for knob in settings.SETTINGS:
-        ends = [] if knob.numbers is None else [knob.numbers[0], knob.numbers[-1]]
-        for value in (*knob.choices, *map(str, ends)):
-            assert knob.read({knob.name: value}) == value
-        assert knob.read({}) == knob.read({knob.name: ""}) == knob.default
+    for setting in settings.SETTINGS:
+        ends = [] if setting.numbers is None else [setting.numbers[0], setting.numbers[-1]]
+        for value in (*setting.choices, *map(str, ends)):
+            assert setting.read({setting.name: value}) == value
+        assert setting.read({}) == setting.read({setting.name: ""}) == setting.default
 
 
 def test_a_variable_is_checked_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,13 +65,13 @@ def test_every_variable_in_the_source_is_registered() -> None:
         for file in (ROOT / "src").rglob("*.py")
         for name in re.findall(r"\bINSTEP_[A-Z_]*[A-Z]\b", file.read_text())
     }
-    assert used == settings.INTERNAL | {knob.name for knob in settings.SETTINGS}
+    assert used == settings.INTERNAL | {setting.name for setting in settings.SETTINGS}
 
 
 def test_the_page_of_variables_has_them_all() -> None:
     rows = [
-        f"| `{knob.name}` | {knob.takes} | {knob.default or 'unset'} | {knob.meaning} |"
-        for knob in settings.SETTINGS
+        f"| `{each.name}` | {each.domain} | {each.default or 'unset'} | {each.meaning} |"
+        for each in settings.SETTINGS
     ]
     page = (ROOT / "docs" / "variables.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows

@@ -119,7 +119,7 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
 
 def _add_details(end: RankExit, seen: LastPosition) -> RankExit:
     """With what the rank's files say of its end."""
-    return replace(end, told=seen.told(end.code, end.time), left=seen.left())
+    return replace(end, details=seen.describe(end.code, end.time), finished=seen.has_finished())
 
 
 def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:

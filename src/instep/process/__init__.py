@@ -1,7 +1,7 @@
-"""This process and its host: settings, files of a job, exit statuses, tracebacks, patches.
+"""This process and its host: settings, patches, /proc, exit statuses, tracebacks, files of a job.
 
-It leans on the standard library and `instep.errors` only; PyTorch is not imported here. Begin with
-`settings` (every INSTEP_* variable) and `patching` (how instep answers for functions of others).
+It leans on the standard library and `instep.errors` only; PyTorch is imported by no module on top.
+Begin with `settings` (every INSTEP_* variable) and `patching` (functions that answer for others).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""How a rank ended and what became of the others, in words (pure; imports next to nothing)."""
+"""Exit codes, lists of ranks and the line about a failure, as text. Imports next to nothing."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from collections.abc import Iterable, Mapping
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code, -n for signal n, as a predicate. None: nobody was told."""
+    """An exit code, -n for signal n, as a predicate. None: the code is not known."""
     if code is None:
         return "ended without a word (killed, or by os._exit)"
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def describe_early_exit(waiting: int) -> str:
-    """As a predicate: a rank ended as one that has finished, and this other one waited for it."""
+    """As a predicate: a rank ended with exit code 0 while rank `waiting` waited for it."""
     return f"ended with exit code 0 while rank {waiting} waited for it"
 
 
 def shell_exit_code(code: int | None) -> int:
-    """As a shell has it: 128 + n for signal n. 1 where nobody was told."""
+    """128 + n for signal n; 1 where the code is not known."""
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
 def format_failure(
     rank: int, size: int, what: str, finished: Iterable[int], stopped: Iterable[int]
 ) -> str:
-    """Who failed, how, and what became of the others, in one line."""
-    fates = [f"instep: rank {rank} of {size} {what}"]
+    """One line: the rank that failed, how, and what became of the others."""
+    parts = [f"instep: rank {rank} of {size} {what}"]
     if done := sorted(finished):
-        fates.append(f"{format_ranks(done)} had finished")
+        parts.append(f"{format_ranks(done)} had finished")
     if left := sorted(stopped):
-        fates.append(f"{format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped")
-    return "; ".join(fates)
+        parts.append(f"{format_ranks(left)} {'was' if len(left) == 1 else 'were'} stopped")
+    return "; ".join(parts)
 
 
 def format_ranks(numbers: Iterable[int], members: str = "rank") -> str:
-    """ "rank 2" or "ranks 0, 2"; or "host 2", if that is what they are."""
+    """ "rank 2" or "ranks 0, 2"; `members` is "host" for hosts."""
     ordered = sorted(numbers)
     return f"{members}{'s' * (len(ordered) != 1)} {', '.join(map(str, ordered))}"
 
 
-def format_arrived(came: Mapping[int, str], members: str) -> str:
-    """Who came, and on which host; empty where nobody did."""
+def format_arrived(host_of: Mapping[int, str], members: str) -> str:
+    """The ranks that arrived, by host; empty where there are none."""
     hosts: dict[str, list[int]] = {}
-    for member, host in came.items():
+    for member, host in host_of.items():
         hosts.setdefault(host, []).append(member)
-    there = ", ".join(f"{format_ranks(held, members)} on {host}" for host, held in hosts.items())
-    return f"; those that came: {there}" if there else ""
+    arrived = ", ".join(f"{format_ranks(held, members)} on {host}" for host, held in hosts.items())
+    return f"; those that came: {arrived}" if arrived else ""
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Failure: what a rank that fails leaves behind, and which of several failures came first."""
+"""The record that a failing rank leaves behind, and the choice of the first of several failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Failure:
 
     rank: int
     time: float
-    """When, in seconds since the epoch."""
+    """In seconds since the epoch."""
     code: int
     """The exit code; -n for signal n."""
     raised: bool = False
@@ -36,22 +36,22 @@ class Failure:
     """Its traceback, or the message of its SystemExit."""
     lost_host: str = ""
     """The host whose supervisor does not answer any more, if that is the failure."""
-    follows: bool = False
+    is_consequence: bool = False
     """Whether it only says that another rank failed, left, or did something else."""
-    missed: int | None = None
+    awaited_rank: int | None = None
     """The rank that had ended while this one waited for it, if that is the failure."""
-    waiting: int | None = None
+    waiting_rank: int | None = None
     """The rank that waited for this one, which had ended with exit code 0."""
 
     def write(self, path: Path) -> None:
-        """Leave it at `path`, whole or not at all."""
+        """Write it to `path`, whole or not at all."""
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(self)), encoding="ascii")
         draft.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Failure | None:
-        """What a rank left at `path`; None when it left nothing."""
+        """The failure that a rank wrote to `path`; None where there is none."""
         try:
             return cls(**json.loads(path.read_text(encoding="ascii")))
         except FileNotFoundError:
@@ -59,18 +59,18 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + n for signal n."""
+        """128 + n for signal n."""
         return shell_exit_code(self.code)
 
     def __str__(self) -> str:
-        """What happened, as a predicate."""
+        """The failure as a predicate."""
         if self.lost_host:
             return f"was lost with its host {self.lost_host}"
-        if self.waiting is not None:
-            return describe_early_exit(self.waiting)
-        if self.code < 0:
-            return describe_exit(self.code)
-        return f"failed (exit code {self.code})" if self.raised else describe_exit(self.code)
+        if self.waiting_rank is not None:
+            return describe_early_exit(self.waiting_rank)
+        if self.raised and self.code >= 0:
+            return f"failed (exit code {self.code})"
+        return describe_exit(self.code)
 
 
 @dataclass(frozen=True)
@@ -79,52 +79,54 @@ class RankExit:
 
     rank: int
     time: float
-    """When, in seconds since the epoch."""
+    """In seconds since the epoch."""
     code: int
     """The exit code; -n for signal n."""
     stopped: bool
-    """Whether the supervisor had already told it to."""
-    told: str = ""
-    """What else is known of how it ended, as lines."""
-    left: bool = False
+    """Whether the supervisor had already told it to end."""
+    details: str = ""
+    """Lines about the rank's last position."""
+    finished: bool = False
     """Whether it had come to the end of its program, with exit code 0."""
 
     @property
-    def in_peace(self) -> bool:
-        """Whether nobody made it end, and its exit code is 0, or was to be."""
-        return self.left or (self.code == 0 and not self.stopped)
+    def succeeded(self) -> bool:
+        """Whether it ended by itself, with exit code 0."""
+        return self.finished or (self.code == 0 and not self.stopped)
 
 
-def first_failure(ends: Iterable[RankExit], written: Sequence[Failure]) -> Failure | None:
-    """The failure that the others followed from; None when nobody failed."""
-    spoke = {failure.rank for failure in written}
-    ended = {end.rank: end for end in ends}
-    silent = [end for end in ended.values() if end.code != 0 and end.rank not in spoke]
-    unasked = [end for end in silent if not end.stopped]
+def first_failure(exits: Iterable[RankExit], written: Sequence[Failure]) -> Failure | None:
+    """The failure that caused the others; None where no rank failed."""
+    reported = {failure.rank for failure in written}
+    by_rank = {each.rank: each for each in exits}
+    silent = [each for each in by_rank.values() if each.code != 0 and each.rank not in reported]
+    unasked = [each for each in silent if not each.stopped]
     candidates = [
         *written,
         *(
-            Failure(end.rank, end.time - DETECTION_DELAY, end.code, text=end.told)
-            for end in unasked
+            Failure(each.rank, each.time - DETECTION_DELAY, each.code, text=each.details)
+            for each in unasked
         ),
-    ] or [Failure(end.rank, end.time, end.code, text=end.told) for end in silent]
-    first = min(candidates, key=lambda each: (each.follows, each.time, each.rank), default=None)
-    missed = ended.get(first.missed) if first and first.missed is not None else None
-    if first is None or missed is None:
+    ] or [Failure(each.rank, each.time, each.code, text=each.details) for each in silent]
+    first = min(candidates, key=lambda f: (f.is_consequence, f.time, f.rank), default=None)
+    if first is None or first.awaited_rank is None:
         return first
-    if missed.code not in (0, -signal.SIGTERM):  # it died before anybody was told to end
-        return Failure(missed.rank, first.time, missed.code, text=missed.told)
-    if not missed.in_peace:
+    awaited = by_rank.get(first.awaited_rank)
+    if awaited is None:
         return first
-    text = missed.told + first.text
-    return replace(first, rank=missed.rank, missed=None, waiting=first.rank, text=text)
+    if awaited.code not in (0, -signal.SIGTERM):  # it died before any rank was told to end
+        return Failure(awaited.rank, first.time, awaited.code, text=awaited.details)
+    if not awaited.succeeded:
+        return first
+    text = awaited.details + first.text
+    return replace(first, rank=awaited.rank, awaited_rank=None, waiting_rank=first.rank, text=text)
 
 
-def format_report(first: Failure, ends: Sequence[RankExit], size: int) -> str:
-    """What the user reads last: who of `size` ranks failed, how, what became of the others."""
-    others = [end for end in ends if end.rank != first.rank]
-    finished = [end.rank for end in others if end.code == 0 and not end.stopped]
-    stopped = [end.rank for end in others if end.rank not in finished]
-    sentence = format_failure(first.rank, size, str(first), finished, stopped)
+def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:
+    """The last lines that the user reads: the first failure, and what became of the others."""
+    others = [each for each in exits if each.rank != first.rank]
+    finished = [each.rank for each in others if each.code == 0 and not each.stopped]
+    stopped = [each.rank for each in others if each.rank not in finished]
+    line = format_failure(first.rank, size, str(first), finished, stopped)
     text = first.text.rstrip(os.linesep)
-    return "\n".join([sentence, *([text] if text else [])]) + "\n"
+    return "\n".join([line, *([text] if text else [])]) + "\n"

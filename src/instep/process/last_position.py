@@ -1,6 +1,6 @@
-"""Where a rank was when it was last seen: what remains of one that dies without a word.
+"""The last known position of a rank in its script, for one that dies without a traceback.
 
-A fatal signal (SIGSEGV, SIGABRT, ...) leaves Python's own account of it; before SIGKILL there is
+A fatal signal (SIGSEGV, SIGABRT, ...) leaves faulthandler's report of it; before SIGKILL there is
 only the line at which the rank was some seconds ago.
 """
 
@@ -12,30 +12,30 @@ import time
 
 from instep.process import PACKAGE_FOLDER
 
-_ROOM = 4096
-"""Bytes of a file that holds one line: it is written at once, over what was there."""
+_BYTES = 4096
+"""Size of a file that holds one line: it is written at once, over what was there."""
 
 
 class LastPosition:
-    """The files of one rank, beside the one in which it says that it failed."""
+    """The files of one rank, beside the one for its failure."""
 
     def __init__(self, failure_file: str | os.PathLike[str]) -> None:
-        beside = os.fspath(failure_file)
-        self.line_file = f"{beside}.seen"
+        path = os.fspath(failure_file)
+        self.line_file = f"{path}.seen"
         """For `write_position`."""
-        self.left_file = f"{beside}.left"
-        """Where a rank that comes to its end with exit code 0 writes at which line."""
-        self.crash_file = f"{beside}.crash"
+        self.finished_file = f"{path}.left"
+        """A rank that comes to its end with exit code 0 writes its line there."""
+        self.crash_file = f"{path}.crash"
         """For `enable_faulthandler`."""
 
-    def left(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether the rank came to its end with exit code 0."""
-        return os.path.exists(self.left_file)
+        return os.path.exists(self.finished_file)
 
-    def told(self, code: int, ended: float) -> str:
-        """What is known of a rank that ended at this time, as lines; empty where nothing is."""
-        if self.left() and code <= 0:
-            return f"It left at {_read(self.left_file)}.\n"
+    def describe(self, code: int, ended: float) -> str:
+        """Lines about a rank that ended at the time `ended`; empty where nothing is known."""
+        if self.has_finished() and code <= 0:
+            return f"It left at {_read(self.finished_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
         return format_crash(crash) or format_position(_read(self.line_file), ended)
 
@@ -49,27 +49,28 @@ def _read(path: str) -> str:
 
 
 def enable_faulthandler(fd: int) -> None:
-    """A fatal signal writes to this file where the program was, unless the user has seen to it."""
+    """Let a fatal signal write a traceback to this file, unless the user has enabled faulthandler
+    already."""
     if not faulthandler.is_enabled():
         faulthandler.enable(fd, all_threads=False)
 
 
 def write_position(fd: int, line: str) -> None:
-    """This rank is at this line, now."""
-    os.pwrite(fd, f"{time.time()} {line}".encode()[:_ROOM].ljust(_ROOM, b"\0"), 0)
+    """Record that this rank is at this line now."""
+    os.pwrite(fd, f"{time.time()} {line}".encode()[:_BYTES].ljust(_BYTES, b"\0"), 0)
 
 
-def format_position(noted: str, ended: float) -> str:
-    """What `write_position` has written, for people."""
-    moment, _, line = noted.rstrip("\0").partition(" ")
+def format_position(written: str, ended: float) -> str:
+    """A line for people about the text that `write_position` wrote."""
+    seen, _, line = written.rstrip("\0").partition(" ")
     if not line:
         return ""
-    before = max(0.0, ended - float(moment))
+    before = max(0.0, ended - float(seen))
     return f"It was last seen at {line}, {before:.1f} s before its end.\n"
 
 
 def format_crash(crash: str) -> str:
-    """Python's account of a fatal signal, without what lies outside of the script."""
+    """faulthandler's report, without frames of instep and of the interpreter."""
     lines = crash.split("\n\nExtension modules:")[0].splitlines(keepends=True)
     kept = [
         line

@@ -1,13 +1,13 @@
-"""Memory that this process has freed stays with it, and lies in huge pages.
+"""Let freed memory stay with this process, in huge pages.
 
 By default the C library gives the top of its heap back to the system once 128 KiB to 64 MiB of it
 are free: the gradients of large layers, in every step, and gets it anew, page by page. That is 8 %
 of a step of ResNet-18 on two ranks of one thread, and not on all ranks at the same moment, so that
-whoever waits for the others waits for it twice.
+a rank that waits for the others waits for it twice.
 
-Whatever passes over all parameters (an optimizer, a sum over ranks) looks up the address of each
-page on the way; in pages of 2 MiB instead of 4 KiB a step of SGD takes 0.7 of the time. Where the
-system has huge pages for whoever asks (`madvise`, most distributions' setting), this asks.
+An optimizer or a sum over ranks passes over all parameters and looks up the address of each page;
+in pages of 2 MiB instead of 4 KiB a step of SGD takes 0.7 of the time. Where the system gives huge
+pages on request (`madvise`, most distributions' setting), this module requests them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _KEPT_BYTES = 1 << 30
 _HUGE_BYTES = 512 << 20
 """How much of the heap is asked for in huge pages: address space, no memory until it is used."""
 _LARGEST_IN_HEAP = 32 << 20
-"""The most that mallopt takes: what is larger comes from the system and goes back to it."""
-_MMAP_MAX_BY_DEFAULT = 65536
-_OF_THE_USER = (
+"""The most that mallopt takes: a larger piece comes from the system and goes back to it."""
+_DEFAULT_MMAP_MAX = 65536
+_USER_VARIABLES = (
     "GLIBC_TUNABLES",
     "MALLOC_MMAP_MAX_",
     "MALLOC_MMAP_THRESHOLD_",
@@ -33,23 +33,23 @@ _OF_THE_USER = (
 
 
 def keep_freed_memory() -> None:
-    """Up to 1 GiB from now on, in pieces of up to 32 MiB; the first 512 MiB in huge pages.
+    """Keep up to 1 GiB from now on, in pieces of up to 32 MiB; the first 512 MiB in huge pages.
 
     Does nothing where the user has tuned it (MALLOC_TRIM_THRESHOLD_ and so on), or without glibc.
     """
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt") and not any(name in os.environ for name in _OF_THE_USER):
+    if hasattr(library, "mallopt") and not any(name in os.environ for name in _USER_VARIABLES):
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
         library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-        _ask_for_huge_pages(library)
+        _request_huge_pages(library)
 
 
-def _ask_for_huge_pages(library: ctypes.CDLL) -> None:
+def _request_huge_pages(library: ctypes.CDLL) -> None:
     """For the next stretch of the heap, which grows by being used and freed once."""
     library.malloc.restype = ctypes.c_void_p
     library.mallopt(_MMAP_MAX, 0)
     start = library.malloc(ctypes.c_size_t(_HUGE_BYTES))
-    library.mallopt(_MMAP_MAX, _MMAP_MAX_BY_DEFAULT)
+    library.mallopt(_MMAP_MAX, _DEFAULT_MMAP_MAX)
     if start is not None:  # else there is a limit to this process's addresses
         library.free(ctypes.c_void_p(start))
         first = start + -start % mmap.PAGESIZE

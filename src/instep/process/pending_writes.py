@@ -1,9 +1,9 @@
-"""A file that is being written, and for whose end the processes that end this one wait a little.
+"""Files that are being written, and the wait of the processes that end this one for them.
 
-Between processes of one job there is a mark: a file that holds the path of the draft and is there
-while the draft is written. `instep run`, for whom it is named like the rank's failure file, looks
-for it before it ends the ranks after a failure. Under other launchers the rank's watcher removes
-what a rank that was killed has left. A rank that its watcher tells to leave asks `wait_for_writes`.
+A marker tells other processes of the job: a file that holds the path of the draft and exists while
+the draft is written. `instep run` names it like the rank's failure file, and looks for it before
+it ends the ranks after a failure. Under other launchers the rank's watcher removes the drafts of a
+rank that was killed. A rank that its watcher tells to leave calls `wait_for_writes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,29 +19,29 @@ from types import FrameType
 WAIT_LIMIT = 10.0
 """Seconds that others wait for the files that a rank is writing when another one has failed."""
 MARKER_NAME = "writing"
-"""The mark's name in a rank's own folder, where there is no failure file."""
+"""The marker's name in a rank's own folder, where there is no failure file."""
 DRAFT_PREFIX = ".instep-"
 """How the folder of a draft begins; the draft in it has the name of the file that it will be."""
 
 _changed = threading.Condition()
 _drafts: dict[str, int] = {}
-_marks: list[Path] = []
+_markers: list[Path] = []
 
 
 def marker_path(failure_file: Path) -> Path:
-    """Where the rank of this failure file says that it is writing."""
+    """The marker of the rank with this failure file."""
     return failure_file.with_suffix(".writing")
 
 
-def set_marker(mark: Path) -> None:
-    """From now on this process says at `mark` what it is writing."""
-    _marks[:] = [mark]
+def set_marker(marker: Path) -> None:
+    """Let this process keep the marker from now on."""
+    _markers[:] = [marker]
 
 
 @contextmanager
 def track_write(draft: str) -> Iterator[None]:
-    """In here `draft` is written. SIGTERM, where nobody handles it, takes effect at the end."""
-    with _sigterm_at_the_end():
+    """In here `draft` is written. SIGTERM, unless it has a handler, takes effect at the end."""
+    with _delay_sigterm():
         _count(draft, 1)
         try:
             yield
@@ -61,10 +60,10 @@ def wait_for_writes(limit: float = WAIT_LIMIT) -> None:
         _changed.wait_for(lambda: not _drafts, limit)
 
 
-def remove_drafts(mark: Path) -> None:
-    """Remove what a rank that was killed left of its drafts."""
+def remove_drafts(marker: Path) -> None:
+    """Remove the drafts of a rank that was killed."""
     try:
-        drafts = mark.read_text().splitlines()
+        drafts = marker.read_text().splitlines()
     except FileNotFoundError:
         return
     for draft in drafts:
@@ -74,7 +73,7 @@ def remove_drafts(mark: Path) -> None:
                 os.unlink(draft)
             with suppress(OSError):
                 os.rmdir(folder)
-    mark.unlink()
+    marker.unlink()
 
 
 def _count(draft: str, change: int) -> None:
@@ -82,32 +81,32 @@ def _count(draft: str, change: int) -> None:
         _drafts[draft] = _drafts.get(draft, 0) + change
         if not _drafts[draft]:
             del _drafts[draft]
-        for mark in _marks:
+        for marker in _markers:
             if _drafts:
-                mark.write_text("\n".join(_drafts))
+                marker.write_text("\n".join(_drafts))
             else:
-                mark.unlink(missing_ok=True)
+                marker.unlink(missing_ok=True)
         _changed.notify_all()
 
 
 @contextmanager
-def _sigterm_at_the_end() -> Iterator[None]:
-    """mpirun and srun send it to all ranks as soon as one has failed."""
+def _delay_sigterm() -> Iterator[None]:
+    """mpirun and srun send SIGTERM to all ranks as soon as one has failed."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     ):
         yield
         return
-    came: list[float] = []
+    received = threading.Event()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(time.monotonic())
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.set()
 
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came:
+        if received.is_set():
             signal.raise_signal(signal.SIGTERM)

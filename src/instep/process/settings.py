@@ -1,4 +1,4 @@
-"""Every INSTEP_* variable: those that a user may set, with what they take, and instep's own."""
+"""Every INSTEP_* variable: those that a user may set, with their values, and instep's own."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _LONGEST = 2_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable; `str(knob)` and `int(knob)` read the environment as it is now.
+    """One variable; `str(setting)` and `int(setting)` read the environment as it is now.
 
-    Both raise LaunchVariablesError for a value that it does not take. An empty value is the same
-    as none.
+    Both raise LaunchVariablesError for a wrong value. An empty value is the same as none.
     """
 
     name: str
     default: str
     meaning: str
     choices: tuple[str, ...] = ()
-    """The words that it takes; empty: numbers or any text."""
+    """The words that are allowed; empty: numbers or any text."""
     numbers: range | None = None
-    """The whole numbers that it takes; None: words or any text."""
+    """The whole numbers that are allowed; None: words or any text."""
     text: str = "the path of a file"
-    """What any text means."""
+    """The meaning of a text, where any is allowed."""
 
     def __str__(self) -> str:
         return self.read(os.environ)
@@ -42,28 +41,30 @@ class Setting:
     def read(self, environ: Mapping[str, str]) -> str:
         """Its value there, or its default."""
         value = environ.get(self.name) or self.default
-        if value != self.default and not self._takes(value):
+        if value != self.default and not self._allows(value):
             raise LaunchVariablesError(
-                f"{self.name} takes {self.takes}, not {value!r}. {self.meaning}"
+                f"{self.name} takes {self.domain}, not {value!r}. {self.meaning}"
             )
         return value
 
     @property
-    def takes(self) -> str:
-        """What values it takes, in words."""
+    def domain(self) -> str:
+        """The values that are allowed, in words."""
         if self.numbers is not None:
             return f"a whole number from {self.numbers[0]} to {self.numbers[-1]}"
         *others, last = self.choices or (self.text,)
         return f"{', '.join(others)} or {last}" if others else last
 
-    def _takes(self, value: str) -> bool:
+    def _allows(self, value: str) -> bool:
         if self.numbers is not None:
             # Python's int() reads at most 4300 digits, and also "1_0" and other scripts' digits.
-            return value.isascii() and value.isdigit() and len(value) < 20 and self._in(value)
+            return (
+                value.isascii()
+                and value.isdigit()
+                and len(value) < 20
+                and int(value) in self.numbers
+            )
         return value in self.choices or not self.choices
-
-    def _in(self, digits: str) -> bool:
-        return self.numbers is not None and int(digits) in self.numbers
 
 
 DEVICE = Setting(
@@ -72,7 +73,7 @@ DEVICE = Setting(
 BACKEND = Setting(
     "INSTEP_BACKEND",
     "auto",
-    "What CPU ranks talk through: gloo; shm: shared memory on each host; auto: shm if possible.",
+    "Transport of CPU ranks: gloo; shm: shared memory on each host; auto: shm if possible.",
     choices=("auto", "gloo", "shm"),
 )
 TIMEOUT = Setting(
@@ -90,7 +91,7 @@ ARRIVAL_NOTICE = Setting(
 BUCKET_MIB = Setting(
     "INSTEP_BUCKET_MIB",
     "25",
-    "Gradients that travel together, in MiB; 0: each on its own.",
+    "Size of gradient buckets, in MiB; 0: each gradient on its own.",
     numbers=range(2**20 + 1),
 )
 COMPRESSION = Setting(
@@ -102,7 +103,7 @@ COMPRESSION = Setting(
 SEED = Setting(
     "INSTEP_SEED",
     "",
-    "What unedited scripts are seeded with; unset: drawn by rank 0.",
+    "Seed of unedited scripts; unset: drawn by rank 0.",
     numbers=range(2**32),
 )
 LOAD = Setting(
@@ -120,8 +121,8 @@ DIST_FILE = Setting(
 SECRET = Setting(
     "INSTEP_SECRET",
     "",
-    "What proves that a process belongs to the job; the same on all hosts. On one host "
-    "`instep run` draws one for each job.",
+    "Proves that a process belongs to the job; the same on all hosts. On one host `instep run` "
+    "draws one for each job.",
     text="16 characters or more",
 )
 WATCH = Setting(
@@ -135,24 +136,24 @@ SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
     *(SEED, LOAD, DIST_FILE, SECRET, WATCH),
 )
-"""What a user may set; docs/variables.md shows it."""
+"""The settings for users; docs/variables.md shows them."""
 
 INTERNAL = frozenset({"INSTEP_FAILURE_FILE", "INSTEP_JOB", "INSTEP_SOURCE", "INSTEP_STORE_FD"})
-"""What instep's own processes tell each other; see `distributed/identity/launchers.py`."""
+"""Set by instep's own processes for each other; see `distributed/identity/launchers.py`."""
 
 
 def check_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchVariablesError unless every INSTEP_* variable there exists and has a value that
-    it takes; the error names all that are wrong."""
-    known = INTERNAL.union(knob.name for knob in SETTINGS)
+    """Raise LaunchVariablesError unless every INSTEP_* variable there is known and has an allowed
+    value; the error names all that are wrong."""
+    known = INTERNAL.union(setting.name for setting in SETTINGS)
     wrong = [
         LaunchVariablesError(f"instep has no variable {name}. {_advice(name)}")
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in known
     ]
-    for knob in SETTINGS:
+    for setting in SETTINGS:
         try:
-            knob.read(environ)
+            setting.read(environ)
         except LaunchVariablesError as error:
             wrong.append(error)
     if wrong:
@@ -161,7 +162,7 @@ def check_variables(environ: Mapping[str, str] = os.environ) -> None:
 
 def _advice(name: str) -> str:
     """Names the variable that is spelt nearly so, if there is one."""
-    ends = [knob.name.removeprefix(PREFIX) for knob in SETTINGS]
+    ends = [setting.name.removeprefix(PREFIX) for setting in SETTINGS]
     near = get_close_matches(name.removeprefix(PREFIX).upper(), ends, n=1, cutoff=0.7)
     if near:
         return f"Did you mean {PREFIX}{near[0]}?"
@@ -169,5 +170,5 @@ def _advice(name: str) -> str:
 
 
 def timeout() -> timedelta:
-    """How long a collective or a rendezvous waits: INSTEP_TIMEOUT."""
+    """The limit for a collective or a rendezvous: INSTEP_TIMEOUT."""
     return timedelta(seconds=int(TIMEOUT))

@@ -1,4 +1,4 @@
-"""Where a job keeps files of its own until it ends, the layers of unedited scripts among them."""
+"""The folder in which a job keeps its own files until it ends, overlays of ranks among them."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ import tempfile
 from collections.abc import Iterator
 
 BYTES_PER_RANK = 4 << 30
-"""Bytes: 2 GiB of older checkpoints, the last one, and a share of what rank 0 keeps."""
+"""2 GiB of older checkpoints, the last one, and a share of the copies that rank 0 keeps."""
 
 
 def choose_folder(ranks: int) -> str:
-    """Where folders for so many ranks of this host are to be made: under names of their own, with
-    mode 0700.
+    """A folder in which to make folders, of mode 0700, for so many ranks of this host.
 
-    That is the first one with room for them: the temporary folder, /var/tmp, the user's cache. If
-    there is none, the one with the most room.
+    It is the first with room for them of the temporary folder, /var/tmp and the user's cache; if
+    none has, the one with the most room.
     """
-    free = {place: shutil.disk_usage(place).free for place in _places()}
-    for place, bytes_free in free.items():
+    free = {folder: shutil.disk_usage(folder).free for folder in _writable_folders()}
+    for folder, bytes_free in free.items():
         if bytes_free >= ranks * BYTES_PER_RANK:
-            return place
-    return max(free, key=lambda place: free[place])
+            return folder
+    return max(free, key=lambda folder: free[folder])
 
 
-def describe_folder(place: str) -> str:
-    """A folder, and what is free there."""
-    return f"{place} ({shutil.disk_usage(place).free / 2**30:.1f} GiB free)"
+def describe_folder(folder: str) -> str:
+    """A folder, and the free space there."""
+    return f"{folder} ({shutil.disk_usage(folder).free / 2**30:.1f} GiB free)"
 
 
-def _places() -> Iterator[str]:
-    """Those in which this process may write, one for each file system."""
+def _writable_folders() -> Iterator[str]:
+    """One for each file system."""
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     seen = set()
-    for place in (tempfile.gettempdir(), "/var/tmp", cache):
-        if os.access(place, os.W_OK | os.X_OK):
-            device = os.stat(place).st_dev
+    for folder in (tempfile.gettempdir(), "/var/tmp", cache):
+        if os.access(folder, os.W_OK | os.X_OK):
+            device = os.stat(folder).st_dev
             if device not in seen:
                 seen.add(device)
-                yield place
+                yield folder

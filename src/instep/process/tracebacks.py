@@ -1,4 +1,4 @@
-"""What is shown of an exception: which frames, in which words, and which one began it."""
+"""Exceptions as text for the user: which frames are printed, and which exception came first."""
 
 from __future__ import annotations
 
@@ -12,29 +12,19 @@ from instep.errors import InstepError
 from instep.process import PACKAGE_FOLDER
 
 
-def _libraries() -> tuple[str, ...]:
-    """Where instep, torch and Python's way to a program have their files."""
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return (
-        PACKAGE_FOLDER,
-        "<frozen ",
-        *([os.path.join(os.path.dirname(torch), "")] if torch else ()),
-    )
-
-
 def root_cause(error: BaseException) -> BaseException:
-    """The exception with which it began: the first of those that led to each other."""
+    """The first of the exceptions that led to each other."""
     return [*_chain(error)][-1]
 
 
 def is_caused_by_another_rank(error: BaseException) -> bool:
-    """Whether it only says that another rank failed, left, or did something else."""
-    began = root_cause(error)
-    return isinstance(began, InstepError) and began.caused_by_another_rank
+    """Whether its root cause only says that another rank failed, left, or did something else."""
+    cause = root_cause(error)
+    return isinstance(cause, InstepError) and cause.caused_by_another_rank
 
 
 def format_error(error: BaseException) -> str:
-    """Its class and message; an exception's own code may fail at that."""
+    """Its class and message; the message is an exception's own code, which may raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as why:
@@ -42,19 +32,20 @@ def format_error(error: BaseException) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python prints it, without instep's frames but for the first and the last of each way
-    through instep; where a collective failed because this rank was failing already, the exception
-    with which that began, and a line about the other."""
-    began = root_cause(error)
+    """As Python prints it; of instep's frames only the first and the last in a row.
+
+    Where a collective failed because this rank was failing already, it is the traceback of the
+    root cause, and a line about the collective.
+    """
     by_us = isinstance(error, InstepError) and error.caused_by_another_rank
-    told = began if by_us and not is_caused_by_another_rank(error) else error
-    trim_traceback(told)
-    text = "".join(traceback.format_exception(told))
-    return text if told is error else f"{text}After that: {format_error(error)}\n"
+    printed = root_cause(error) if by_us and not is_caused_by_another_rank(error) else error
+    trim_traceback(printed)
+    text = "".join(traceback.format_exception(printed))
+    return text if printed is error else f"{text}After that: {format_error(error)}\n"
 
 
 def script_line(error: BaseException) -> str:
-    """The file and the line of the script from which it was raised; empty if it was not there."""
+    """The file and the line of the script that raised it; empty if no script did."""
     libraries = _libraries()
     for frame in reversed([*_frames(error.__traceback__)]):
         if not _is_in(frame, *libraries):
@@ -63,13 +54,23 @@ def script_line(error: BaseException) -> str:
 
 
 def trim_traceback(error: BaseException) -> None:
-    """Take most of instep's frames out of its traceback, and of those that led to it."""
+    """Remove most of instep's frames from its traceback and from those of its causes."""
     for each in _chain(error):
-        each.__traceback__ = _joined(_kept([*_frames(each.__traceback__)], each))
+        each.__traceback__ = _link(_select([*_frames(each.__traceback__)], each))
+
+
+def _libraries() -> tuple[str, ...]:
+    """Prefixes of the files of instep, of torch and of Python's own start of a program."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (
+        PACKAGE_FOLDER,
+        "<frozen ",
+        *([os.path.join(os.path.dirname(torch), "")] if torch else ()),
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It and what it followed from, back to the first."""
+    """The exception, its cause, and so on to the first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -84,34 +85,34 @@ def _frames(frames: TracebackType | None) -> Iterator[TracebackType]:
         frames = frames.tb_next
 
 
-def _is_in(frame: TracebackType, *places: str) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith(places)
+def _is_in(frame: TracebackType, *prefixes: str) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(prefixes)
 
 
-def _kept(frames: list[TracebackType], error: BaseException) -> list[TracebackType]:
-    """Those from the script's first on, without most of instep's."""
-    kept: list[TracebackType] = []
+def _select(frames: list[TracebackType], error: BaseException) -> list[TracebackType]:
+    """The frames from the script's first on, without most of instep's."""
+    selected: list[TracebackType] = []
     between: list[TracebackType] = []
     libraries = _libraries()
     for frame in frames:
         if _is_in(frame, *libraries):
             between.append(frame)
             continue
-        kept += [*(_shortened(between) if kept else ()), frame]
+        selected += [*(_shorten(between) if selected else ()), frame]
         between = []
-    if kept and between:
+    if selected and between:
         unforeseen = _is_in(between[-1], PACKAGE_FOLDER) and not isinstance(error, InstepError)
-        kept += between if unforeseen else _shortened(between)
-    return kept
+        selected += between if unforeseen else _shorten(between)
+    return selected
 
 
-def _shortened(frames: list[TracebackType]) -> list[TracebackType]:
+def _shorten(frames: list[TracebackType]) -> list[TracebackType]:
     """Only the first and the last of instep's."""
     ours = [frame for frame in frames if _is_in(frame, PACKAGE_FOLDER)]
     return [frame for frame in frames if frame not in ours[1:-1]]
 
 
-def _joined(frames: list[TracebackType]) -> TracebackType | None:
+def _link(frames: list[TracebackType]) -> TracebackType | None:
     inner: TracebackType | None = None
     for frame in reversed(frames):
         frame.tb_next = inner

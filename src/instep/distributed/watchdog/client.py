@@ -257,7 +257,9 @@ class Attendant:
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
             rank, now = self._world.rank, time.time()
-            Failure(rank, now, code, text=why, follows=True, missed=missed).write(Path(path))
+            Failure(rank, now, code, text=why, is_consequence=True, awaited_rank=missed).write(
+                Path(path)
+            )
         for stream in (sys.stdout, sys.stderr):
             with suppress(ValueError, OSError):
                 stream.flush()

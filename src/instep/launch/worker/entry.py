@@ -123,7 +123,7 @@ class ExitReporter:
         follows = is_caused_by_another_rank(error)
         missed = getattr(root_cause(error), "rank", None) if follows else None
         report_failure = Failure(
-            self.rank, time.time(), code, raised, text, follows=follows, missed=missed
+            self.rank, time.time(), code, raised, text, is_consequence=follows, awaited_rank=missed
         )
         with program.real_files():
             report_failure.write(self.file)
@@ -132,7 +132,7 @@ class ExitReporter:
 
     def report_success(self, line: str) -> None:
         """With exit code 0, which others may still have to hear of."""
-        with program.real_files(), open(LastPosition(self.file).left_file, "w") as file:
+        with program.real_files(), open(LastPosition(self.file).finished_file, "w") as file:
             file.write(line)
 
 
