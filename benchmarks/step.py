@@ -30,7 +30,7 @@ import instep
 import instep.compat.horovod as hvd
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import PatchHandle
-from instep.training.reducer import BackwardState, Reducer, reduce_during_backward
+from instep.training.buckets.reducer import BackwardState, Reducer, reduce_during_backward
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.backward import backward as sharded_backward

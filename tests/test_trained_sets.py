@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import instep
-from instep.training.reducer import reducer_of
+from instep.training.buckets.reducer import reducer_of
 from pool import ranks, talking_over
 from sharded_training import sharding
 

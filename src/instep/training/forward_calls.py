@@ -1,7 +1,7 @@
-"""The calls of replicated models: which batch each belongs to, and what was said about it.
+"""The calls of replicated models: the batch, the weight and the random seed of each.
 
-A call is remembered in two places: on a stack while it is under way, and on the autograd graph of
-its outputs until backward comes by.
+A call is on a stack while it runs. After that it is tagged on the autograd graph of its outputs,
+where backward finds it.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 
 Scope = Literal["global", "rank"]
-"""Whether something is that of the whole batch, or of each rank's rows."""
+"""Whether statistics or masks are those of the whole batch, or of each rank's rows."""
 
 
 @dataclass(eq=False)
 class ForwardCall:
-    """One call of a replicated model, or a backward through some."""
+    """One call of a replicated model, or a backward of some of them."""
 
     batch: BatchCandidates
     """The batches that it may belong to."""
     statistics: Scope | None = None
-    """Where batch statistics come from."""
+    """Of which rows batch normalisation takes the statistics."""
     dropout: Scope = "rank"
-    """Whether dropout masks depend on the rank."""
-    stream: int = 0
+    """Whether dropout masks are those of the whole batch."""
+    seed: int = 0
     """The seed of its random numbers: a function of the model's seed and the step."""
-    draws: int = 0
+    masks: int = 0
     """How many dropout masks it has drawn."""
     weight: float | None = None
-    """What `instep.weight` stated: this rank's share of the batch's loss."""
-
-    model: object = None
-    """Whose call it is."""
+    """This rank's fraction of the batch's loss, if `instep.weight` has stated it."""
+    replica: object = None
+    """The replica that was called."""
     saved_rng_states: list[Tensor] = field(default_factory=list)
-    """The states of torch's generators before a call in training, to be set again after it."""
+    """The states of torch's generators before a call in training, to be restored after it."""
 
     @classmethod
     def of(cls, block: Block | None, statistics: Scope | None = None) -> ForwardCall:
-        """A call that works on the rows of `block`."""
+        """A call for the rows of `block`."""
         return cls(BatchCandidates((block,)), statistics)
 
     @property
     def block(self) -> Block | None:
-        """The rows that it works on; None where no batch was ever divided.
+        """This rank's rows of its batch; None if no batch was ever sharded.
 
         Collective in some cases; raises UnknownBatchError (see BatchCandidates.resolve).
         """
@@ -61,38 +60,38 @@ class ForwardCall:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether this rank has no rows and only takes part."""
+        """Whether this rank has no rows, and runs only for the collectives."""
         return self.batch.is_placeholder
 
 
-_under_way: list[ForwardCall] = []
+_stack: list[ForwardCall] = []
 _last: ForwardCall | None = None
 
 
 def push(call: ForwardCall) -> None:
-    """A call begins; calls nest."""
-    _under_way.append(call)
+    """Begin a call; calls nest."""
+    _stack.append(call)
 
 
 def pop() -> ForwardCall:
-    """The innermost call has ended."""
+    """End the innermost call."""
     global _last
-    _last = _under_way.pop()
+    _last = _stack.pop()
     return _last
 
 
 def current() -> ForwardCall | None:
-    """The innermost call under way."""
-    return _under_way[-1] if _under_way else None
+    """The innermost call that runs now."""
+    return _stack[-1] if _stack else None
 
 
 def last() -> ForwardCall | None:
-    """The innermost call under way, else the one that ended last."""
+    """The innermost call that runs now, else the one that ended last."""
     return current() or _last
 
 
 def current_candidates() -> BatchCandidates:
-    """The batches that this rank may be at work on now."""
+    """The batches to which a call at this moment may belong."""
     call = current()
     return find_candidates(()) if call is None else call.batch
 

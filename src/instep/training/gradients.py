@@ -21,9 +21,14 @@ from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
+from instep.training.buckets.reducer import (
+    BackwardState,
+    is_reducing,
+    reduce_during_backward,
+    reducer_of,
+)
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls
-from instep.training.reducer import BackwardState, is_reducing, reduce_during_backward, reducer_of
 
 _sync = True
 

@@ -1,9 +1,13 @@
-"""Dropout masks of the global batch: what is dropped depends on a sample's position in the batch,
-never on the rank that holds it.
+"""Random operations of torch, in one table: what each draws, for the whole batch.
 
-On the CPU the mask of row i is words [i*w, (i+1)*w) of one Philox stream (Salmon et al. 2011),
-which is counter-based: a rank jumps to its own rows and draws nothing else. On a GPU the mask of
-the whole batch is drawn and cut, which is cheap there.
+In a replica (`instep.replicate`) the functions of torch.nn.functional in the table are replaced:
+which units are dropped depends on a sample's position in the global batch, never on the rank that
+holds it. On the CPU the mask of row i is words [i*w, (i+1)*w) of one Philox stream (Salmon et al.
+2011), which is counter-based: a rank jumps to its own rows and draws nothing else. On a GPU the
+mask of the whole batch is drawn and sliced, which is cheap there.
+
+In an unedited script operations draw from torch's generators what one process would draw. The
+table tells which of their arguments must be those of the whole batch (`Draws`).
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 import numpy as np
@@ -25,6 +30,8 @@ from instep.training.blocks import Block
 from instep.training.random_streams import derive_seed
 
 Shape = tuple[int, ...]
+MaskShape = Callable[[Tensor], Shape | None]
+"""The shape of the mask for an input; None for an input of which torch draws the mask itself."""
 
 _WORDS_PER_STEP = 8
 """32-bit words that a Philox4x64 gives for each step of its counter."""
@@ -33,17 +40,40 @@ _SELU_FLOOR = -1.7580993408473766
 """-lambda * alpha of SELU, what a dropped unit of alpha dropout becomes (Klambauer et al. 2017)."""
 
 
+# ------------------------------------------------------------------------------- the table
+
+
+class Draws(Enum):
+    """What decides how many numbers an operation draws, and which."""
+
+    SIZE = auto()
+    """A size among its arguments, as in torch.rand."""
+    SHAPE = auto()
+    """The shape of its first tensor, as in torch.rand_like and Tensor.uniform_."""
+    MASK = auto()
+    """The shape of its first tensor; it returns the tensor times a mask, and the mask."""
+    VALUES = auto()
+    """The numbers in its tensors, as in torch.bernoulli."""
+
+
 @dataclass(frozen=True)
-class Draw:
-    """One mask of one call."""
+class RandomOp:
+    """One random operation. Operations that are not in the table are of the default kind."""
 
-    key: int
-    block: Block | None
+    aten: str | None = None
+    """Its name in torch.ops.aten, if instep has to know how it draws in an unedited script."""
+    draws: Draws = Draws.VALUES
+    functional: str | None = None
+    """Its name in torch.nn.functional, if it is replaced in a replica..."""
+    replacement: Function | None = None
+    """...by this function, called as `replacement(original, *args, **kwargs)`."""
 
 
-_drawn: OrderedDict[int, Draw] = OrderedDict()
-"""Masks by what torch's generator said when they were drawn. Gradient checkpointing sets the
-generator back and computes again: it must find the same masks."""
+def draws_of(aten: str) -> Draws:
+    """How an operation of torch.ops.aten draws."""
+    if aten in _BY_ATEN_NAME:
+        return _BY_ATEN_NAME[aten].draws
+    return Draws.SHAPE if aten.endswith(("_", "_like")) else Draws.VALUES
 
 
 def _every_unit(x: Tensor) -> Shape:
@@ -56,7 +86,7 @@ def _feature_maps(batched: Container[int], x: Tensor) -> Shape | None:
 
 
 def _dropout(
-    mask_shape: Callable[[Tensor], Shape | None],
+    mask_shape: MaskShape,
     original: Function,
     input: Tensor,  # noqa: A002  (torch's name)
     p: float = 0.5,
@@ -72,7 +102,7 @@ def _dropout(
 
 
 def _alpha_dropout(
-    mask_shape: Callable[[Tensor], Shape | None],
+    mask_shape: MaskShape,
     original: Function,
     input: Tensor,  # noqa: A002  (torch's name)
     p: float = 0.5,
@@ -89,21 +119,45 @@ def _alpha_dropout(
     return input.mul_(factor).add_(shift) if inplace else input * factor + shift
 
 
-SEAMS: dict[str, Function] = {
-    "dropout": partial(_dropout, _every_unit),
-    "dropout1d": partial(_dropout, partial(_feature_maps, (3,))),
-    "dropout2d": partial(_dropout, partial(_feature_maps, (3, 4))),
-    "dropout3d": partial(_dropout, partial(_feature_maps, (5,))),
-    "alpha_dropout": partial(_alpha_dropout, _every_unit),
-    "feature_alpha_dropout": partial(_alpha_dropout, partial(_feature_maps, range(2, 9))),
+RANDOM_OPS = (
+    RandomOp("rand", Draws.SIZE),
+    RandomOp("randn", Draws.SIZE),
+    RandomOp("randint", Draws.SIZE),
+    RandomOp("native_dropout", Draws.MASK, "dropout", partial(_dropout, _every_unit)),
+    RandomOp(functional="dropout1d", replacement=partial(_dropout, partial(_feature_maps, (3,)))),
+    RandomOp(functional="dropout2d", replacement=partial(_dropout, partial(_feature_maps, (3, 4)))),
+    RandomOp(functional="dropout3d", replacement=partial(_dropout, partial(_feature_maps, (5,)))),
+    RandomOp(functional="alpha_dropout", replacement=partial(_alpha_dropout, _every_unit)),
+    RandomOp(
+        functional="feature_alpha_dropout",
+        replacement=partial(_alpha_dropout, partial(_feature_maps, range(2, 9))),
+    ),
+)
+_BY_ATEN_NAME = {op.aten: op for op in RANDOM_OPS if op.aten}
+REPLACED_FUNCTIONS = {
+    op.functional: op.replacement for op in RANDOM_OPS if op.functional and op.replacement
 }
-"""Every dropout function of torch.nn.functional that is stepped into, with what answers."""
+"""The functions of torch.nn.functional that are replaced in replicas, by their names."""
 
 
-def _mask(
-    mask_shape: Callable[[Tensor], Shape | None], x: Tensor, p: float, training: bool
-) -> Tensor | None:
-    """Ones and zeros that broadcast over x; None where torch shall do it."""
+# -------------------------------------------------------------------------- masks of replicas
+
+
+@dataclass(frozen=True)
+class MaskDraw:
+    """One mask of one call."""
+
+    seed: int
+    block: Block | None
+
+
+_drawn: OrderedDict[int, MaskDraw] = OrderedDict()
+"""Masks by a number that torch's generator gave when they were drawn. Gradient checkpointing sets
+the generator back and computes again: it must find the same masks."""
+
+
+def _mask(mask_shape: MaskShape, x: Tensor, p: float, training: bool) -> Tensor | None:
+    """Ones and zeros that broadcast over x; None if torch draws the mask itself."""
     shape = mask_shape(x) if training and 0 < p < 1 else None
     draw = _next_draw() if shape is not None else None
     if shape is None or draw is None:
@@ -113,16 +167,16 @@ def _mask(
     )
 
 
-def _next_draw() -> Draw | None:
-    """The mask of the call of dropout that is made now; None where it is not ours."""
+def _next_draw() -> MaskDraw | None:
+    """The mask of this call of dropout; None if torch draws it itself."""
     if torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes again
         return _drawn.get(_token()) if _drawn else None
     call = forward_calls.current()
     if call is None or call.dropout == "rank":
         return None
-    whose = () if call.block is not None else (get_transport().rank,)
-    draw = _drawn[_token()] = Draw(derive_seed(call.stream, call.draws, *whose), call.block)
-    call.draws += 1
+    own = () if call.block is not None else (get_transport().rank,)
+    draw = _drawn[_token()] = MaskDraw(derive_seed(call.seed, call.masks, *own), call.block)
+    call.masks += 1
     if len(_drawn) > _REMEMBERED:
         _drawn.popitem(last=False)
     return draw
@@ -132,7 +186,7 @@ def _token() -> int:
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
-def _kept(draw: Draw, shape: Shape, p: float, device: torch.device) -> Tensor:
+def _kept(draw: MaskDraw, shape: Shape, p: float, device: torch.device) -> Tensor:
     """A boolean mask, true with probability 1 - p."""
     block = draw.block
     rows = 1 if block is None else max(block.count, 1)
@@ -146,16 +200,16 @@ def _kept(draw: Draw, shape: Shape, p: float, device: torch.device) -> Tensor:
         first, total = block.start * width, block.total * width
     count = math.prod(shape)
     if device.type == "cpu":
-        return _philox_kept(draw.key, first, count, p).view(shape)
-    generator = torch.Generator(device).manual_seed(draw.key)
+        return _philox_kept(draw.seed, first, count, p).view(shape)
+    generator = torch.Generator(device).manual_seed(draw.seed)
     uniform = torch.rand(total, device=device, generator=generator)
     return (uniform[first : first + count] >= p).view(shape)
 
 
-def _philox_kept(key: int, first: int, count: int, p: float) -> Tensor:
-    """Elements [first, first + count) of the stream `key`, each true with probability 1 - p."""
+def _philox_kept(seed: int, first: int, count: int, p: float) -> Tensor:
+    """Elements [first, first + count) of the stream `seed`, each true with probability 1 - p."""
     steps, skipped = divmod(first, _WORDS_PER_STEP)
-    generator = np.random.Philox(key=key)
+    generator = np.random.Philox(key=seed)
     generator.advance(steps)
     words = generator.random_raw((skipped + count + 1) // 2).view(np.uint32)
     return torch.from_numpy(words[skipped : skipped + count] >= np.uint32(int(p * 2**32)))

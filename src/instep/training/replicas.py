@@ -27,16 +27,16 @@ from instep.process.torch_compile import disable_compile
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import find_candidates
 from instep.training.buckets.compression import Compression, check_compression
+from instep.training.buckets.reducer import Reducer
 from instep.training.errors import ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope
-from instep.training.random_ops import SEAMS as DROPOUT_SEAMS
+from instep.training.random_ops import REPLACED_FUNCTIONS
 from instep.training.random_streams import (
     broadcast_seed,
     default_generators,
     derive_seed,
     make_rng_state,
 )
-from instep.training.reducer import Reducer
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -181,7 +181,7 @@ def _warn_of_layers(model: nn.Module) -> bool:
 def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
     """Say so, where a call has drawn more from torch's generators than its dropout masks."""
     expected = torch.Generator().manual_seed(seed)
-    for _ in range(call.draws):
+    for _ in range(call.masks):
         torch.empty((), dtype=torch.int64).random_(generator=expected)
     of_cpu, *of_gpu = default_generators()
     if not torch.equal(expected.get_state(), of_cpu.get_state()) or any(
@@ -208,14 +208,14 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if replica.grown:
         _adopt(module, replica)
     replica.steps += module.training
-    stream = derive_seed(replica.seed, replica.steps)
+    seed = derive_seed(replica.seed, replica.steps)
     call = ForwardCall(
-        find_candidates((args, kwargs)), replica.statistics, replica.dropout, stream, model=replica
+        find_candidates((args, kwargs)), replica.statistics, replica.dropout, seed, replica=replica
     )
     if module.training:
         for generator in default_generators():
             call.saved_rng_states.append(generator.get_state())
-            generator.manual_seed(derive_seed(stream, replica.transport.rank))
+            generator.manual_seed(derive_seed(seed, replica.transport.rank))
     forward_calls.push(call)
 
 
@@ -224,13 +224,13 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
     call = forward_calls.current()
     # A hook of the user's that came first and raised has kept `_enter` from running.
-    if replica is None or call is None or call.model is not replica:
+    if replica is None or call is None or call.replica is not replica:
         return
     forward_calls.pop()
     if call.saved_rng_states:
         if replica.dropout == "global" and not replica.named:
             replica.named = True
-            _warn_of_draws(module, call, derive_seed(call.stream, replica.transport.rank))
+            _warn_of_draws(module, call, derive_seed(call.seed, replica.transport.rank))
         for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
     forward_calls.tag_outputs(output, call)
@@ -247,7 +247,7 @@ def _patch_torch() -> None:
     """Answer for the functions of torch that replicas need; once, for good."""
     register_module_parameter_registration_hook(_grow)
     register_module_module_registration_hook(_grow)
-    functions = {"batch_norm": _batch_norm, **DROPOUT_SEAMS}
+    functions = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(
         [

@@ -21,7 +21,7 @@ from instep.compat.horovod.ops import Average, ReduceOp
 from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors
-from instep.training.reducer import reducer_of
+from instep.training.buckets.reducer import reducer_of
 
 
 @dataclass(frozen=True)

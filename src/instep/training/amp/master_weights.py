@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import get_transport
 from instep.training.amp.levels import HALVES
-from instep.training.reducer import reducer_of
+from instep.training.buckets.reducer import reducer_of
 
 _master_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to masters, by their parameters; optimizers hold the masters."""

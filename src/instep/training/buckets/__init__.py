@@ -1,5 +1,5 @@
-"""Gradients in buckets: which of them travel together, how they are sent, compressed and checked.
+"""Sums of gradients over the ranks, in buckets: planned, sent, compressed and checked.
 
-`layout` plans, `grad_buckets` sends, `compression` has the codecs. The same engine serves
-`instep.training.reducer`, `instep.unedited.sharded_call` and Apex's DistributedDataParallel.
+`layout` plans buckets, `grad_buckets` sends them, `compression` has the codecs. `reducer` uses them
+for replicas; `instep.unedited.sharded_call` and Apex's DistributedDataParallel do so too.
 """

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Pending, Transport
+from instep.distributed.communication.transport import Transport
 from instep.process import settings
-from instep.training.buckets.grad_buckets import BucketCodec, NoCompression, as_real
+from instep.training.buckets.grad_buckets import BucketCodec, as_real
 from instep.training.buckets.layout import BucketLayout
 
 
@@ -85,28 +85,20 @@ def make_codec(
     return _HalfPrecisionCodec(_DTYPES[compression])
 
 
-class _HalfPrecisionCodec:
+class _HalfPrecisionCodec(BucketCodec):
     """Sends 16 bits for each number. The sum is rounded to 16 bits too."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._half = torch.empty(0)
-        self._pending: Pending | None = None
 
     def start(self, flat: Tensor, transport: Transport) -> None:
         self._half = as_real(flat).to(self._dtype)
-        self._pending = transport.all_reduce(self._half, "sum")
-
-    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
-        return None
+        super().start(self._half, transport)
 
     def wait(self, flat: Tensor) -> None:
-        assert self._pending is not None
-        self._pending.wait()
+        super().wait(self._half)
         as_real(flat).copy_(self._half)
-
-    def reset(self) -> None:
-        self._pending = None
 
 
 class _LowRankMatrix:
@@ -169,7 +161,7 @@ class _LowRankMatrix:
         return torch.autocast(self._error.device.type, enabled=False)
 
 
-class _PowerSGDCodec:
+class _PowerSGDCodec(BucketCodec):
     """Sends matrices as two factors, one after the other; all else goes with the first."""
 
     def __init__(
@@ -186,22 +178,21 @@ class _PowerSGDCodec:
         others = [slice(slot.start, slot.stop) for slot in layout.slots if slot not in matrices]
         self._others = [*others, slice(layout.numel, None)]
         self._warm_up = options.warm_up
-        self._uncompressed: NoCompression | None = None
+        self._is_warming_up = False
         self._factors = torch.empty(0)
-        self._pending: Pending | None = None
 
     def start(self, flat: Tensor, transport: Transport) -> None:
-        if self._warm_up > 0:
+        self._is_warming_up = self._warm_up > 0
+        if self._is_warming_up:
             self._warm_up -= 1
-            self._uncompressed = NoCompression()
-            self._uncompressed.start(flat, transport)
+            super().start(flat, transport)
             return
         pairs = zip(self._matrices, self._slices, strict=True)
         lefts = [matrix.project(flat[place]) for matrix, place in pairs]
         self._send([*lefts, *(flat[other] for other in self._others)], transport)
 
     def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
-        if self._uncompressed is not None:
+        if self._is_warming_up:
             return
         others = [flat[other] for other in self._others]
         lengths = [matrix.rows * matrix.rank for matrix in self._matrices]
@@ -212,8 +203,8 @@ class _PowerSGDCodec:
         self._send([matrix.project_back(left) for matrix, left in pairs], transport)
 
     def wait(self, flat: Tensor) -> None:
-        if self._uncompressed is not None:
-            self._uncompressed.wait(flat)
+        if self._is_warming_up:
+            super().wait(flat)
             return
         rights = self._wait_for([matrix.columns * matrix.rank for matrix in self._matrices])
         for matrix, right, place, flag in zip(
@@ -222,17 +213,16 @@ class _PowerSGDCodec:
             flat[place] = matrix.reconstruct(right, flat[flag])
 
     def reset(self) -> None:
-        self._uncompressed = self._pending = None
+        super().reset()
         for matrix in self._matrices:
             matrix.reset()
 
     def _send(self, parts: Sequence[Tensor], transport: Transport) -> None:
         self._factors = torch.cat([part.reshape(-1) for part in parts])
-        self._pending = transport.all_reduce(self._factors, "sum")
+        super().start(self._factors, transport)
 
     def _wait_for(self, lengths: Sequence[int]) -> list[Tensor]:
-        assert self._pending is not None
-        self._pending.wait()
+        super().wait(self._factors)
         return list(torch.split(self._factors, list(lengths)))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,45 +25,29 @@ from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
 
-class BucketCodec(Protocol):
-    """How the flat tensor of a bucket is sent and becomes its sum over the ranks.
+class BucketCodec:
+    """Sends the flat tensor of a bucket, which becomes its sum over the ranks.
 
-    Behind the gradients it holds one flag per slot, then the bucket's checksum.
+    Behind the gradients it holds one flag per slot, then the bucket's checksum. This class sends it
+    as it is; subclasses compress it.
     """
+
+    _pending: Pending | None = None
 
     def start(self, flat: Tensor, transport: Transport) -> None:
         """Start the sum. Collective."""
+        self._pending = transport.all_reduce(as_real(flat), "sum")
 
     def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
         """Send what depends on the first sums, if anything does. Collective."""
 
     def wait(self, flat: Tensor) -> None:
         """Wait, and leave the sums in `flat`."""
-
-    def reset(self) -> None:
-        """Forget this backward, which may have been interrupted."""
-
-
-class NoCompression:
-    """Sends the flat tensor as it is."""
-
-    def __init__(self) -> None:
-        self._pending: Pending | None = None
-
-    def start(self, flat: Tensor, transport: Transport) -> None:
-        """Start the sum."""
-        self._pending = transport.all_reduce(as_real(flat), "sum")
-
-    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
-        """Nothing."""
-
-    def wait(self, flat: Tensor) -> None:
-        """Wait for the sum."""
         assert self._pending is not None
         self._pending.wait()
 
     def reset(self) -> None:
-        """Drop the sum."""
+        """Forget this backward, which may have been interrupted."""
         self._pending = None
 
 
@@ -295,7 +278,7 @@ class _PackedBucket(GradBucket):
     ) -> None:
         super().__init__(layout, parameters, ids)
         self.starts_early = starts_early
-        self._codec = codec or NoCompression()
+        self._codec = codec or BucketCodec()
         self._grads_as_views = grads_as_views
         self._slot_of = {slot.index: slot for slot in layout.slots}
         self._flat: Tensor | None = None

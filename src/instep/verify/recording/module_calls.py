@@ -116,13 +116,13 @@ class ModuleCallRecorder:
         replica = forward_calls.current()
         if replica is None or not replica.saved_rng_states:
             return hash_generators() != self._before
-        seed = derive_seed(replica.stream, get_transport().rank)
+        seed = derive_seed(replica.seed, get_transport().rank)
         moved = any(
             not torch.equal(make_rng_state(each, seed), each.get_state())
             for each in default_generators()
         )
         others_moved = hash_generators(replica.saved_rng_states) != self._before
-        return replica.draws > 0 or moved or others_moved
+        return replica.masks > 0 or moved or others_moved
 
 
 def _in_half_precision(output: object) -> bool:

@@ -19,7 +19,7 @@ from instep.distributed.communication.transport import (
     overlap_group,
 )
 from instep.errors import InstepWarning, TrainingError
-from instep.training.buckets.grad_buckets import NoCompression, make_bucket
+from instep.training.buckets.grad_buckets import BucketCodec, make_bucket
 from instep.training.buckets.layout import BucketLayout, plan_buckets
 
 _bucket_numbers = count()
@@ -181,13 +181,12 @@ class DistributedDataParallel(nn.Module):
                 ready.clear()
 
 
-class _AveragingCodec(NoCompression):
+class _AveragingCodec(BucketCodec):
     """Multiplies before and after the sum, and can sum half precision in float32."""
 
     def __init__(
         self, numel: int, predivide: float, postdivide: float, *, always_fp32: bool
     ) -> None:
-        super().__init__()
         self.sums = self._sent = torch.empty(0)
         """The gradients of the bucket; what is sent has flags and a checksum behind them."""
         self._numel = numel

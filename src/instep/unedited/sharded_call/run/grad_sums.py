@@ -25,7 +25,7 @@ from instep.distributed.communication.transport import Transport
 from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
-from instep.training.reducer import all_reduce_sparse
+from instep.training.buckets.reducer import all_reduce_sparse
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 
 _FIRST = 2**64 - 1

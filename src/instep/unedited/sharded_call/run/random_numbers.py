@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
+from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 
@@ -56,15 +57,16 @@ class GlobalBatchRandomMode(TorchDispatchMode):
 
     def _run_random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        draws = draws_of(name)
         first = args[0] if args else kwargs.get("self")
-        if name in ("randn", "rand", "randint"):
+        if draws is Draws.SIZE:
             return self._run_factory(func, args, kwargs)
         if not isinstance(first, Tensor) or (dim := self._batch_dim(first.shape)) is None:
             return func(*args, **kwargs)
-        if name == "native_dropout":
+        if draws is Draws.MASK:
             return self._dropout(func, dim, *args)
-        only_shape = name.endswith(("_", "_like"))  # the first tensor's numbers do not matter
-        whole = [self._empty_whole(first, dim) if only_shape else self._gather(first, dim)]
+        has_values = draws is Draws.VALUES
+        whole = [self._gather(first, dim) if has_values else self._empty_whole(first, dim)]
         whole += [self._gather(arg, dim) for arg in args[1:]]
         drawn = func(*whole, **kwargs)
         if name.endswith("_"):
