@@ -1,5 +1,6 @@
 """Links and paths in the documentation name files that exist."""
 
+import fnmatch
 import re
 from pathlib import Path
 
@@ -12,8 +13,8 @@ PAGES = sorted(
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"`([\w./*-]+/[\w.*-]+\.(?:py|md|sh|toml|sbatch))`")
-FOLDERS = ("", "src/", "src/instep/", "docs/", "examples/")
-"""A path in a page begins in one of these."""
+FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "scripts")
+FILES = [f"/{path.relative_to(ROOT)}" for f in FOLDERS for path in (ROOT / f).rglob("*.*")]
 
 
 def anchors(page):
@@ -39,9 +40,7 @@ def test_every_relative_link_resolves(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_file_that_is_named_exists(page):
     named = FILE.findall(FENCED.sub("", page.read_text()))
-    folders = [page.parent, *(ROOT / folder for folder in FOLDERS)]
-    missing = [name for name in named if not any([*f.glob(name)] for f in folders)]
-    assert missing == []
+    assert [name for name in named if not fnmatch.filter(FILES, f"*/{name}")] == []
 
 
 def test_the_check_sees_links_and_files():
@@ -53,3 +52,22 @@ def test_the_check_sees_links_and_files():
         "process/procfs.py",
         "tests/test_docs.py",
     ]
+
+
+def test_every_name_in_how_to_add_is_in_the_code():
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## How to add")[1]
+    names = {
+        part
+        for code in re.findall(r"`([^`]+)`", section)
+        if "/" not in code
+        for part in re.findall(r"[A-Za-z_]\w{3,}", code.partition("(")[0])
+    }
+    code = "".join(path.read_text() for f in ("src", "tests") for path in (ROOT / f).rglob("*.py"))
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readmes_count_the_rules_of_check(page):
+    link = re.search(r"\[(\d+)[^\]]*\]\(docs/check/index\.md\)", (ROOT / page).read_text())
+    assert int(link[1]) == len([*(ROOT / "docs" / "check").glob("INS*.md")])
