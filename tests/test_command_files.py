@@ -12,7 +12,7 @@ import pytest
 from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.processes.command_files import CommandFiles, GenerationSwitch
+from instep.unedited.processes.command_files import CommandFiles, GenerationChange
 from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
 
 
@@ -26,15 +26,15 @@ class Ranks:
         rank0 = Rank0Files(before_layer(shared, 0))
         rank1 = OverlayFiles(layers.rank_layer, layers.before)
         self.files = (rank0, rank1)
-        self.switches = [
-            GenerationSwitch(rank0, shared, None),
-            GenerationSwitch(rank1, shared, layers),
+        self.changes = [
+            GenerationChange(rank0, shared, None),
+            GenerationChange(rank1, shared, layers),
         ]
 
     def command(self, do: Callable[[], object]) -> None:
         """Both come to a command that does this, and to its end."""
         first, second = (
-            CommandFiles(switch, "", (), new_generation=True) for switch in self.switches
+            CommandFiles(change, "", (), new_generation=True) for change in self.changes
         )
         do()
         second.apply(first.capture())
@@ -111,7 +111,7 @@ def test_a_rank_that_is_late_sees_its_own_generation(
 ) -> None:
     monkeypatch.chdir(stocked(tmp_path / "folder"))
     ranks = Ranks(tmp_path)
-    first, second = (CommandFiles(switch, "", (), new_generation=True) for switch in ranks.switches)
+    first, second = (CommandFiles(change, "", (), new_generation=True) for change in ranks.changes)
     state = first.capture()
     with seen_through(ranks.files[0]):
         write("c", "w", "later")

@@ -20,7 +20,7 @@ def claimed():
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr(launcher_env, "hidden", {})
+    monkeypatch.setattr(launcher_env, "masked", {})
     for name in [*os.environ]:
         if launchers.is_launcher_variable(name):
             monkeypatch.delenv(name)
@@ -32,13 +32,13 @@ def launched(monkeypatch):
 
 def test_the_launchers_variables_are_hidden_and_shown_again(launched):
     before = dict(os.environ)
-    launcher_env.hide()
+    launcher_env.mask()
     assert dict(os.environ) == {k: v for k, v in before.items() if k not in launched}
-    assert launcher_env.hidden == launched
+    assert launcher_env.masked == launched
     launcher_env.restore()
     del before[launchers.STORE_FD]  # what it named is not there any more
     assert dict(os.environ) == before
-    assert launcher_env.hidden == {}
+    assert launcher_env.masked == {}
 
 
 def asks(seam, *args):
@@ -49,7 +49,7 @@ def asks(seam, *args):
 def test_who_asks_politely_hears_nothing_and_who_takes_it_for_granted_is_left_alone(
     launched, claimed
 ):
-    launcher_env.hide()
+    launcher_env.mask()
     get, contains, item = (
         getattr(type(os.environ), name) for name in ("get", "__contains__", "__getitem__")
     )

@@ -1,8 +1,7 @@
-"""Unedited scripts: the whole batch in sight, the work shared.
+"""`import instep.auto` as a script's first line does what `instep run` does.
 
-`import instep.auto` as a script's first line does what `instep run` does: every rank runs the
-whole script with the whole batch and equal numbers, and only inside the outermost call of a module
-and inside data loading is the work divided.
+Every rank runs the whole script with whole batches and equal random numbers. The ranks share the
+work only inside the outermost call of a module, and as they load data.
 """
 
 import sys
@@ -10,8 +9,8 @@ import sys
 from instep.unedited import session
 
 
-def _imported_by_the_script() -> bool:
-    """Whether the import under way stands in `__main__`, and not in another module of instep's."""
+def _is_imported_by_script() -> bool:
+    """Whether `__main__` imports this module, and not another module of instep."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_globals.get("__name__") == __name__ or "importlib" in frame.f_code.co_filename
@@ -20,5 +19,5 @@ def _imported_by_the_script() -> bool:
     return frame.f_globals.get("__name__") == "__main__"
 
 
-if _imported_by_the_script():
+if _is_imported_by_script():
     session.start()

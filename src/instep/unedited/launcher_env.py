@@ -1,7 +1,7 @@
-"""Hides the launcher's environment variables and other ranks' devices from the script.
+"""Masks the launcher's environment variables and other ranks' devices from the script.
 
 Besides `launch/` this is the only module that writes to the environment. It can restore what it
-hides.
+masks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from instep.process import settings
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
-hidden: dict[str, str] = {}
-"""The launcher's variables, while they are hidden."""
+masked: dict[str, str] = {}
+"""The launcher's variables, while they are masked."""
 
 
-def hide() -> None:
+def mask() -> None:
     """Remove the launcher's variables from the environment of this process and its children.
 
     The job's name stays, because `instep run` finds by it what the script leaves behind.
     """
     for name in [*os.environ]:
         if launchers.is_launcher_variable(name):
-            hidden[name] = os.environ.pop(name)
+            masked[name] = os.environ.pop(name)
 
 
 def restore() -> None:
-    """Restore what is hidden, but for the rendezvous socket, which does not exist any more."""
-    hidden.pop(launchers.STORE_FD, None)
-    os.environ.update(hidden)
-    hidden.clear()
+    """Restore what is masked, but for the rendezvous socket, which does not exist any more."""
+    masked.pop(launchers.STORE_FD, None)
+    os.environ.update(masked)
+    masked.clear()
 
 
 def set_visible_device(world: World) -> None:

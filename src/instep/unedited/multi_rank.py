@@ -28,13 +28,13 @@ from instep.process import pending_writes, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
-from instep.unedited.files import os_functions, write_protection
+from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
-from instep.unedited.processes.command_files import GenerationSwitch
+from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
 from instep.unedited.sharded_call.run import backward
 
@@ -72,20 +72,20 @@ class MultiRankSession:
         self._directories = _LayerDirectories(job, self.world)
         pending_writes.set_marker(self._directories.marker())
         if launchers.FAILURE_FILE in os.environ:
-            write_protection.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
-        write_protection.allow(*self._directories.writable())
+            write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
+        write_access.allow(*self._directories.writable())
         self.has_begun = False
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
         self._streams = std_streams.StdStreams(self.world.rank, job.terminal, self._relay)
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
-        launcher_env.hide()
+        launcher_env.mask()
         seeds.seed_everything(self.seed)
         files = self._directories.files()
         os_functions.set_files(files)
-        switch = self._directories.generation_switch(files)
-        children.install(self._relay, switch, patch_table.install_files)
+        change = self._directories.generation_change(files)
+        children.install(self._relay, change, patch_table.install_files)
         opt_out.set_handler(on_opt_out)
         rank_local.register_rank()
         backward.on_first_work(self._begin)
@@ -97,11 +97,11 @@ class MultiRankSession:
         """The script cannot opt out any more, so the ranks other than 0 can be restricted."""
         self.has_begun = True
         if self.world.rank != 0:
-            write_protection.restrict()
+            write_access.restrict()
 
     def add_notes(self, error: BaseException) -> None:
         """Note on an exception of the script what instep knows of its cause."""
-        write_protection.add_notes(error, self.world.rank)
+        write_access.add_notes(error, self.world.rank)
 
     def end(self) -> None:
         """Restore everything, except that the ranks stay connected."""
@@ -238,9 +238,9 @@ class _LayerDirectories:
         assert self._shared is not None
         return Rank0Files(before_layer(self._shared, 0))
 
-    def generation_switch(self, files: Rank0Files | OverlayFiles) -> GenerationSwitch:
+    def generation_change(self, files: Rank0Files | OverlayFiles) -> GenerationChange:
         """Starts a new generation of these layers after a command."""
-        return GenerationSwitch(files, self._shared, self._generations)
+        return GenerationChange(files, self._shared, self._generations)
 
     def writable(self) -> list[str]:
         """All directories in which this rank writes."""

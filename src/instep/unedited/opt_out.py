@@ -43,19 +43,19 @@ def opts_out(reason: str) -> Function:
 
 def environ_getitem(original: Function, self: Any, name: str) -> Any:
     """For os.environ[...]: a script that requires RANK was written for a launcher."""
-    if name in launcher_env.hidden:
+    if name in launcher_env.masked:
         _opt_out(f"it takes {name} for granted")
     return original(self, name)
 
 
 def environ_get(original: Function, self: Any, name: str, default: Any = None) -> Any:
     """For os.environ.get: a script that also runs without a launcher sees none."""
-    return default if name in launcher_env.hidden else original(self, name, default)
+    return default if name in launcher_env.masked else original(self, name, default)
 
 
 def environ_contains(original: Function, self: Any, name: object) -> Any:
     """For `in os.environ`."""
-    return name not in launcher_env.hidden and original(self, name)
+    return name not in launcher_env.masked and original(self, name)
 
 
 def instep_getattr(original: Function, name: str) -> Any:

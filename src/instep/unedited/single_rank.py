@@ -30,7 +30,7 @@ class SingleRankSession:
     def __init__(self) -> None:
         self.seed = seeds.choose_seed()
         seeds.seed_everything(self.seed)
-        launcher_env.hide()
+        launcher_env.mask()
         self._patches = PatchHandle([LOADER_PATCH, *seeds.SEED_PATCHES])
 
     def end(self) -> None:

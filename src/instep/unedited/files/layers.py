@@ -1,9 +1,9 @@
 """A layer of changes over a file system: a directory that holds changed files, and marks.
 
 The terms are those of Linux's overlayfs: a whiteout says that a path does not exist, an opaque
-directory hides what lower layers have in it, a metacopy has the metadata of a file without its
-content. Layers are kept on disk, so that processes which a rank forks or spawns see them too.
-Paths are absolute, and no directory on the way to the last name is a symbolic link.
+directory hides what lower layers have in it, and a metadata-only copy lacks the file's content.
+Layers are kept on disk, so that processes which a rank forks or spawns see them too. Paths are
+absolute, and no directory on the way to the last name is a symbolic link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 MISSING = ""
 """The location of a path that a layer says does not exist."""
 
-_DIRECTORY, _WHITEOUT, _OPAQUE, _RELEASED, _COPIED, _METACOPY = "d", "w", "o", "r", "c", "m"
+_DIRECTORY, _WHITEOUT, _OPAQUE, _RELEASED, _COPIED, _METADATA_ONLY = "d", "w", "o", "r", "c", "m"
 """First letters of the names below `marks`. _DIRECTORY: a directory that holds marks. _RELEASED:
 the file at the path itself is the right one. _COPIED: this layer has the directory's own metadata;
 without this mark or _OPAQUE it only has the directory as the parent of something."""
@@ -65,11 +65,11 @@ class Layer:
     def _has_directory(self, directory: str) -> bool:
         return any(os.path.lexists(self._mark(directory, mark)) for mark in (_OPAQUE, _COPIED))
 
-    def is_metacopy(self, path: str, location: str) -> bool:
+    def is_metadata_only(self, path: str, location: str) -> bool:
         """Whether `location` is this layer's entry for `path`, and lacks the file's content."""
-        return location == self._files + path and os.path.lexists(self._mark(path, _METACOPY))
+        return location == self._files + path and os.path.lexists(self._mark(path, _METADATA_ONLY))
 
-    def hides(self, directory: str) -> bool:
+    def masks(self, directory: str) -> bool:
         """Whether this layer hides everything that lower layers have in a directory."""
         return self.is_opaque(directory) or self.find(directory) == MISSING
 
@@ -77,7 +77,7 @@ class Layer:
         """Return the location where `path` is to be written; its parents are made."""
         location = self._files + path
         os.makedirs(os.path.dirname(location), exist_ok=True)
-        self._unset(path, _WHITEOUT, _RELEASED, _METACOPY)
+        self._unset(path, _WHITEOUT, _RELEASED, _METADATA_ONLY)
         return location
 
     def add_directory(self, path: str) -> str:
@@ -95,7 +95,7 @@ class Layer:
     def copy_metadata(self, path: str) -> None:
         """Copy the metadata of a file, without its content."""
         size, location = os.lstat(path).st_size, self.add_file(path)
-        self._set(path, _METACOPY)
+        self._set(path, _METADATA_ONLY)
         with open(location, "wb") as file:
             file.truncate(size)
         shutil.copystat(path, location)
@@ -107,7 +107,7 @@ class Layer:
             shutil.rmtree(location)
         elif os.path.lexists(location):
             os.unlink(location)
-        self._unset(path, _OPAQUE, _RELEASED, _COPIED, _METACOPY)
+        self._unset(path, _OPAQUE, _RELEASED, _COPIED, _METADATA_ONLY)
         self._set(path, _WHITEOUT)
 
     def release(self, path: str) -> None:

@@ -111,10 +111,10 @@ def _retry_if_changed(
         try:
             result = use(location)
         except OSError:
-            if location == previous or files.kept_by_rank0(location) is None:
+            if location == previous or files.find_before(location) is None:
                 raise
         else:
-            if location == previous or files.kept_by_rank0(location) is None:
+            if location == previous or files.find_before(location) is None:
                 return result
             discard(result)
 

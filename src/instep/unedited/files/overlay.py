@@ -49,7 +49,7 @@ class OverlayFiles(PathResolver):
             self.open_directories.add(fd, self.resolve(path))
 
     def _check_content(self, resolved: str, location: str) -> None:
-        if any(layer.is_metacopy(resolved, location) for layer in self.layers):
+        if any(layer.is_metadata_only(resolved, location) for layer in self.layers):
             size = os.path.getsize(location) / 2**30
             raise UneditedError(
                 f"this rank reads {resolved} ({size:.1f} GiB) after rank 0 has written over it. "
@@ -263,7 +263,7 @@ class OverlayFiles(PathResolver):
         if not self.is_private(resolved):
             for layer in reversed(self.layers):
                 there, whiteouts = layer.names(resolved)
-                lower = () if layer.hides(resolved) else names
+                lower = () if layer.masks(resolved) else names
                 names = dict.fromkeys(name for name in (*lower, *there) if name not in whiteouts)
         return list(names)
 
@@ -316,9 +316,9 @@ class OverlayFiles(PathResolver):
         try:
             copy(resolved, location)
         except FileNotFoundError:
-            if self.kept_by_rank0(resolved) is None:
+            if self.find_before(resolved) is None:
                 raise
-        kept = self.kept_by_rank0(resolved)
+        kept = self.find_before(resolved)
         if kept is not None:
             with suppress(FileNotFoundError):
                 os.unlink(location)

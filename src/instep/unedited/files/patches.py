@@ -10,7 +10,7 @@ import socket
 import tempfile
 
 from instep.process.patching import Patch, patches
-from instep.unedited.files import libraries, listings, os_functions
+from instep.unedited.files import directories, libraries, os_functions
 from instep.unedited.files.libraries import reads_path, writes_path
 
 _CHANGES = "rank 0 changes the real files, every other rank its own layer"
@@ -22,8 +22,8 @@ FILE_PATCHES: tuple[Patch, ...] = (
         (os, "stat statvfs getxattr listxattr pathconf", os_functions.stat),
         (os, "lstat readlink", os_functions.lstat),
         (os, "access", os_functions.access),
-        (os, "listdir", listings.listdir),
-        (os, "scandir", listings.scandir),
+        (os, "listdir", directories.listdir),
+        (os, "scandir", directories.scandir),
         (os, "chdir", os_functions.chdir),
         (os, "getcwd", os_functions.getcwd),
         (os, "getcwdb", os_functions.getcwdb),

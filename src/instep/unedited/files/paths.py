@@ -90,7 +90,7 @@ class PathResolver:
             if location is not None:
                 return location
         found = self._real_location(resolved)
-        kept = self.kept_by_rank0(resolved)
+        kept = self.find_before(resolved)
         return found if kept is None else kept
 
     def _real_location(self, resolved: str) -> str:
@@ -98,7 +98,7 @@ class PathResolver:
         return resolved if exists else MISSING
 
     @bypass_overlay()
-    def kept_by_rank0(self, resolved: str) -> str | None:
+    def find_before(self, resolved: str) -> str | None:
         """Where rank 0 has kept what was at a path; None if it has not touched the path.
 
         Rank 0 works at the same time, so this is asked again after the real file was looked at.

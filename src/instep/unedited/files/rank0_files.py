@@ -77,7 +77,7 @@ class Rank0Files(PathResolver):
             layer.remove(resolved)
         elif location is None:
             return
-        elif self._before.is_metacopy(resolved, location):
+        elif self._before.is_metadata_only(resolved, location):
             layer.copy_metadata(resolved)
         elif os.path.isdir(location) and not os.path.islink(location):
             layer.copy_directory(resolved)

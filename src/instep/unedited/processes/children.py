@@ -21,7 +21,7 @@ from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.processes.command_files import CommandFiles, GenerationSwitch
+from instep.unedited.processes.command_files import CommandFiles, GenerationChange
 from instep.unedited.rank0_relay import Relay
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _OPERATION = "a command"
 @dataclass(frozen=True)
 class _Installed:
     relay: Relay
-    switch: GenerationSwitch
+    change: GenerationChange
     install_files: Function
     """Called in spawned workers, with the layers through which they see the files."""
 
@@ -42,9 +42,9 @@ _pids: set[int] = set()
 """Process ids of commands that rank 0 has started for all ranks."""
 
 
-def install(relay: Relay, switch: GenerationSwitch, install_files: Function) -> None:
+def install(relay: Relay, change: GenerationChange, install_files: Function) -> None:
     """Start commands on rank 0 only. Spawned workers call `install_files(*layers)`."""
-    _installed[:] = [_Installed(relay, switch, install_files)]
+    _installed[:] = [_Installed(relay, change, install_files)]
 
 
 def uninstall() -> None:
@@ -87,7 +87,7 @@ def shared_command(
     """
     if not _installed or not _installed[0].relay.is_replicated() or _called_by_library():
         return None
-    relay, switch = _installed[0].relay, _installed[0].switch
+    relay, change = _installed[0].relay, _installed[0].change
     in_main = relay.is_ordered()
     text = repr(command)
     if directory is not None:
@@ -96,7 +96,7 @@ def shared_command(
         relay = relay.channel(f"command/{hashlib.sha256(text.encode()).hexdigest()}")
     with bypass_overlay():
         names = f"{text} {os.getcwd()}"
-        files = CommandFiles(switch, names, handles, new_generation=in_main)
+        files = CommandFiles(change, names, handles, new_generation=in_main)
     return SharedCommand(relay, text, files, in_main)
 
 
@@ -109,7 +109,7 @@ def run(original: Function, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
     def run_original() -> tuple[int, Any, Any] | int:
-        reject_pipes(handles)
+        check_handles(handles)
         result = original(*args, **with_rank0_pipes(kwargs))
         if isinstance(result, subprocess.CompletedProcess):
             return result.returncode, result.stdout, result.stderr
@@ -224,7 +224,7 @@ def with_rank0_pipes(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def reject_pipes(handles: Iterable[int]) -> None:
+def check_handles(handles: Iterable[int]) -> None:
     """Raise UneditedError if one of these files is a pipe or socket of the script's own."""
     standard = [_identity(fd) for fd in range(3)]
     for fd in handles:

@@ -48,7 +48,7 @@ class FileState:
     """The temporary files that the command names."""
 
 
-class GenerationSwitch:
+class GenerationChange:
     """Starts a new generation of this rank's layers after a command.
 
     `shared` is the directory of rank 0's host; None if this rank runs on another host.
@@ -153,12 +153,12 @@ class CommandFiles:
     """The files of a command: a FileSync of the relay at the command's end."""
 
     def __init__(
-        self, switch: GenerationSwitch, text: str, handles: Iterable[int], *, new_generation: bool
+        self, change: GenerationChange, text: str, handles: Iterable[int], *, new_generation: bool
     ) -> None:
-        self._switch = switch
+        self._change = change
         self._new_generation = new_generation
         self._handles = [(fd, _identity(fd)) for fd in handles]
-        self.temporary = switch.files.temporary_in(text)
+        self.temporary = change.files.temporary_in(text)
         """The temporary files of this rank that the command names."""
         self._temporary0: list[str] = []
         self._open = self._stamps()
@@ -169,7 +169,7 @@ class CommandFiles:
         before = self._open
         self._open = self._stamps()
         return FileState(
-            self._switch.start_on_rank0() if self._new_generation else -1,
+            self._change.start_on_rank0() if self._new_generation else -1,
             {path: before.get(path) != stamp for path, stamp in self._open.items()},
             [self._handle(fd, identity) for fd, identity in self._handles],
             self.temporary,
@@ -179,7 +179,7 @@ class CommandFiles:
     def apply(self, state: FileState) -> None:
         """On another rank, while rank 0 waits."""
         self._temporary0 = state.temporary
-        if state.temporary and not self._switch.is_on_rank0_host:
+        if state.temporary and not self._change.is_on_rank0_host:
             raise UneditedError(
                 f"a command has worked on the temporary file {state.temporary[0]} of rank 0's "
                 "host, which this rank's host does not see. Let it work in the script's own "
@@ -188,7 +188,7 @@ class CommandFiles:
         for source, target in zip(state.temporary, self.temporary, strict=True):
             _mirror(source, target)
         if state.generation >= 0:
-            self._switch.start(state)
+            self._change.start(state)
         for (fd, identity), handle in zip(self._handles, state.handles, strict=True):
             if handle is not None and _identity(fd) == identity:
                 _set_handle(fd, *handle)
@@ -204,7 +204,7 @@ class CommandFiles:
 
     @bypass_overlay()
     def _stamps(self) -> dict[str, Stamp]:
-        is_rank0 = isinstance(self._switch.files, Rank0Files)
+        is_rank0 = isinstance(self._change.files, Rank0Files)
         return stamps() if is_rank0 and self._new_generation else {}
 
     @bypass_overlay()
@@ -213,7 +213,7 @@ class CommandFiles:
             return None
         path = os.readlink(f"/proc/self/fd/{fd}")
         content = None
-        if path.endswith(_DELETED) or self._switch.files.is_private(path):
+        if path.endswith(_DELETED) or self._change.files.is_private(path):
             with open(f"/proc/self/fd/{fd}", "rb") as file:
                 content = file.read()
         return os.lseek(fd, 0, os.SEEK_CUR), content

@@ -71,7 +71,7 @@ def init(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
         return
 
     def start() -> tuple[int, int]:
-        children.reject_pipes(handles)
+        children.check_handles(handles)
         original(self, **children.with_rank0_pipes(given))
         return self.pid, next(_numbers)
 

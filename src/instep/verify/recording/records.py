@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from instep.unedited.files import write_protection
+from instep.unedited.files import write_access
 from instep.unedited.files.bypass import bypass_overlay
 
 
@@ -172,7 +172,7 @@ class RecordWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        write_protection.allow(str(folder))
+        write_access.allow(str(folder))
         with bypass_overlay():
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 
