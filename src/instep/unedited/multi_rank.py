@@ -40,11 +40,11 @@ from instep.unedited.sharded_call.run import backward
 
 PATIENCE = 1.5
 """Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
-_JOB_INFO, _FAILED, _DONE, _NEVER = "job info", "failed", "done", "never"
+_INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
 
 @dataclass(frozen=True)
-class JobInfo:
+class SessionInfo:
     """What rank 0 sends to the other ranks at the start."""
 
     seed: int
@@ -67,9 +67,9 @@ class MultiRankSession:
         self._excepthook_before = sys.excepthook
         atexit.register(self._wait_for_all_ranks)
         self._store = dist.PrefixStore("instep", bootstrap.store())
-        job = _exchange_job_info(self._store, self.world)
-        self.seed = job.seed
-        self._directories = _LayerDirectories(job, self.world)
+        info = _exchange_info(self._store, self.world)
+        self.seed = info.seed
+        self._directories = _LayerDirectories(info, self.world)
         pending_writes.set_marker(self._directories.marker())
         if launchers.FAILURE_FILE in os.environ:
             write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
@@ -77,7 +77,7 @@ class MultiRankSession:
         self.has_begun = False
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
-        self._streams = std_streams.StdStreams(self.world.rank, job.terminal, self._relay)
+        self._streams = std_streams.StdStreams(self.world.rank, info.terminal, self._relay)
         barrier()  # without it, a rank whose script ends at once would leave the others above
         self._installed = True
         launcher_env.mask()
@@ -185,13 +185,13 @@ def _join() -> World:
     return world
 
 
-def _exchange_job_info(store: dist.Store, world: World) -> JobInfo:
+def _exchange_info(store: dist.Store, world: World) -> SessionInfo:
     if world.rank == 0:
         terminal = std_streams.Terminal.detect()
-        job = JobInfo(seeds.choose_seed(), terminal, _host(), _make_directory(world))
-        store.set(_JOB_INFO, pickle.dumps(job))  # type: ignore[arg-type]  # the stub says str
-        return job
-    received: JobInfo = pickle.loads(store.get(_JOB_INFO))  # verified: rank 0 has written it
+        info = SessionInfo(seeds.choose_seed(), terminal, _host(), _make_directory(world))
+        store.set(_INFO, pickle.dumps(info))  # type: ignore[arg-type]  # the stub says str
+        return info
+    received: SessionInfo = pickle.loads(store.get(_INFO))  # verified: rank 0 has written it
     return received
 
 
@@ -219,8 +219,8 @@ def _make_directory(world: World) -> str:
 class _LayerDirectories:
     """The directories that hold this rank's layers."""
 
-    def __init__(self, job: JobInfo, world: World) -> None:
-        self._shared = job.directory if job.host == _host() else None
+    def __init__(self, info: SessionInfo, world: World) -> None:
+        self._shared = info.directory if info.host == _host() else None
         if self._shared is not None and not os.path.isdir(self._shared):
             self._shared = None  # the same machine in another container
         if self._shared is not None:

@@ -19,7 +19,7 @@ from instep.unedited.single_rank import SingleRankSession
 
 
 @dataclass(eq=False)
-class Session:
+class UneditedSession:
     """One script that runs unedited on the ranks of a world."""
 
     world: World
@@ -31,15 +31,15 @@ class Session:
     """What is installed in a larger world: a MultiRankSession, which imports torch."""
 
 
-_current: Session | None = None
+_current: UneditedSession | None = None
 
 
-def current() -> Session | None:
+def current() -> UneditedSession | None:
     """The session of this process."""
     return _current
 
 
-def start() -> Session | None:
+def start() -> UneditedSession | None:
     """Join the other ranks and let the script that follows see one process.
 
     Does nothing the second time, or in a process that multiprocessing started, which is no rank.
@@ -54,10 +54,10 @@ def start() -> Session | None:
         launcher_env.set_visible_device(world)
         if world.size == 1:
             single = SingleRankSession()
-            _current = Session(world, single.seed, single_rank=single)
+            _current = UneditedSession(world, single.seed, single_rank=single)
         else:
             multi = import_module("instep.unedited.multi_rank").MultiRankSession(opt_out)
-            _current = Session(multi.world, multi.seed, multi_rank=multi)
+            _current = UneditedSession(multi.world, multi.seed, multi_rank=multi)
     return _current
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Depth(threading.local):
+class _BypassDepth(threading.local):
     value = 0
 
 
-_depth = _Depth()
+_depth = _BypassDepth()
 
 
 @contextmanager
