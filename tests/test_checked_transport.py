@@ -13,11 +13,11 @@ from pool import ranks, run
 OTHERS = "another rank fails or takes another branch"
 
 
-def talk(way):
+def talk(transport):
     """A bit of everything; returns what this rank got."""
     mine = torch.arange(3.0) + instep.rank
     total = mine.clone()
-    way.all_reduce_each([total], "sum")
+    transport.all_reduce_each([total], "sum")
     last = instep.world_size - 1
     got = [
         total,
@@ -29,10 +29,10 @@ def talk(way):
     ]
     if instep.rank == 0:
         instep.send(mine, last)
-        way.send_object("an object", last)
+        transport.send_object("an object", last)
     elif instep.rank == last:
         got.append(instep.recv(0))
-        got.append(torch.tensor(len(way.recv_object(0))))
+        got.append(torch.tensor(len(transport.recv_object(0))))
     objects = [instep.all_gather_object(instep.rank), broadcast_object(instep.rank, last)]
     return [tensor.tolist() for tensor in got], objects
 
@@ -51,27 +51,35 @@ def different(step):
     """Rank 1 does something else than the others; nobody waits for ever."""
     one = torch.ones(2)
     steps = {
-        "all_reduce": lambda way, odd: way.all_reduce(one, "max" if odd else "sum"),
-        "all_reduce_each": lambda way, odd: way.all_reduce_each([one] * (1 + odd), "sum"),
-        "all_reduce_each by op": lambda way, odd: way.all_reduce_each(
+        "all_reduce": lambda transport, odd: transport.all_reduce(one, "max" if odd else "sum"),
+        "all_reduce_each": lambda transport, odd: transport.all_reduce_each(
+            [one] * (1 + odd), "sum"
+        ),
+        "all_reduce_each by op": lambda transport, odd: transport.all_reduce_each(
             [one], "sum" if odd else "max"
         ),
-        "reduce": lambda way, odd: way.reduce(one, "sum", int(odd)),
-        "broadcast": lambda way, odd: way.broadcast(one, int(odd)),
-        "broadcast of another shape": lambda way, odd: way.broadcast(torch.ones(2 + odd), 0),
-        "all_gather": lambda way, odd: way.all_gather(torch.ones(2 + odd)),
-        "exchange": lambda way, odd: way.all_gather(one) if odd else way.all_to_all([one], [2]),
-        "all_gather_object": lambda way, odd: odd or way.all_gather_object(1),
-        "broadcast_object": lambda way, odd: way.broadcast_object(1, int(odd)),
+        "reduce": lambda transport, odd: transport.reduce(one, "sum", int(odd)),
+        "broadcast": lambda transport, odd: transport.broadcast(one, int(odd)),
+        "broadcast of another shape": lambda transport, odd: transport.broadcast(
+            torch.ones(2 + odd), 0
+        ),
+        "all_gather": lambda transport, odd: transport.all_gather(torch.ones(2 + odd)),
+        "all_to_all": lambda transport, odd: (
+            transport.all_gather(one) if odd else transport.all_to_all([one], [2])
+        ),
+        "all_gather_object": lambda transport, odd: odd or transport.all_gather_object(1),
+        "broadcast_object": lambda transport, odd: transport.broadcast_object(1, int(odd)),
     }
     odd = instep.rank == 1
-    result, why = attempt(lambda way: (steps[step](way, odd), "something")[1], get_transport())
+    result, why = attempt(
+        lambda transport: (steps[step](transport, odd), "something")[1], get_transport()
+    )
     return result, why
 
 
 STEPS = [
     *("all_reduce", "all_reduce_each", "all_reduce_each by op", "reduce", "broadcast"),
-    *("broadcast of another shape", "all_gather", "exchange", "all_gather_object"),
+    *("broadcast of another shape", "all_gather", "all_to_all", "all_gather_object"),
     "broadcast_object",
 ]
 
@@ -84,7 +92,7 @@ def test_ranks_that_take_another_step_all_stop(step):
 
 
 def fail_on_rank_1(error):
-    def action(way):
+    def action(transport):
         if instep.rank == 1:
             raise error
         return instep.all_reduce(torch.ones(1))

@@ -1,4 +1,4 @@
-"""What goes into a divided call and comes out of it beside tensors: containers, strings, numbers,
+"""Arguments and outputs of sharded calls beside tensors: containers, strings, numbers,
 objects that a forward changes.
 """
 
@@ -184,7 +184,7 @@ def captions(log: Log) -> None:
         assert Reading.computed < 0.75 * rows  # a third of most batches, all of some
 
 
-def test_captions_and_lists_of_numbers_are_divided_with_the_rows() -> None:
+def test_captions_and_lists_of_numbers_are_sharded_with_the_rows() -> None:
     same_as_one_process(unedited, captions, True, sizes=(3,), dtype=torch.float64, nudge=True)
 
 
@@ -203,7 +203,7 @@ class Switching(Around):
 
 
 @ranks(2)
-def test_each_value_of_a_flag_is_proven_for_itself() -> None:
+def test_each_value_of_a_flag_is_compared_for_itself() -> None:
     torch.manual_seed(0)
     model, x = Switching(coupled=("centred",)), torch.randn(6, 6)
     flags = ["sum", "mean", "plain", "centred"] * 2
@@ -211,7 +211,7 @@ def test_each_value_of_a_flag_is_proven_for_itself() -> None:
     with sharding():
         outputs = [model(x, how) for how in flags]
     assert all(map(torch.allclose, outputs, expected))
-    parts = 1  # of the second call that is whole, its body is divided
+    parts = 1  # of the second call that is whole, its body is sharded
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (6 + parts, 2)
 
 
@@ -237,7 +237,7 @@ class Sized(Around):
 
 
 @ranks(2)
-def test_numbers_that_only_happen_to_be_as_many_as_the_rows_are_not_divided() -> None:
+def test_numbers_that_only_happen_to_be_as_many_as_the_rows_are_not_sharded() -> None:
     with sharding():
         Sized()(torch.randn(2, 6), [2, 3])
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
@@ -252,7 +252,7 @@ class ReadingAll(Around):
 
 
 @ranks(2)
-def test_strings_of_all_rows_that_are_needed_on_every_rank_are_not_taken_for_proven() -> None:
+def test_strings_of_all_rows_that_are_needed_on_every_rank_keep_the_module_whole() -> None:
     model, x = ReadingAll(), torch.randn(6, 6)
     captions = [[f"caption {k}"] * 5 + [end] for k, end in enumerate(["a", "b", "centred"])]
     expected = [model(x, each) for each in captions]
@@ -330,15 +330,15 @@ def test_coupling_that_begins_with_an_epoch_is_seen_at_its_first_call() -> None:
 
 
 @ranks(2)
-def test_a_step_counter_is_proven_ever_more_seldom() -> None:
+def test_a_step_counter_is_compared_ever_more_seldom() -> None:
     model, x = Switching(), torch.randn(6, 6)
     counted = Counted(model)
     with sharding():
         for step in range(128):
             model(x, step / 128)
-    proven = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
+    compared = 4 + 5 + 2  # the first, then 8, 16 ... 128, and the samples at 10 and 100
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (128, 0)
-    assert counted.rows == 128 * 3 + proven * 6
+    assert counted.rows == 128 * 3 + compared * 6
     assert len(_entries[model]) == 1
 
 

@@ -82,7 +82,7 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
 
 
 @ranks(3)
-def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
+def test_rounding_that_a_module_enlarges_is_distinguished_from_other_numbers() -> None:
     """Normalisation of features that are nearly alike enlarges rounding."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -100,7 +100,7 @@ def test_rounding_that_a_module_enlarges_is_told_from_other_numbers() -> None:
 
 
 def refused(module: nn.Module, x: Tensor, what: str) -> None:
-    """Its outputs or gradients are seen not to be the same when it is divided."""
+    """Its outputs or gradients are seen not to be the same when it is sharded."""
     with sharding() as log:
         module(x)
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
@@ -246,7 +246,7 @@ def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
 
 
 @ranks(2)
-def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
+def test_what_fails_for_some_rows_is_reported_with_its_exception() -> None:
     with sharding() as log:
         nn.Linear(6, 3)(torch.randn(6))  # no batch, but one sample
     if instep.rank == 0:
@@ -257,7 +257,7 @@ def test_what_fails_for_some_rows_is_told_with_its_exception() -> None:
 
 
 @ranks(2)
-def test_ranks_that_differ_are_told_so() -> None:
+def test_ranks_that_differ_are_reported() -> None:
     x = torch.randn(6, 4)
     torch.manual_seed(instep.rank)  # as from the clock
     model = nn.Linear(4, 3)

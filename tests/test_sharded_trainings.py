@@ -74,7 +74,7 @@ def variational_autoencoder_with_a_summed_loss(log: Log) -> None:
 
 @sharded
 def transforms_of_functions(log: Log) -> None:
-    """torch.func's transforms see the model whole; what calls it without them is divided."""
+    """torch.func's transforms see the model whole; what calls it without them is sharded."""
     model = mlp()
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -799,7 +799,7 @@ def divides_by_something_else_than_its_rows(log: Log) -> None:
 def divides_by_what_the_first_batches_do_not_show(log: Log) -> None:
     class Ignoring(Around):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            kept = (y != 2).double()  # the trial's zeros are kept, too
+            kept = (y != 2).double()  # the comparison's zeros are kept, too
             return (F.cross_entropy(self.body(x), y, reduction="none") * kept).sum() / kept.sum()
 
     model, calls = Ignoring(), [0]
@@ -1133,7 +1133,7 @@ def test_it_is_sharded_and_has_the_numbers_of_one_process(training: Training) ->
 
 
 @pytest.mark.parametrize("training", WHOLE, ids=lambda t: t.__name__)
-def test_what_cannot_be_divided_is_whole_on_every_rank(training: Training) -> None:
+def test_what_cannot_be_sharded_is_whole_on_every_rank(training: Training) -> None:
     same_as_one_process(unedited, training, False, sizes=(3,), dtype=torch.float64, nudge=True)
 
 

@@ -1,4 +1,4 @@
-"""Where ranks do different work: inside a divided call, and while they load their own rows.
+"""Where ranks do different work: inside a sharded call, and while they load their own rows.
 
 Elsewhere all ranks take the same path. What one rank does for all (a child process, a line of
 standard input) is only known to be asked for by all of them there.

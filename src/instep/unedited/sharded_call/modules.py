@@ -15,8 +15,8 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.plan import plan_cache
-from instep.unedited.sharded_call.plan.division import count_rows
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.division import max_rows
 from instep.unedited.sharded_call.plan.module_properties import find_user_hook, ignore_grad_warnings
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
@@ -40,9 +40,9 @@ class CallCounts:
 call_counts = CallCounts()
 _reported: set[tuple[str, str]] = set()
 _inside = False
-"""Whether a call is under way whose parts are not looked at."""
+"""Whether a call is under way whose parts run as they are."""
 _whole_depth = 0
-"""How many calls are under way that cannot be sharded, whose parts may."""
+"""How many calls are under way that run whole, and whose parts may be sharded."""
 
 
 def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
     ):
         return original(module, *args, **kwargs)
-    call = ModuleCall.of(original, module, args, kwargs)
+    call = BoundCall.of(original, module, args, kwargs)
     if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
         return original(module, *args, **kwargs)
     _inside = True
@@ -73,7 +73,7 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         _inside = False
 
 
-def _call_outermost(call: ModuleCall, transport: Transport) -> Any:
+def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it."""
     entry = plan_cache.lookup(call, transport.size)
     entry.calls += 1
@@ -88,7 +88,7 @@ def _call_outermost(call: ModuleCall, transport: Transport) -> Any:
     is_new = entry.is_new(call)
     if entry.plan is None:
         entry.plan, output, entry.why_whole = find_plan(call, transport)
-        if entry.why_whole and count_rows(call.leaves) < transport.size:
+        if entry.why_whole and max_rows(call.leaves) < transport.size:
             entry.why_whole = _FEW_ROWS
     elif is_new or entry.is_sampled():
         output, entry.why_whole = verify_plan(call, entry.plan, transport, gradients=is_new)
@@ -109,7 +109,7 @@ def _call_outermost(call: ModuleCall, transport: Transport) -> Any:
     return output
 
 
-def _run_by_parts(call: ModuleCall) -> Any:
+def _run_by_parts(call: BoundCall) -> Any:
     global _inside, _whole_depth
     _inside, _whole_depth = False, _whole_depth + 1
     try:
@@ -118,7 +118,7 @@ def _run_by_parts(call: ModuleCall) -> Any:
         _inside, _whole_depth = True, _whole_depth - 1
 
 
-def _count_sharded(call: ModuleCall, plan: ShardingPlan, transport: Transport) -> None:
+def _count_sharded(call: BoundCall, plan: ShardingPlan, transport: Transport) -> None:
     call_counts.sharded += 1
     start_work()
     block = plan.division.block(call.leaves, transport.rank, transport.size)
@@ -126,7 +126,7 @@ def _count_sharded(call: ModuleCall, plan: ShardingPlan, transport: Transport) -
     _count_samples(block.count)
 
 
-def _count_whole(call: ModuleCall) -> None:
+def _count_whole(call: BoundCall) -> None:
     call_counts.whole += 1
     _count_samples(_count_batch(call, None))
 
@@ -136,7 +136,7 @@ def _count_samples(rows: int) -> None:
         call_counts.samples += rows
 
 
-def _count_batch(call: ModuleCall, plan: ShardingPlan | None) -> int:
+def _count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
     """How many rows this batch has; 0 where it cannot be said."""
     if plan is not None:
         block = plan.division.block(call.leaves, 0, 1)

@@ -69,7 +69,7 @@ class ModuleCallRecorder:
         )
 
     def install_outermost(self) -> None:
-        """From now on, in this process. Sees what the script sees: a divided call is whole."""
+        """From now on, in this process. Sees what the script sees: a sharded call is whole."""
         PatchHandle([Patch(nn.Module, "__call__", self._outside)])
 
     def _outside(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

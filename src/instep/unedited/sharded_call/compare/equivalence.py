@@ -21,8 +21,8 @@ from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import output_tolerance, relative_error
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
 from instep.unedited.sharded_call.plan.module_properties import (
     allow_repeated_backward,
     is_compiled,
@@ -38,7 +38,7 @@ from instep.unedited.sharded_call.run.mappings import is_region_input
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 
 
-def find_plan(call: ModuleCall, transport: Transport) -> tuple[ShardingPlan | None, Any, str]:
+def find_plan(call: BoundCall, transport: Transport) -> tuple[ShardingPlan | None, Any, str]:
     """Find a plan for calls like this one, by trying the candidates.
 
     Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
@@ -62,7 +62,7 @@ def find_plan(call: ModuleCall, transport: Transport) -> tuple[ShardingPlan | No
 
 
 def verify_plan(
-    call: ModuleCall, plan: ShardingPlan, transport: Transport, *, gradients: bool
+    call: BoundCall, plan: ShardingPlan, transport: Transport, *, gradients: bool
 ) -> tuple[Any, str]:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
 
@@ -82,7 +82,7 @@ def verify_plan(
 
 
 def _try(
-    call: ModuleCall, division: Division, reference: Reference, transport: Transport
+    call: BoundCall, division: Division, reference: Reference, transport: Transport
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """The plan and what the call returns; or why not, and all is as the whole forward left it."""
     reference.before.restore()
@@ -98,9 +98,9 @@ def _try(
 
 
 def _compare(
-    call: ModuleCall, division: Division, reference: Reference, transport: Transport
+    call: BoundCall, division: Division, reference: Reference, transport: Transport
 ) -> tuple[ShardingPlan, list[Any]]:
-    """Make the call sharded in this way. Raises ShardedCallError where it is not the same."""
+    """Run the call with this division. Raises ShardedCallError if it is not the same."""
     start = _next_sequence_number()
     region, local, structure = run_local(call, division, transport, is_random=reference.is_random)
     if structure != reference.structure:
@@ -127,7 +127,7 @@ def _join(local: Sequence[Any], plan: ShardingPlan, region: Region) -> list[Any]
 
 
 def _holds_for_others(
-    call: ModuleCall, plan: ShardingPlan, before: Snapshot, transport: Transport
+    call: BoundCall, plan: ShardingPlan, before: Snapshot, transport: Transport
 ) -> bool:
     """Whether a plan with means or sums over rows also holds for other arguments.
 

@@ -21,13 +21,13 @@ from instep.unedited.sharded_call.compare.rounding import (
     tolerance,
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 
 
 class Noise:
     """How far a call is from itself when its parameters are one rounding error away."""
 
-    def __init__(self, call: ModuleCall, reference: Reference) -> None:
+    def __init__(self, call: BoundCall, reference: Reference) -> None:
         reference.before.restore()
         with perturbed(call.module):
             outputs = leaves_of(call.run_whole())
@@ -45,7 +45,7 @@ class Noise:
 class Reference:
     """The whole forward of a call: its outputs, their gradients, and the state that it left."""
 
-    def __init__(self, call: ModuleCall) -> None:
+    def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
         unchanged = Unchanged((call.args, call.kwargs))
         self.value = call.run_whole()
@@ -75,13 +75,13 @@ class Reference:
             return why
         return "its forward changes its arguments" if self.changes_arguments else ""
 
-    def compute_gradients(self, call: ModuleCall) -> None:
+    def compute_gradients(self, call: BoundCall) -> None:
         """Compute its gradients now, while what autograd has saved is as it was."""
         if self.vjp is None:
             self.vjp = VectorJacobianProduct.of(call, self.outputs)
             self.gradients = self.vjp.grads(self.outputs)
 
-    def measure_noise(self, call: ModuleCall) -> None:
+    def measure_noise(self, call: BoundCall) -> None:
         """Find how much of a difference rounding can explain."""
         self.noise, self.in_doubt = Noise(call, self), False
 

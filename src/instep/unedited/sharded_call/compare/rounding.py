@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 
 GRADIENT_TOLERANCE = 1e-2
 """How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
@@ -143,7 +143,7 @@ class VectorJacobianProduct:
     targets: list[Tensor]
 
     @classmethod
-    def of(cls, call: ModuleCall, outputs: Sequence[Any]) -> VectorJacobianProduct:
+    def of(cls, call: BoundCall, outputs: Sequence[Any]) -> VectorJacobianProduct:
         """With random cotangents, the same on all ranks."""
         indices = tuple(
             k for k, out in enumerate(outputs) if isinstance(out, Tensor) and out.requires_grad

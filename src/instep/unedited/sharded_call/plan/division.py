@@ -22,7 +22,7 @@ class Division:
     """The dimension of the batch in the leaf from which its size is taken."""
 
     def block(self, leaves: Sequence[Any], rank: int, size: int) -> Block | None:
-        """This rank's rows of these leaves; None where they are no batch that divides like this."""
+        """This rank's rows of these leaves; None if they do not divide like this."""
         if len(leaves) != len(self.dims):
             return None
         sizes = {
@@ -54,7 +54,7 @@ def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Divisi
                     yield Division(candidate, batch_dim)
 
 
-def count_rows(leaves: Sequence[Any]) -> int:
+def max_rows(leaves: Sequence[Any]) -> int:
     """How many rows there are, if the batch is dimension 0."""
     return max((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), default=0)
 
@@ -71,7 +71,7 @@ def has_text(leaf: Any) -> bool:
 def _replicates_text(leaves: Sequence[Any], dims: Sequence[int | None]) -> bool:
     """Whether strings of which there is one per row go to every rank whole: then each batch's
     would have to be compared."""
-    rows = count_rows(leaves)
+    rows = max_rows(leaves)
     return any(
         dim is None and is_column(leaf) and len(leaf) == rows and has_text(leaf)
         for leaf, dim in zip(leaves, dims, strict=True)

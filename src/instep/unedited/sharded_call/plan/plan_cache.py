@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import is_column, is_value
-from instep.unedited.sharded_call.plan.division import count_rows, has_text
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.division import has_text, max_rows
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 
 MAX_COMPARED = 4
@@ -53,20 +53,20 @@ class CacheEntry:
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
 
-    def is_new(self, call: ModuleCall) -> bool:
+    def is_new(self, call: BoundCall) -> bool:
         """Whether a call of these shapes and numbers is to be compared as the first one was."""
         new_numbers, new_shapes = self._has_new_numbers(call), self._has_new_shapes(call)
         return new_numbers or new_shapes
 
-    def _has_new_shapes(self, call: ModuleCall) -> bool:
+    def _has_new_shapes(self, call: BoundCall) -> bool:
         shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
         if shapes in self.shapes or len(self.shapes) >= MAX_COMPARED:
             return False
         self.shapes.add(shapes)
         return True
 
-    def _has_new_numbers(self, call: ModuleCall) -> bool:
-        rows = count_rows(call.leaves)
+    def _has_new_numbers(self, call: BoundCall) -> bool:
+        rows = max_rows(call.leaves)
         numbers = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
         if repr(numbers) == repr(self.numbers):
             return False
@@ -87,9 +87,9 @@ class CacheEntry:
 _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
 
 
-def lookup(call: ModuleCall, size: int) -> CacheEntry:
+def lookup(call: BoundCall, size: int) -> CacheEntry:
     """The entry of a call on `size` ranks; a new one if there is none."""
-    rows = count_rows(call.leaves)
+    rows = max_rows(call.leaves)
     key = (
         rows < size,  # what cannot be done with one row may be with many
         call.module.training,
@@ -117,7 +117,7 @@ def clear() -> None:
 
 def _key_of(leaf: Any, rows: int) -> Any:
     """The part of an argument that calls for a plan of its own; shapes, strings and numbers are
-    looked at separately."""
+    compared separately."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
     if is_column(leaf):

@@ -1,1 +1,1 @@
-"""The run of a sharded call: own rows in, outputs joined, and the gradients' way back."""
+"""The run of a sharded call: own rows in, outputs joined, gradients summed."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
-from instep.unedited.sharded_call.plan.module_call import ModuleCall
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
@@ -32,7 +32,7 @@ from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
 
 def run_sharded(
-    call: ModuleCall, plan: ShardingPlan, transport: Transport
+    call: BoundCall, plan: ShardingPlan, transport: Transport
 ) -> tuple[ShardingPlan, Any]:
     """Make the call as planned; returns the plan for the next call, and this one's output.
 
@@ -65,7 +65,7 @@ def run_sharded(
 
 
 def run_local(
-    call: ModuleCall, division: Division, transport: Transport, *, is_random: bool
+    call: BoundCall, division: Division, transport: Transport, *, is_random: bool
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
@@ -174,7 +174,7 @@ def _is_large(local: Tensor, region: Region) -> bool:
     return whole * local.element_size() >= sharded_output.LARGE
 
 
-def gather_arguments(call: ModuleCall) -> ModuleCall:
+def gather_arguments(call: BoundCall) -> BoundCall:
     """The same call with whole tensors for arguments that are sharded. Collective."""
     return call.map_arguments(
         lambda value: value.full_tensor() if isinstance(value, ShardedOutput) else value

@@ -27,7 +27,7 @@ def scatter_to_region(whole: Tensor, block: Block, dim: int, transport: Transpor
     """This rank's rows of a tensor that every rank has; along other dimensions than 0 a copy."""
     if not _needs_grad(whole):
         return _slice_rows(whole, block, dim)
-    local: Tensor = apply(_Scatter, whole, block, dim, transport)
+    local: Tensor = apply(_ScatterToRegion, whole, block, dim, transport)
     return local
 
 
@@ -35,31 +35,36 @@ def gather_from_region(local: Tensor, block: Block, dim: int, transport: Transpo
     """The rows of all ranks, of which each may have several per sample. Collective."""
     if not _needs_grad(local):
         return gather_rows(local, block, dim, transport)
-    whole: Tensor = apply(_Gather, local, block, dim, transport)
+    whole: Tensor = apply(_GatherFromRegion, local, block, dim, transport)
     return whole
 
 
 def reduce_from_region(local: Tensor, weight: float, transport: Transport) -> Tensor:
     """The sum over ranks of each one's tensor times its weight. Collective."""
-    total: Tensor = apply(_Reduce, local, weight, transport)
+    total: Tensor = apply(_ReduceFromRegion, local, weight, transport)
     return total
 
 
 def copy_to_region(whole: Tensor, weight: float, transport: Transport) -> Tensor:
     """A tensor that every rank has, times this rank's weight; its gradient is a sum over ranks."""
-    part: Tensor = apply(_Copy, whole, weight, transport)
+    part: Tensor = apply(_CopyToRegion, whole, weight, transport)
     return part
 
 
 def pass_to_region(local: Tensor) -> Tensor:
     """This rank's rows, from one sharded call into the next."""
-    same: Tensor = apply(_Pass, local)
+    same: Tensor = apply(_PassToRegion, local)
     return same
 
 
 def is_region_input(node: Any) -> bool:
     """Whether this node of the autograd graph is where a tensor came into a sharded call."""
-    return isinstance(node, tuple(mapping._backward_cls for mapping in (_Scatter, _Copy, _Pass)))
+    return isinstance(
+        node,
+        tuple(
+            mapping._backward_cls for mapping in (_ScatterToRegion, _CopyToRegion, _PassToRegion)
+        ),
+    )
 
 
 def gather_rows(local: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
@@ -93,7 +98,7 @@ def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
         ctx.block, ctx.dim, ctx.transport = block, dim, transport
@@ -104,7 +109,7 @@ class _Scatter(torch.autograd.Function):
         return gather_from_region(grads[0], ctx.block, ctx.dim, ctx.transport), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
         ctx.block, ctx.dim, ctx.transport = block, dim, transport
@@ -115,7 +120,7 @@ class _Gather(torch.autograd.Function):
         return scatter_to_region(grads[0], ctx.block, ctx.dim, ctx.transport), None, None, None
 
 
-class _Reduce(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, weight: float, transport: Transport) -> Tensor:
         ctx.weight, ctx.transport = weight, transport
@@ -129,7 +134,7 @@ class _Reduce(torch.autograd.Function):
         return copy_to_region(grads[0], ctx.weight, ctx.transport), None, None
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, weight: float, transport: Transport) -> Tensor:
         ctx.weight, ctx.transport = weight, transport
@@ -140,7 +145,7 @@ class _Copy(torch.autograd.Function):
         return reduce_from_region(grads[0], ctx.weight, ctx.transport), None, None
 
 
-class _Pass(torch.autograd.Function):
+class _PassToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
         return local.view_as(local)

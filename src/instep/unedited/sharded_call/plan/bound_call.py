@@ -13,7 +13,7 @@ from instep.training.pytree import Structure, flatten_arguments, unflatten
 
 
 @dataclass(frozen=True)
-class ModuleCall:
+class BoundCall:
     """A module, the arguments of a call, and nn.Module.__call__ as it was before the patch."""
 
     original: Function
@@ -27,7 +27,7 @@ class ModuleCall:
     @classmethod
     def of(
         cls, original: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ModuleCall:
+    ) -> BoundCall:
         """The call with these arguments of the script's."""
         return cls(original, module, args, kwargs, *flatten_arguments(args, kwargs))
 
@@ -35,12 +35,12 @@ class ModuleCall:
         """Run it on the whole batch, with the script's own arguments, which it may change."""
         return self.original(self.module, *self.args, **self.kwargs)
 
-    def with_leaves(self, leaves: list[Any]) -> ModuleCall:
+    def with_leaves(self, leaves: list[Any]) -> BoundCall:
         """The same call with other arguments."""
         args, kwargs = unflatten(leaves, self.structure)
         return replace(self, args=args, kwargs=kwargs, leaves=leaves)
 
-    def map_arguments(self, function: Callable[[Any], Any]) -> ModuleCall:
+    def map_arguments(self, function: Callable[[Any], Any]) -> BoundCall:
         """The same call with `function` applied to its arguments and to their leaves."""
         return replace(
             self,
