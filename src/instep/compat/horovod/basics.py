@@ -28,7 +28,7 @@ class HorovodSession:
     """Everything between one init() and its shutdown()."""
 
     def __init__(self) -> None:
-        self.negotiator = Negotiator(_patience())
+        self.negotiator = Negotiator(_stall_check())
         self.unnamed: Counter[tuple[object, ...]] = Counter()
         """The number of collectives without a name, by collective and process set."""
 
@@ -133,7 +133,7 @@ def is_homogeneous() -> bool:
     return world().local_size * world().nodes == world().size
 
 
-def _patience() -> StallCheck:
+def _stall_check() -> StallCheck:
     """Horovod's variables for ranks that wait for others; 0 means never."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return StallCheck(None, None)
@@ -216,7 +216,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             "add_process_set returned, or remove it first."
         )
     _agree("add_process_set", ranks)
-    session().negotiator.admit(groups.group(ranks))
+    session().negotiator.add_group(groups.group(ranks))
     _added += 1
     added.process_set_id = _added
     _registered.append(added)
@@ -232,7 +232,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     ranks = list(process_set.members)
     _agree("remove_process_set", ranks)
-    session().negotiator.dismiss(tuple(ranks))
+    session().negotiator.remove_group(tuple(ranks))
     process_set.process_set_id = None
     _registered.remove(process_set)
     return True
@@ -241,8 +241,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _agree(name: str, ranks: list[int]) -> None:
     """Return when every rank has called this function with the same ranks."""
     members = session().negotiator.world.ranks
-    wish = Request(name, "barrier", members, shapes=(tuple(ranks),), line=script_line())
-    session().negotiator.submit(Task(wish)).wait()
+    request = Request(name, "barrier", members, shapes=(tuple(ranks),), line=script_line())
+    session().negotiator.submit(Task(request)).wait()
 
 
 # ---------------------------------------------------------------------------- what is built in

@@ -144,8 +144,8 @@ def _gather_bytes(
     if root is not None and root not in process_set.members:
         raise WrongArgumentError.root(root, process_set.members)
 
-    def finish(verdict: Response, results: list[Tensor]) -> list[bytes]:
-        parts = results[0].split([rows[0] for rows in verdict.rows])
+    def finish(response: Response, results: list[Tensor]) -> list[bytes]:
+        parts = results[0].split([rows[0] for rows in response.rows])
         return [part.numpy().tobytes() for part in parts]
 
     tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0)

@@ -94,10 +94,10 @@ class _HorovodAllgather(torch.autograd.Function):
             check_has_rows(name, tensor)
         ctx.name, ctx.process_set = name, process_set
 
-        def finish(verdict: Response, results: list[Tensor]) -> list[Tensor]:
+        def finish(response: Response, results: list[Tensor]) -> list[Tensor]:
             me = process_set.members.index(rank())
             ctx.own_rows = [
-                (sum(rows[k] for rows in verdict.rows[:me]), verdict.rows[me][k])
+                (sum(rows[k] for rows in response.rows[:me]), response.rows[me][k])
                 for k in range(len(tensors))
             ]
             return results
@@ -255,9 +255,9 @@ def _start_alltoall(
     counts = _split_sizes(splits, len(tensor), len(process_set.members))
     device = splits.device if isinstance(splits, Tensor) else "cpu"
 
-    def finish(verdict: Response, results: list[Tensor]) -> Any:
+    def finish(response: Response, results: list[Tensor]) -> Any:
         me = process_set.members.index(rank())
-        received = torch.tensor([rows[me] for rows in verdict.rows], dtype=torch.int32)
+        received = torch.tensor([rows[me] for rows in response.rows], dtype=torch.int32)
         both = results[0], received.to(device)
         return both if always_both or splits is not None else both[0]
 

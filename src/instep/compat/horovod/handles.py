@@ -27,7 +27,7 @@ class Handle:
 
     def poll(self) -> bool:
         """Whether `result` returns, or raises, at once."""
-        return self._task.over
+        return self._task.done
 
     def result(self) -> Any:
         """The collective's result. Raises HorovodInternalError, OverflowedError."""
@@ -93,7 +93,7 @@ def submit(
         raise WrongArgumentError(
             f"{name} takes tensors of one dtype on one device, not {', '.join(dtypes)}."
         )
-    wish = Request(
+    request = Request(
         name,
         collective,
         process_set.members,
@@ -103,14 +103,14 @@ def submit(
         line=script_line(),
         **rest,
     )
-    return Handle(session().negotiator.submit(Task(wish, tensors, into)), finish)
+    return Handle(session().negotiator.submit(Task(request, tensors, into)), finish)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called this function, or joined."""
     name = full_name("barrier", None, process_set)
-    wish = Request(name, "barrier", process_set.members, line=script_line())
-    session().negotiator.submit(Task(wish)).wait()
+    request = Request(name, "barrier", process_set.members, line=script_line())
+    session().negotiator.submit(Task(request)).wait()
 
 
 def join(device: int = -1) -> int:
@@ -122,8 +122,8 @@ def join(device: int = -1) -> int:
     Args:
         device: Horovod's; the device of the others' tensors is used.
     """
-    wish = Request(JOIN, JOIN, session().negotiator.world.ranks, line=script_line())
-    verdict, _ = session().negotiator.submit(Task(wish)).wait()
-    assert verdict.last is not None
+    request = Request(JOIN, JOIN, session().negotiator.world.ranks, line=script_line())
+    response, _ = session().negotiator.submit(Task(request)).wait()
+    assert response.last is not None
     session().unnamed.clear()  # a rank that joined early has counted fewer calls
-    return verdict.last
+    return response.last

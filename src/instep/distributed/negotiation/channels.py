@@ -1,8 +1,8 @@
-"""The two ends of a line between a rank and the coordinator: Python values over a socket.
+"""Both ends of a socket between a rank and the coordinator, for pickled Python values.
 
-The coordinator's end never waits: what the socket does not take yet is kept, so a rank that does
-not read (its thread executes a collective) keeps the coordinator from nobody else. A rank's end may
-wait for room, in a thread that the one that reads does not wait for.
+The coordinator's end never waits: it keeps what the socket does not take yet, so a rank that does
+not read (its thread executes a collective) does not delay the others. A rank's end may wait until
+the socket takes more, in a thread for which the reading thread does not wait.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from contextlib import suppress
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-_MOST_AT_ONCE = 1 << 16  # bytes
+_READ_BYTES = 1 << 16
 
 
 class RankChannel:
-    """Where a rank speaks, from any thread, and listens, in one thread."""
+    """A rank's end: `send` from any thread, `receive` in one thread."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._heard = connected.makefile("rb")
-        self._speaking = threading.Lock()
+        self._received = connected.makefile("rb")
+        self._send_lock = threading.Lock()
 
     def send(self, value: object) -> None:
-        """Returns when it is on its way. Raises OSError where the coordinator has ended."""
-        with self._speaking:
+        """Send a value. Raises OSError where the coordinator has ended."""
+        with self._send_lock:
             self._socket.sendall(_frame(value))
 
     def receive(self) -> Any:
         """Wait for the next value. Raises EOFError or OSError where the coordinator has ended."""
-        length = self._heard.read(_LENGTH.size)
+        length = self._received.read(_LENGTH.size)
         if len(length) < _LENGTH.size:
             raise EOFError
-        return pickle.loads(self._heard.read(*_LENGTH.unpack(length)))
+        return pickle.loads(self._received.read(*_LENGTH.unpack(length)))
 
-    def hang_up(self) -> None:
-        """Say no more. The coordinator hears that."""
+    def shutdown(self) -> None:
+        """Send no more; the coordinator's `receive` raises EOFError."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Give the socket back."""
-        self._heard.close()
+        """Close the socket."""
+        self._received.close()
         self._socket.close()
 
 
 class CoordinatorChannel:
-    """Where the coordinator speaks and listens to one rank, without ever waiting for it."""
+    """The coordinator's end for one rank."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._heard = bytearray()
+        self._received = bytearray()
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """What to select."""
+        """For select."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether to call `flush` as soon as there is room."""
+        """Whether to call `flush` as soon as the socket takes more."""
         return bool(self._unsent)
 
     def send(self, value: object) -> None:
-        """Send what there is room for, and keep the rest."""
+        """Send as much as the socket takes, and keep the rest."""
         self._unsent += _frame(value)
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for now."""
+        """Send as much as the socket takes now."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -83,32 +83,32 @@ class CoordinatorChannel:
             self._unsent.clear()
 
     def receive(self) -> list[Any]:
-        """What has come, maybe nothing whole. Raises EOFError or OSError where the rank has ended.
+        """The complete values of one read, maybe none; call it when the socket is readable.
 
-        To be called when there is something to read.
+        Raises EOFError or OSError where the rank has ended.
         """
-        more = self._socket.recv(_MOST_AT_ONCE)
+        more = self._socket.recv(_READ_BYTES)
         if not more:
             raise EOFError
-        self._heard += more
+        self._received += more
         values = []
         while (value := self._next()) is not None:
             values.append(pickle.loads(value))
         return values
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
         self._socket.close()
 
     def _next(self) -> bytes | None:
-        """The first frame's content, if all of it has come."""
-        if len(self._heard) < _LENGTH.size:
+        """The first frame's content, if all of it has arrived."""
+        if len(self._received) < _LENGTH.size:
             return None
-        end = _LENGTH.size + _LENGTH.unpack_from(self._heard)[0]
-        if len(self._heard) < end:
+        end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+        if len(self._received) < end:
             return None
-        content = bytes(self._heard[_LENGTH.size : end])
-        del self._heard[:end]
+        content = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
         return content
 
 

@@ -1,7 +1,7 @@
-"""How rank 0 lets the other ranks' lines in, and nobody else's.
+"""Connections of the other ranks to rank 0, and of no other process.
 
-Both ends prove to each other that they know the job's key before anything is unpickled. Whoever
-does not, or takes too long, is hung up on, and keeps nobody else waiting.
+Both ends prove to each other that they know the job's key before anything is unpickled. A process
+that does not, or takes too long, is disconnected, and delays no rank.
 """
 
 from __future__ import annotations
@@ -17,81 +17,81 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 _SECONDS = 5
-"""How long a caller may take for each part of what it says."""
-_AT_ONCE = 64
-"""Callers that are heard; one more, and the one that came first is hung up on."""
+"""How long a client may take for each of its messages."""
+_MAX_PENDING = 64
+"""Clients that are being authenticated; one more, and the oldest is disconnected."""
 
 
 def accept_ranks(listener: socket.socket, size: int, key: bytes) -> list[socket.socket]:
     """The connections of ranks 1 to `size` - 1, in this order; waits for all."""
-    arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-    threading.Thread(target=_answer, args=(listener, key, arrived), daemon=True).start()
-    lines: dict[int, socket.socket] = {}
-    while len(lines) < size - 1:
-        rank, line = arrived.get()
-        if rank in lines or not 0 < rank < size:
-            line.close()
+    accepted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+    threading.Thread(target=_accept, args=(listener, key, accepted), daemon=True).start()
+    connected: dict[int, socket.socket] = {}
+    while len(connected) < size - 1:
+        rank, client = accepted.get()
+        if rank in connected or not 0 < rank < size:
+            client.close()
         else:
-            lines[rank] = line
+            connected[rank] = client
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
-    return [lines[rank] for rank in range(1, size)]
+    return [connected[rank] for rank in range(1, size)]
 
 
 def connect_to_rank_0(host: str, port: int, rank: int, key: bytes) -> socket.socket:
-    """This rank's connection to rank 0. Raises AuthenticationError where it is not rank 0."""
+    """This rank's connection. Raises multiprocessing's AuthenticationError for another process."""
     connection = Connection(socket.create_connection((host, port)).detach())
     answer_challenge(connection, key)
     deliver_challenge(connection, key)
     connection.send_bytes(str(rank).encode())
-    return _undelayed(connection)
+    return _without_delay(connection)
 
 
-def _answer(
-    listener: socket.socket, key: bytes, arrived: queue.SimpleQueue[tuple[int, socket.socket]]
+def _accept(
+    listener: socket.socket, key: bytes, accepted: queue.SimpleQueue[tuple[int, socket.socket]]
 ) -> None:
-    waiting: deque[socket.socket] = deque()
+    pending: deque[socket.socket] = deque()
     with suppress(OSError):  # the listener is shut down
         while True:
-            line = listener.accept()[0]
-            waiting.append(line)
-            if len(waiting) > _AT_ONCE:
+            client = listener.accept()[0]
+            pending.append(client)
+            if len(pending) > _MAX_PENDING:
                 with suppress(OSError):
-                    waiting.popleft().shutdown(socket.SHUT_RDWR)  # which ends its thread
-            told = (line, key, waiting, arrived)
-            threading.Thread(target=_greet, args=told, daemon=True).start()
+                    pending.popleft().shutdown(socket.SHUT_RDWR)  # which ends its thread
+            arguments = (client, key, pending, accepted)
+            threading.Thread(target=_authenticate, args=arguments, daemon=True).start()
 
 
-def _greet(
-    line: socket.socket,
+def _authenticate(
+    client: socket.socket,
     key: bytes,
-    waiting: deque[socket.socket],
-    arrived: queue.SimpleQueue[tuple[int, socket.socket]],
+    pending: deque[socket.socket],
+    accepted: queue.SimpleQueue[tuple[int, socket.socket]],
 ) -> None:
-    _limit(line, _SECONDS)
-    connection = Connection(os.dup(line.fileno()))
+    _set_read_timeout(client, _SECONDS)
+    connection = Connection(os.dup(client.fileno()))
     try:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         rank = int(connection.recv_bytes(16))
-    except (AuthenticationError, EOFError, OSError, ValueError, AssertionError):  # a stranger
+    except (AuthenticationError, EOFError, OSError, ValueError, AssertionError):  # not a rank
         connection.close()
     else:
-        known = _undelayed(connection)
-        _limit(known, 0)
-        arrived.put((rank, known))
+        known = _without_delay(connection)
+        _set_read_timeout(known, 0)
+        accepted.put((rank, known))
     finally:
-        with suppress(ValueError):  # it was hung up on
-            waiting.remove(line)
-        line.close()
+        with suppress(ValueError):  # it was disconnected
+            pending.remove(client)
+        client.close()
 
 
-def _limit(line: socket.socket, seconds: int) -> None:
-    """How long reading from it waits; 0: as long as it takes."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+def _set_read_timeout(client: socket.socket, seconds: int) -> None:
+    """0: reading waits as long as it takes."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
-def _undelayed(connection: Connection) -> socket.socket:
+def _without_delay(connection: Connection) -> socket.socket:
     """Its socket. Each message goes at once (Nagle's algorithm would keep the second for 40 ms)."""
     same = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()

@@ -1,7 +1,7 @@
-"""One rank hears what all are ready for, and tells all what takes place, in one order.
+"""The coordinator: a thread on rank 0 that matches the requests of all ranks.
 
-Every rank has a line (a socket) to rank 0, whose coordinator thread keeps the ledger. Tensors do
-not pass here.
+Every rank has a channel (a socket) to it. Every rank gets the responses in the same order. Tensors
+do not pass here.
 """
 
 from __future__ import annotations
@@ -24,152 +24,149 @@ from instep.distributed.negotiation.message_table import MessageTable, Response
 from instep.distributed.rendezvous import bootstrap
 
 SHUTDOWN = None
-"""What a rank says last."""
+"""The last message of a rank."""
 _END_SECONDS = 5.0
-"""How long the coordinator, at its end, waits for ranks to hear of it."""
-_meetings = 0
-"""How often the ranks have met for this: the name of the next meeting in the store."""
+"""How long the coordinator, at its end, waits for ranks to read its last message."""
+_opened = 0
+"""How many links this process has opened: the name of the next one in the store."""
 
 
 @dataclass(frozen=True)
 class StallCheck:
-    """What happens while some ranks wait for others. None: never."""
+    """Seconds after which something happens while some ranks wait for others. None: never."""
 
     warn_after: float | None = 60.0
-    """Seconds until rank 0 says on stderr who waits for whom."""
-    end_after: float | None = None
-    """Seconds until every rank gets an error."""
+    """Until rank 0 prints to stderr which ranks wait for which."""
+    shutdown_after: float | None = None
+    """Until every rank gets an error."""
 
 
 @dataclass(frozen=True)
 class CoordinatorLink:
-    """What a rank says to the coordinator and hears from it."""
+    """A rank's channel to the coordinator."""
 
-    end: RankChannel
+    channel: RankChannel
     coordinator: threading.Thread | None = None
-    """Where it works in this process."""
+    """Its thread, if it runs in this process."""
 
     def close(self) -> None:
-        """Once the end was heard. On rank 0 the coordinator then ends too."""
-        self.end.close()
+        """After the coordinator's last message. On rank 0 the coordinator then ends too."""
+        self.channel.close()
         if self.coordinator is not None:
             self.coordinator.join()
 
 
-def open_link(world: World, patience: StallCheck) -> CoordinatorLink:
-    """This rank's line to the coordinator, which begins its work on rank 0. Collective."""
-    global _meetings
-    _meetings += 1
-    place = f"instep/coordinator/{_meetings}"
-    key = derive_key(bootstrap.key(), place)
+def open_link(world: World, stall_check: StallCheck) -> CoordinatorLink:
+    """Connect this rank to the coordinator, which starts on rank 0. Collective."""
+    global _opened
+    _opened += 1
+    name = f"instep/coordinator/{_opened}"
+    key = derive_key(bootstrap.key(), name)
     if world.rank != 0:
-        host, port = json.loads(bootstrap.store().get(place))
-        return CoordinatorLink(
-            RankChannel(connections.connect_to_rank_0(host, port, world.rank, key))
-        )
+        host, port = json.loads(bootstrap.store().get(name))
+        channel = RankChannel(connections.connect_to_rank_0(host, port, world.rank, key))
+        return CoordinatorLink(channel)
     ours, theirs = socket.socketpair()
-    sockets = [theirs, *_sockets_of_others(world, place, key)]
-    coordinator = _Coordinator([CoordinatorChannel(each) for each in sockets], patience)
+    sockets = [theirs, *_accept_others(world, name, key)]
+    coordinator = _Coordinator([CoordinatorChannel(each) for each in sockets], stall_check)
     thread = threading.Thread(target=coordinator.run, name="instep coordinator", daemon=True)
     thread.start()
     return CoordinatorLink(RankChannel(ours), thread)
 
 
-def _sockets_of_others(world: World, place: str, key: bytes) -> list[socket.socket]:
-    """Rank 0 says in the store where it listens, and waits for all."""
+def _accept_others(world: World, name: str, key: bytes) -> list[socket.socket]:
+    """Rank 0 publishes its address in the store, and waits for all other ranks."""
     store = bootstrap.store()
     listener, host = bootstrap.listener()
     with listener:
-        store.set(place, json.dumps([host, listener.getsockname()[1]]))
+        store.set(name, json.dumps([host, listener.getsockname()[1]]))
         sockets = connections.accept_ranks(listener, world.size, key)
-    store.delete_key(place)
+    store.delete_key(name)
     return sockets
 
 
 class _Coordinator:
     """Rank 0's thread. It ends when the first rank leaves, and tells all."""
 
-    def __init__(self, lines: Sequence[CoordinatorChannel], patience: StallCheck) -> None:
-        self._lines = lines
+    def __init__(self, channels: Sequence[CoordinatorChannel], stall_check: StallCheck) -> None:
+        self._channels = channels
         self._selector = selectors.DefaultSelector()
-        for rank, line in enumerate(lines):
-            self._selector.register(line, selectors.EVENT_READ, rank)
-        self._ledger = MessageTable(len(lines))
-        self._patience = patience
+        for rank, channel in enumerate(channels):
+            self._selector.register(channel, selectors.EVENT_READ, rank)
+        self._table = MessageTable(len(channels))
+        self._stall_check = stall_check
 
     def run(self) -> None:
-        """Listen until somebody leaves or the patience ends."""
+        """Respond until a rank leaves or the stall check ends the job."""
         end: NegotiationError | None = None
         while end is None:
-            for rank in self._ready(self._interval()):
-                end = end or self._hear(rank)
-            end = end or self._look_after_delays()
-        for rank in range(len(self._lines)):
+            for rank in self._select(self._interval()):
+                end = end or self._receive(rank)
+            end = end or self._check_stalled()
+        for rank in range(len(self._channels)):
             self._send(rank, end)
-        self._wait_until_all_have_hung_up()
-        for line in self._lines:
-            line.close()
+        self._wait_until_closed()
+        for channel in self._channels:
+            channel.close()
         self._selector.close()
 
-    def _ready(self, seconds: float | None) -> list[int]:
-        """Wait for ranks that have said something; meanwhile send what has not gone yet."""
-        heard = []
+    def _select(self, seconds: float | None) -> list[int]:
+        """Wait for ranks that have sent something; meanwhile send what is still unsent."""
+        readable = []
         for key, events in self._selector.select(seconds):
             rank = key.data
             if events & selectors.EVENT_WRITE:
-                self._lines[rank].flush()
-                self._select(rank)
+                self._channels[rank].flush()
+                self._set_events(rank)
             if events & selectors.EVENT_READ:
-                heard.append(rank)
-        return heard
+                readable.append(rank)
+        return readable
 
-    def _hear(self, rank: int) -> NegotiationError | None:
+    def _receive(self, rank: int) -> NegotiationError | None:
         try:
-            wishes = self._lines[rank].receive()
+            requests = self._channels[rank].receive()
         except (EOFError, OSError):
-            wishes = [SHUTDOWN]
-        for wish in wishes:
-            if wish is SHUTDOWN:
-                return NegotiationError.rank_left(rank, len(self._lines))
-            for verdict in self._ledger.hear(rank, wish, monotonic()):
-                self._tell(verdict)
+            requests = [SHUTDOWN]
+        for request in requests:
+            if request is SHUTDOWN:
+                return NegotiationError.rank_left(rank, len(self._channels))
+            for response in self._table.add(rank, request, monotonic()):
+                for member in reversed(response.request.members):  # own process last: it is near
+                    self._send(member, response)
         return None
 
-    def _tell(self, verdict: Response) -> None:
-        for rank in reversed(verdict.wish.members):  # this process last, it has the least far to go
-            self._send(rank, verdict)
+    def _send(self, rank: int, message: Response | NegotiationError) -> None:
+        self._channels[rank].send(message)
+        self._set_events(rank)
 
-    def _send(self, rank: int, what: Response | NegotiationError) -> None:
-        self._lines[rank].send(what)
-        self._select(rank)
+    def _set_events(self, rank: int) -> None:
+        """Select for writing, too, where something is unsent."""
+        channel = self._channels[rank]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        if self._selector.get_key(channel).events != events:
+            self._selector.modify(channel, events, rank)
 
-    def _select(self, rank: int) -> None:
-        """Wake when there is room, too, where something has not gone yet."""
-        line = self._lines[rank]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.has_unsent else 0)
-        if self._selector.get_key(line).events != events:
-            self._selector.modify(line, events, rank)
-
-    def _wait_until_all_have_hung_up(self) -> None:
+    def _wait_until_closed(self) -> None:
         """A socket closed before it is read empty takes back what the other side has not read."""
         limit = monotonic() + _END_SECONDS
         while self._selector.get_map() and (left := limit - monotonic()) > 0:
-            for rank in self._ready(left):
+            for rank in self._select(left):
                 try:
-                    self._lines[rank].receive()
+                    self._channels[rank].receive()
                 except (EOFError, OSError):
-                    self._selector.unregister(self._lines[rank])
+                    self._selector.unregister(self._channels[rank])
 
     def _interval(self) -> float | None:
-        limits = [s for s in (self._patience.warn_after, self._patience.end_after) if s is not None]
-        return min(limits) / 4 if limits and not self._ledger.empty else None
+        check = self._stall_check
+        limits = [s for s in (check.warn_after, check.shutdown_after) if s is not None]
+        return min(limits) / 4 if limits and not self._table.is_empty else None
 
-    def _look_after_delays(self) -> NegotiationError | None:
-        now = monotonic()
-        if self._patience.warn_after is not None:
-            for delay in self._ledger.new_delays(now, self._patience.warn_after):
-                print(f"instep: {delay}", file=sys.stderr, flush=True)
-        if self._patience.end_after is not None:
-            for delay in self._ledger.delays(now, self._patience.end_after):
-                return NegotiationError(f"{delay} The job asked to end now rather than wait.")
+    def _check_stalled(self) -> NegotiationError | None:
+        now, check = monotonic(), self._stall_check
+        if check.warn_after is not None:
+            for stalled in self._table.newly_stalled(now, check.warn_after):
+                print(f"instep: {stalled}", file=sys.stderr, flush=True)
+        if check.shutdown_after is not None:
+            for stalled in self._table.stalled(now, check.shutdown_after):
+                return NegotiationError(f"{stalled} The job asked to end now rather than wait.")
         return None

@@ -1,4 +1,4 @@
-"""What is wrong with a named collective."""
+"""Errors of named collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class NameInFlightError(CollectiveError, ValueError):
 
     def __init__(self, name: str, line: str) -> None:
         super().__init__(
-            f"{name} is already under way on this rank (submitted at {line}). Ranks are matched by "
+            f"{name} is already in flight on this rank (submitted at {line}). Ranks are matched by "
             "names: wait for the first one, or give the second a name of its own."
         )
 

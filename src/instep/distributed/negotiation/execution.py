@@ -1,4 +1,4 @@
-"""What each kind of named collective does with the tensors, once all ranks are ready.
+"""The named collectives, once all ranks are ready.
 
 Reductions scale before and after as Horovod does: in the tensor's own dtype (half precision in
 float32), integers in float64 and then towards zero.
@@ -22,17 +22,17 @@ from instep.distributed.negotiation.message_table import Response
 
 Tensors = Sequence[Tensor]
 
-_SUMMED_AS_THEY_ARE = ("torch.float32", "torch.float64", "torch.int64")
+_SUM_DTYPES = ("torch.float32", "torch.float64", "torch.int64")
 
 
 def execute(
-    verdict: Response, tensors: Tensors, into: Tensors | None, group: Group
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
 ) -> list[Tensor]:
-    """Do it and return the results: in `into`, where that is given, else in new tensors.
+    """Run the collective; returns the results, in `into` if that is given, else in new tensors.
 
-    Collective, in the order of verdicts. Raises OverflowedError, and what the transport raises.
+    Collective, in the order of responses. Raises OverflowedError, and what the transport raises.
     """
-    results = _KINDS[verdict.wish.kind](verdict, tensors, into, group)
+    results = _COLLECTIVES[response.request.collective](response, tensors, into, group)
     if into is None:
         return results
     for given, result in zip(into, results, strict=True):
@@ -41,54 +41,55 @@ def execute(
     return list(into)
 
 
-def make_zeros(verdict: Response) -> list[Tensor]:
-    """What a rank contributes that has joined: zeros."""
-    wish = verdict.wish
-    dtype: torch.dtype = getattr(torch, wish.dtype.removeprefix("torch.") or "float32")
-    return [torch.zeros(shape, dtype=dtype, device=wish.device) for shape in wish.shapes]
+def make_zeros(response: Response) -> list[Tensor]:
+    """The inputs of a rank that has joined."""
+    request = response.request
+    dtype: torch.dtype = getattr(torch, request.dtype.removeprefix("torch.") or "float32")
+    return [torch.zeros(shape, dtype=dtype, device=request.device) for shape in request.shapes]
 
 
-def scale(tensor: Tensor, factor: float, divisor: int = 1, *, spare: bool = False) -> Tensor:
-    """`tensor` times factor, over divisor, in its own dtype; `tensor` itself where both are 1.
-
-    `spare`: the tensor may be overwritten.
-    """
+def scale(
+    tensor: Tensor, factor: float, divisor: int = 1, *, may_overwrite: bool = False
+) -> Tensor:
+    """`tensor` times factor, over divisor, in its own dtype; `tensor` itself where both are 1."""
     if factor == 1.0 and divisor == 1:
         return tensor
     if not (tensor.is_floating_point() or tensor.is_complex()):
         exact = tensor if factor == 1.0 else tensor.double() * factor
         return exact.div(divisor, rounding_mode="trunc").to(tensor.dtype)
-    out = tensor if spare else None
+    out = tensor if may_overwrite else None
     if factor != 1.0:
         tensor = torch.mul(tensor, factor, out=out)
     return tensor if divisor == 1 else torch.div(tensor, divisor, out=out)
 
 
-def _all_reduce(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
-    before, after = v.wish.scales
-    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
-    ours = into is not None
+def _all_reduce(
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
+    before, after = response.request.scales
+    op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
+    owned = into is not None
     given = [scale(tensor, before) for tensor in tensors]
-    if op == "sum" and v.wish.dtype in _SUMMED_AS_THEY_ARE and get_transport(group).in_place:
-        totals = _spare(given, ours or before != 1.0)
+    if op == "sum" and response.request.dtype in _SUM_DTYPES and get_transport(group).in_place:
+        totals = _overwritable(given, owned or before != 1.0)
         get_transport(group).all_reduce_each([total for total in totals if total.numel()], op)
     else:
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
         totals = [part.view(tensor.shape) for part, tensor in zip(parts, given, strict=True)]
-    return [scale(total, after, divisor, spare=True) for total in totals]
+    return [scale(total, after, divisor, may_overwrite=True) for total in totals]
 
 
-def _spare(tensors: Tensors, ours: bool) -> list[Tensor]:
-    """Dense tensors of separate memory that may be overwritten; those given, if they are `ours`."""
+def _overwritable(tensors: Tensors, owned: bool) -> list[Tensor]:
+    """Dense tensors of separate memory that may be overwritten; the given ones, if `owned`."""
     seen: set[int] = set()
-    spare = []
+    result = []
     for tensor in tensors:
         memory = tensor.untyped_storage().data_ptr()
-        fit = ours and tensor.is_contiguous() and memory not in seen
+        fit = owned and tensor.is_contiguous() and memory not in seen
         seen.add(memory)
-        spare.append(tensor if fit else tensor.clone(memory_format=torch.contiguous_format))
-    return spare
+        result.append(tensor if fit else tensor.clone(memory_format=torch.contiguous_format))
+    return result
 
 
 def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
@@ -100,16 +101,16 @@ def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
 
 
 def _reduce_scatter(
-    v: Response, tensors: Tensors, into: Tensors | None, group: Group
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
 ) -> list[Tensor]:
-    before, after = v.wish.scales
-    op, divisor = ("sum", group.size) if v.wish.op == "mean" else (v.wish.op, 1)
+    before, after = response.request.scales
+    op, divisor = ("sum", group.size) if response.request.op == "mean" else (response.request.op, 1)
     results = []
     for tensor in tensors:
         gives = scale(tensor, before).split(split_sizes(len(tensor), group.size))
         shape = tuple(gives[group.own_group_rank()].shape)
         parts = exchange(get_transport(group), gives, [shape] * group.size)
-        results.append(scale(reduce_parts(parts, op), after, divisor, spare=True))
+        results.append(scale(reduce_parts(parts, op), after, divisor, may_overwrite=True))
     return results
 
 
@@ -118,11 +119,13 @@ def split_sizes(rows: int, size: int) -> list[int]:
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
-def _all_gather(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _all_gather(
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
     way = get_transport(group)
     results = []
     for k, tensor in enumerate(tensors):
-        shapes = [(rows[k], *tensor.shape[1:]) for rows in v.rows]
+        shapes = [(rows[k], *tensor.shape[1:]) for rows in response.rows]
         if len(set(shapes)) == 1 and tensor.numel():
             flat = torch.cat(way.all_gather(as_bytes(tensor)))
             results.append(flat.view(tensor.dtype).view(-1, *tensor.shape[1:]))
@@ -131,17 +134,21 @@ def _all_gather(v: Response, tensors: Tensors, into: Tensors | None, group: Grou
     return results
 
 
-def _all_to_all(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
+def _all_to_all(
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
     (tensor,) = tensors
     me = group.own_group_rank()
-    shapes = [(splits[me], *tensor.shape[1:]) for splits in v.rows]
-    taken = exchange(get_transport(group), tensor.split(list(v.rows[me])), shapes)
+    shapes = [(splits[me], *tensor.shape[1:]) for splits in response.rows]
+    taken = exchange(get_transport(group), tensor.split(list(response.rows[me])), shapes)
     return [torch.cat(taken)]
 
 
-def _broadcast(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
-    assert v.wish.root is not None
-    root = group.group_rank(v.wish.root)
+def _broadcast(
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
+    assert response.request.root is not None
+    root = group.group_rank(response.request.root)
     results = []
     for tensor in tensors:
         given = tensor.clone(memory_format=torch.contiguous_format)
@@ -151,17 +158,19 @@ def _broadcast(v: Response, tensors: Tensors, into: Tensors | None, group: Group
     return results
 
 
-def _nothing(v: Response, tensors: Tensors, into: Tensors | None, group: Group) -> list[Tensor]:
-    """All ranks are ready: that is all there is to it."""
+def _barrier(
+    response: Response, tensors: Tensors, into: Tensors | None, group: Group
+) -> list[Tensor]:
+    """All ranks are ready."""
     return []
 
 
-_KINDS: dict[str, Callable[[Response, Tensors, Tensors | None, Group], list[Tensor]]] = {
+_COLLECTIVES: dict[str, Callable[[Response, Tensors, Tensors | None, Group], list[Tensor]]] = {
     "allreduce": _all_reduce,
     "reducescatter": _reduce_scatter,
     "allgather": _all_gather,
     "alltoall": _all_to_all,
     "broadcast": _broadcast,
-    "barrier": _nothing,
-    "join": _nothing,
+    "barrier": _barrier,
+    "join": _barrier,
 }

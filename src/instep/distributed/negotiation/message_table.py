@@ -1,8 +1,8 @@
-"""Collectives matched by name: what is ready on each rank in, one agreed order out. Pure.
+"""Collectives matched by name: requests of the ranks in, responses in one agreed order out. Pure.
 
-A rank submits wishes in any order, from any thread. When all members of a wish's group have
-submitted the same name, or have joined (they have no data left), the ledger gives a verdict: the
-collective takes place, or the same error on all of them.
+A rank submits requests in any order, from any thread. When all members of a request's group have
+submitted the same name, or have joined (they have no data left), the table gives a response: the
+collective takes place, or the same error is raised on all of them. The terms are Horovod's.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Shape = tuple[int, ...]
 Key = tuple[tuple[int, ...], str]
 
 JOIN = "join"
-"""The kind of wish that is matched with everything: this rank has no data left."""
+"""The collective that is matched with all others: this rank has no data left."""
 _RAGGED = ("allgather", "alltoall")
-"""Kinds whose ranks may differ in dimension 0."""
+"""Collectives whose ranks may differ in dimension 0."""
 _JOINABLE = ("barrier", JOIN)
-"""Kinds that a rank without data can take part in; reductions by sum are others."""
+"""Collectives in which a rank without data can take part; reductions by sum are others."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A collective that one rank is ready for."""
+    """A collective for which one rank is ready."""
 
     name: str
-    """What ranks are matched by, within a group."""
-    kind: str
+    """Matched between ranks, within a group."""
+    collective: str
     """Which collective."""
     members: tuple[int, ...]
     """The ranks that take part, ascending."""
@@ -51,152 +51,159 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """What it is matched by."""
+        """Requests with the same key are matched."""
         return self.members, self.name
 
 
 @dataclass(frozen=True)
 class Response:
-    """What becomes of a wish: every member gets the same, in the same order."""
+    """The outcome of matched requests: every member gets the same responses in the same order."""
 
-    wish: Request
-    """One of the wishes; they agree on all that matters."""
+    request: Request
+    """One of the requests; they agree on all that matters."""
     rows: tuple[tuple[int, ...], ...] = ()
-    """What each member gives: rows of each tensor (allgather) or for each member (alltoall)."""
+    """For each member, rows of each tensor (allgather) or for each member (alltoall)."""
     last: int | None = None
     """The rank that joined last, when all have."""
-    fault: NegotiationError | None = None
-    """Why it does not take place."""
+    error: NegotiationError | None = None
+    """Why the collective does not take place."""
 
 
 @dataclass(frozen=True)
 class StalledRequest:
-    """A wish that waits for ranks that have not submitted it."""
+    """A request that waits for ranks that have not submitted it."""
 
-    wish: Request
+    request: Request
     present: tuple[int, ...]
     missing: tuple[int, ...]
     seconds: float
 
     def __str__(self) -> str:
         return (
-            f"{format_ranks(self.present)} submitted {self.wish.name} {self.seconds:.0f} s ago at "
-            f"{self.wish.line}; {format_ranks(self.missing)} did not yet."
+            f"{format_ranks(self.present)} submitted {self.request.name} {self.seconds:.0f} s ago "
+            f"at {self.request.line}; {format_ranks(self.missing)} did not yet."
         )
 
 
 class MessageTable:
-    """What the ranks have submitted and is not complete, in the order in which it came."""
+    """The requests that are not complete, in the order in which they arrived."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._waiting: dict[Key, dict[int, Request]] = {}
         self._since: dict[Key, float] = {}
-        self._told: set[Key] = set()
+        self._reported: set[Key] = set()
         self._joined: list[int] = []
 
-    def hear(self, rank: int, wish: Request, now: float) -> list[Response]:
-        """Note what `rank` is ready for; returns what is complete by that, in its order."""
-        if wish.kind == JOIN:
+    def add(self, rank: int, request: Request, now: float) -> list[Response]:
+        """Add a request of `rank`; returns the responses that it completes, in their order."""
+        if request.collective == JOIN:
             self._joined.append(rank)
-            complete = [v for key in list(self._waiting) for v in self._if_complete(key)]
-            return complete + self._if_all_joined(wish)
-        key = wish.key
+            complete = [v for key in list(self._waiting) for v in self._complete(key)]
+            return complete + self._complete_join(request)
+        key = request.key
         self._since.setdefault(key, now)
-        self._waiting.setdefault(key, {})[rank] = wish
-        return self._if_complete(key)
+        self._waiting.setdefault(key, {})[rank] = request
+        return self._complete(key)
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing waits."""
+    def is_empty(self) -> bool:
+        """Whether no request waits."""
         return not self._waiting
 
-    def delays(self, now: float, seconds: float) -> list[StalledRequest]:
-        """What has been waiting for at least so long, the oldest first."""
+    def stalled(self, now: float, seconds: float) -> list[StalledRequest]:
+        """The requests that have waited for at least so long, the oldest first."""
         return [
-            StalledRequest(wishes[min(wishes)], tuple(sorted(wishes)), self._missing(key), waited)
-            for key, wishes in self._waiting.items()
+            StalledRequest(
+                requests[min(requests)], tuple(sorted(requests)), self._missing(key), waited
+            )
+            for key, requests in self._waiting.items()
             if (waited := now - self._since[key]) >= seconds
         ]
 
-    def new_delays(self, now: float, seconds: float) -> list[StalledRequest]:
+    def newly_stalled(self, now: float, seconds: float) -> list[StalledRequest]:
         """Those that no call before this one has returned."""
-        delays = self.delays(now, seconds)
-        new = [delay for delay in delays if delay.wish.key not in self._told]
-        self._told.update(delay.wish.key for delay in new)
+        stalled = self.stalled(now, seconds)
+        new = [each for each in stalled if each.request.key not in self._reported]
+        self._reported.update(each.request.key for each in new)
         return new
 
     def _missing(self, key: Key) -> tuple[int, ...]:
-        here = {*self._waiting[key], *self._joined}
-        return tuple(rank for rank in key[0] if rank not in here)
+        present = {*self._waiting[key], *self._joined}
+        return tuple(rank for rank in key[0] if rank not in present)
 
-    def _if_complete(self, key: Key) -> list[Response]:
+    def _complete(self, key: Key) -> list[Response]:
         if self._missing(key):
             return []
-        wishes = self._waiting.pop(key)
+        requests = self._waiting.pop(key)
         del self._since[key]
-        self._told.discard(key)
-        return [_verdict(wishes, [rank for rank in key[0] if rank not in wishes])]
+        self._reported.discard(key)
+        return [_respond(requests, [rank for rank in key[0] if rank not in requests])]
 
-    def _if_all_joined(self, wish: Request) -> list[Response]:
+    def _complete_join(self, request: Request) -> list[Response]:
         if len(self._joined) < self._size:
             return []
         last = self._joined[-1]
         self._joined.clear()
-        return [Response(wish, last=last)]
+        return [Response(request, last=last)]
 
 
-def _verdict(wishes: Mapping[int, Request], joined: list[int]) -> Response:
-    """What becomes of the wishes of all members but those who joined."""
-    first = wishes[min(wishes)]
-    fault = _disagreement(wishes)
-    if fault is None and joined and first.kind not in _JOINABLE and first.op not in ("sum", "mean"):
-        kind = f"{first.kind} ({first.op})" if first.op else first.kind
-        fault = NegotiationError(
-            f"{first.name} ({first.line}) is of the kind {kind}, and {format_ranks(joined)} "
-            "already called join(): a rank that joined can only add zeros to sums and averages. "
-            "Call it before any joins."
-        )
-    if fault is not None:
-        return Response(first, fault=fault)
-    given = [wishes[rank] for rank in first.members if rank in wishes]
-    if first.kind == "alltoall":
-        return Response(first, tuple(wish.splits for wish in given))
-    if first.kind == "allgather":
-        return Response(first, tuple(tuple(s[0] for s in wish.shapes) for wish in given))
+def _respond(requests: Mapping[int, Request], joined: list[int]) -> Response:
+    """To the requests of all members but those that joined."""
+    first = requests[min(requests)]
+    error = _find_mismatch(requests)
+    joinable = first.collective in _JOINABLE or first.op in ("sum", "mean")
+    if error is None and joined and not joinable:
+        error = _needs_joined_ranks(first, joined)
+    if error is not None:
+        return Response(first, error=error)
+    given = [requests[rank] for rank in first.members if rank in requests]
+    if first.collective == "alltoall":
+        return Response(first, tuple(request.splits for request in given))
+    if first.collective == "allgather":
+        return Response(first, tuple(tuple(s[0] for s in request.shapes) for request in given))
     return Response(first)
 
 
-def _disagreement(wishes: Mapping[int, Request]) -> NegotiationError | None:
-    """The first respect in which the ranks differ."""
-    for what, view, advice in _RESPECTS:
-        seen: dict[str, list[int]] = {}
-        for rank, wish in sorted(wishes.items()):
-            seen.setdefault(view(wish), []).append(rank)
-        if len(seen) > 1:
-            name = wishes[min(wishes)].name
-            return NegotiationError(str(DisagreementError(f"{what} of {name}", seen, advice)))
+def _needs_joined_ranks(request: Request, joined: list[int]) -> NegotiationError:
+    what = f"{request.collective} ({request.op})" if request.op else request.collective
+    return NegotiationError(
+        f"{request.name} ({request.line}) is the collective {what}, and {format_ranks(joined)} "
+        "already called join(): a rank that joined can only add zeros to sums and averages. "
+        "Call it before any joins."
+    )
+
+
+def _find_mismatch(requests: Mapping[int, Request]) -> NegotiationError | None:
+    """The first field in which the ranks differ."""
+    for what, show, advice in _MUST_AGREE:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, request in sorted(requests.items()):
+            ranks_of.setdefault(show(request), []).append(rank)
+        if len(ranks_of) > 1:
+            name = requests[min(requests)].name
+            return NegotiationError(str(DisagreementError(f"{what} of {name}", ranks_of, advice)))
     return None
 
 
-def _shapes(wish: Request) -> str:
-    free = wish.kind in _RAGGED
-    shown = [("any", *shape[1:]) if free else shape for shape in wish.shapes]
-    return ", ".join(f"({', '.join(map(str, shape))})" for shape in shown)
+def _show_shapes(request: Request) -> str:
+    ragged = request.collective in _RAGGED
+    shapes = [("any", *shape[1:]) if ragged else shape for shape in request.shapes]
+    return ", ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
 
 
-_RESPECTS: tuple[tuple[str, Callable[[Request], str], str], ...] = (
-    ("the kind", lambda w: w.kind, "Give different collectives different names."),
-    ("the dtype", lambda w: w.dtype, "Convert them to one."),
-    ("the device", lambda w: w.device, "Move them to one kind."),
-    ("the reduction", lambda w: w.op, "Give the same op on every rank."),
-    ("the root", lambda w: f"root {w.root}", "Give the same root rank on every rank."),
-    ("the number of tensors", lambda w: f"{len(w.shapes)} tensors", "Group the same ones."),
-    ("the shape", _shapes, "Make them equal, or give different tensors different names."),
+_MUST_AGREE: tuple[tuple[str, Callable[[Request], str], str], ...] = (
+    ("the collective", lambda r: r.collective, "Give different collectives different names."),
+    ("the dtype", lambda r: r.dtype, "Convert them to one."),
+    ("the device", lambda r: r.device, "Move them to devices of one type."),
+    ("the reduction", lambda r: r.op, "Give the same op on every rank."),
+    ("the root", lambda r: f"root {r.root}", "Give the same root rank on every rank."),
+    ("the number of tensors", lambda r: f"{len(r.shapes)} tensors", "Group the same ones."),
+    ("the shape", _show_shapes, "Make them equal, or give different tensors different names."),
     (
         "the factors",
-        lambda w: f"prescale {w.scales[0]:g} and postscale {w.scales[1]:g}",
+        lambda r: f"prescale {r.scales[0]:g} and postscale {r.scales[1]:g}",
         "Give the same ones on every rank.",
     ),
 )
-"""What the wishes of one name have to agree on: how it is shown, and what to do about it."""
+"""Fields on which requests of one name agree: how they are shown, and what to do about them."""

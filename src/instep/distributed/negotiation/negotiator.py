@@ -1,7 +1,7 @@
 """Collectives that ranks submit by name, in any order; one thread executes them in one order.
 
-The thread has a process group of its own, so whatever the script itself sends between ranks is not
-disturbed.
+The thread has a process group of its own, so it does not disturb what the script sends between
+ranks.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ class Task:
     """A collective that this rank has submitted."""
 
     def __init__(
-        self, wish: Request, tensors: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
+        self, request: Request, tensors: Sequence[Tensor] = (), into: Sequence[Tensor] | None = None
     ) -> None:
-        self.wish = wish
+        self.request = request
         self.tensors = [tensor.detach() for tensor in tensors]
-        """What this rank gives."""
+        """This rank's inputs."""
         self.into = None if into is None else [tensor.detach() for tensor in into]
-        """Where the results go; None for new tensors."""
-        self.stream = torch.cuda.current_stream() if wish.device == "cuda" else None
-        """Where the tensors come from and the results are used, on a GPU."""
-        self._over = threading.Event()
+        """Tensors for the results; None for new ones."""
+        self.stream = torch.cuda.current_stream() if request.device == "cuda" else None
+        """The CUDA stream that computes the inputs and uses the results."""
+        self._done = threading.Event()
         self._outcome: tuple[Response, list[Tensor]] | Exception
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether `wait` returns, or raises, at once."""
-        return self._over.is_set()
+        return self._done.is_set()
 
     def wait(self) -> tuple[Response, list[Tensor]]:
-        """What was agreed and what came of it. Raises NegotiationError, OverflowedError."""
-        self._over.wait()
+        """The response and the results. Raises NegotiationError, OverflowedError."""
+        self._done.wait()
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
 
-    def end(self, outcome: tuple[Response, list[Tensor]] | Exception) -> None:
-        """Let `wait` return."""
+    def finish(self, outcome: tuple[Response, list[Tensor]] | Exception) -> None:
+        """Let `wait` return, or raise, this outcome."""
         self._outcome = outcome
-        self._over.set()
+        self._done.set()
 
 
 class Negotiator:
     """This rank's side. Made, and closed, by all ranks of the world."""
 
-    def __init__(self, patience: StallCheck) -> None:
+    def __init__(self, stall_check: StallCheck) -> None:
         world = bootstrap.init()
         self.world = groups.group(range(world.size))
         """All ranks."""
@@ -69,91 +69,91 @@ class Negotiator:
         self._tasks: dict[Key, Task] = {}
         self._lock = threading.Lock()
         self._end: NegotiationError | None = None
-        self._line = None
+        self._link = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         if world.size > 1:
-            self._line = open_link(world, patience)
-            self._thread = threading.Thread(target=self._serve, name="instep", daemon=True)
+            self._link = open_link(world, stall_check)
+            self._thread = threading.Thread(target=self._run, name="instep", daemon=True)
             self._thread.start()
 
-    def admit(self, group: Group) -> None:
-        """Let collectives take place among the ranks of `group` too."""
+    def add_group(self, group: Group) -> None:
+        """Allow collectives among the ranks of `group` too."""
         self._groups[group.ranks] = group
 
-    def dismiss(self, ranks: tuple[int, ...]) -> None:
-        """No more among these. The members have nothing under way there."""
+    def remove_group(self, ranks: tuple[int, ...]) -> None:
+        """Allow none among these ranks any more. None of theirs is in flight."""
         groups.release(self._groups.pop(ranks))
 
     def submit(self, task: Task) -> Task:
-        """This rank is ready for `task`; returns it at once. From any thread.
+        """Report that this rank is ready for `task`; returns it at once. From any thread.
 
-        Raises NameInFlightError, NotAMemberError, NegotiationError where it is over already.
+        Raises NameInFlightError, NotAMemberError, and NegotiationError after the end.
         """
-        wish = task.wish
-        me = bootstrap.current().rank
-        if me not in wish.members:
-            raise NotAMemberError(me, wish.members)
+        request = task.request
+        rank = bootstrap.current().rank
+        if rank not in request.members:
+            raise NotAMemberError(rank, request.members)
         with self._lock:
             if self._end is not None:
                 raise self._end
-            if wish.key in self._tasks:
-                raise NameInFlightError(wish.name, self._tasks[wish.key].wish.line)
-            self._tasks[wish.key] = task
-        self._say(wish)  # without the lock: whoever reads the answers needs it
-        if self._line is None:
-            for verdict in MessageTable(1).hear(0, wish, 0.0):
-                self._settle(verdict)
+            if request.key in self._tasks:
+                raise NameInFlightError(request.name, self._tasks[request.key].request.line)
+            self._tasks[request.key] = task
+        self._send(request)  # without the lock: the thread that reads responses needs it
+        if self._link is None:
+            for response in MessageTable(1).add(0, request, 0.0):
+                self._execute(response)
         return task
 
     def close(self) -> None:
-        """Leave; what is under way on any rank ends with an error."""
-        if self._line is not None:
-            self._say(SHUTDOWN)
+        """Leave; collectives that are in flight on any rank end with an error."""
+        if self._link is not None:
+            self._send(SHUTDOWN)
             self._thread.join()
-            self._line.close()
+            self._link.close()
         for group in self._groups.values():
             groups.release(group)
 
-    def _say(self, what: Request | None) -> None:
-        if self._line is not None:
-            with suppress(OSError):  # the coordinator has ended: the thread hears that too
-                self._line.end.send(what)
+    def _send(self, message: Request | None) -> None:
+        if self._link is not None:
+            with suppress(OSError):  # the coordinator has ended: the thread is told, too
+                self._link.channel.send(message)
 
-    def _serve(self) -> None:
-        """The thread: execute what it is told, until the end."""
-        assert self._line is not None
+    def _run(self) -> None:
+        """The thread: execute responses until the end."""
+        assert self._link is not None
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread has the first one
         end: Response | NegotiationError
         try:
-            while isinstance(end := self._line.end.receive(), Response):
-                self._settle(end)
+            while isinstance(end := self._link.channel.receive(), Response):
+                self._execute(end)
         except (EOFError, OSError):
             end = NegotiationError.rank_left(0, self.world.size)
-        self._line.end.hang_up()
+        self._link.channel.shutdown()
         with self._lock:
             self._end = end
-            left, self._tasks = self._tasks, {}
-        for task in left.values():
-            task.end(end)
+            unfinished, self._tasks = self._tasks, {}
+        for task in unfinished.values():
+            task.finish(end)
 
-    def _settle(self, verdict: Response) -> None:
-        wish = verdict.wish
-        task = self._tasks.get(wish.key) or Task(wish, make_zeros(verdict))  # this rank has joined
+    def _execute(self, response: Response) -> None:
+        request = response.request
+        task = self._tasks.get(request.key) or Task(request, make_zeros(response))  # it joined
         outcome: tuple[Response, list[Tensor]] | Exception
-        if verdict.fault is not None:
-            outcome = verdict.fault
+        if response.error is not None:
+            outcome = response.error
         else:
             try:
                 with torch.no_grad(), torch.cuda.stream(task.stream):
-                    group = self._groups[wish.members]
-                    outcome = verdict, execute(verdict, task.tensors, task.into, group)
+                    group = self._groups[request.members]
+                    outcome = response, execute(response, task.tensors, task.into, group)
             except InstepError as error:
                 outcome = error
-            except Exception as error:  # the one who waits for the task raises it
+            except Exception as error:  # the thread that waits for the task raises it
                 outcome = NegotiationError(
-                    f"{wish.name} broke off: {error}. A rank that ended is the usual cause."
+                    f"{request.name} broke off: {error}. A rank that ended is the usual cause."
                 )
         with self._lock:
-            self._tasks.pop(wish.key, None)
-        task.end(outcome)
+            self._tasks.pop(request.key, None)
+        task.finish(outcome)
