@@ -337,10 +337,10 @@ def test_dropout_functions_have_torchs_defaults():
 def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
     model = instep.replicate(nn.Dropout(0.5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_ops, "_REMEMBERED", len(random_ops._drawn) + 2)
+        patch.setattr(random_ops, "_MAX_MASKS", len(random_ops._drawn) + 2)
         for _ in range(5):
             model(torch.ones(4))
-        assert len(random_ops._drawn) == random_ops._REMEMBERED
+        assert len(random_ops._drawn) == random_ops._MAX_MASKS
 
 
 @ranks(2)

@@ -63,7 +63,7 @@ def sgd(model, lr=0.1):
     ],
 )
 def test_the_levels_are_those_of_the_table(level, expected):
-    options = levels.chosen(level)
+    options = levels.choose_options(level)
     assert (
         options.cast_model_type,
         options.patch_torch_functions,
@@ -74,11 +74,11 @@ def test_the_levels_are_those_of_the_table(level, expected):
 
 
 def test_overrides_are_read_from_strings_too():
-    options = levels.chosen("O3", keep_batchnorm_fp32="True", loss_scale="128.0")
+    options = levels.choose_options("O3", keep_batchnorm_fp32="True", loss_scale="128.0")
     assert (options.keep_batchnorm_fp32, options.loss_scale) == (True, 128.0)
-    assert levels.chosen("O0", loss_scale="dynamic").loss_scale == "dynamic"
-    assert levels.chosen("O2", keep_batchnorm_fp32="False").keep_batchnorm_fp32 is False
-    assert levels.chosen("O2", torch.bfloat16).loss_scale == 1.0
+    assert levels.choose_options("O0", loss_scale="dynamic").loss_scale == "dynamic"
+    assert levels.choose_options("O2", keep_batchnorm_fp32="False").keep_batchnorm_fp32 is False
+    assert levels.choose_options("O2", torch.bfloat16).loss_scale == 1.0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_overrides_are_read_from_strings_too():
 )
 def test_what_a_level_leaves_no_meaning_for_is_refused(level, overrides, message):
     with pytest.raises(PrecisionError, match=message):
-        levels.chosen(level, **overrides)
+        levels.choose_options(level, **overrides)
 
 
 # ------------------------------------------------------------------------------- the scale
@@ -223,12 +223,12 @@ def test_o1_computes_backward_in_the_dtypes_of_forward():
 
         @staticmethod
         def backward(ctx, grad):
-            seen.append(casting.casting())
+            seen.append(casting.active_dtype())
             return grad
 
     Watch.apply(model(torch.randn(2, 4))).sum().backward()
     assert seen == [None]
-    assert casting.casting() is HALF
+    assert casting.active_dtype() is HALF
     assert {p.grad.dtype for p in model.parameters()} == {FULL}
 
 

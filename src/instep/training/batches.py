@@ -1,9 +1,10 @@
-"""Which batch a forward belongs to.
+"""The batch to which a forward belongs.
 
-The batch's own tensors tell, and whatever shares their memory: views, `detach()`, NumPy arrays.
-Where a script hands the model other tensors (a copy on the GPU, noise of the batch's size), the
-order of its requests leaves one batch in a plain loop, and some in a loop that loads ahead or uses
-several loaders. Of these the number of rows decides. Where it does not, that is an error.
+It is known from the batch's own tensors and from whatever shares their memory: views, `detach()`,
+NumPy arrays. Where a script gives the model other tensors (a copy on the GPU, noise of the batch's
+size), the order of its requests leaves one batch in a plain loop, and several in a loop that loads
+ahead or uses several loaders. Among these the number of rows decides. If it does not, that is an
+error.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from instep.distributed.communication.transport import get_transport
 from instep.training.blocks import Block, tensor_leaves
 from instep.training.errors import UnknownBatchError
 
-_REMEMBERED = 1024
-"""Of so many batches of one iterator the sizes are kept."""
+_MAX_BLOCKS = 1024
+"""The blocks of this many batches are kept for each iterator."""
 
 
 class BatchTracker:
     """The batches that a loop has requested from one iterator, and how far behind them it works.
 
-    A loop that loads ahead works on a batch some requests after its own; how many, its first
-    forward tells. `iterator` is whose batches these are, held weakly.
+    A loop that loads ahead works on a batch some requests after its own; its first forward shows
+    how many. The iterator is held weakly.
     """
 
     def __init__(self, iterator: object) -> None:
         self._iterator = weakref.ref(iterator)
-        self._blocks: deque[Block] = deque(maxlen=_REMEMBERED)
+        self._blocks: deque[Block] = deque(maxlen=_MAX_BLOCKS)
         self._delivered = 0
         self._requests = 0
         self._thread = threading.get_ident()
         self._ahead: tuple[int, int] | None = None
         """The fewest and the most requests that can lie between a batch's own and its forward."""
         self._observed = False
-        """Whether forwards have told these bounds, and not just the number of requests."""
+        """Whether forwards have shown these bounds, and not just the number of requests."""
 
     def request(self, block: Block | None) -> int:
         """The loop gets `block` (None: there are no more batches); returns its index."""
@@ -80,12 +81,12 @@ class BatchTracker:
 
     @property
     def in_other_thread(self) -> bool:
-        """Whether a thread of the script's requests batches: then their order tells nothing."""
+        """Whether another thread of the script requests batches: then their order says nothing."""
         return self._thread != threading.get_ident()
 
     @property
     def last(self) -> Block | None:
-        """The batch that was delivered last."""
+        """The batch that was registered last."""
         return self._blocks[-1] if self._blocks else None
 
     @property
@@ -95,31 +96,31 @@ class BatchTracker:
 
 
 class ManualBatchTracker(BatchTracker):
-    """The batches that a script has cut itself, by `instep.shard(tensors)`.
+    """The batches that a script has sharded itself, by `instep.shard(tensors)`.
 
-    Those cut since the last backward are candidates for the next one.
+    Those sharded since the last backward are candidates for the next one.
     """
 
     def __init__(self) -> None:
         super().__init__(self)
-        self._step_over = False
+        self._step_ended = False
 
     def request(self, block: Block | None) -> int:
-        """The script has cut a batch."""
-        if self._step_over:
+        """The script has sharded a batch."""
+        if self._step_ended:
             self._blocks.clear()
-            self._step_over = False
+            self._step_ended = False
         return super().request(block)
 
     def end_step(self) -> None:
-        """A backward has used what was cut before."""
-        self._step_over = True
+        """A backward has used the batches that were sharded before."""
+        self._step_ended = True
 
     def observe(self, index: int) -> None:
-        """Nothing follows for the other batches of the step."""
+        """A forward says nothing about the other batches of the step."""
 
     def assume_forward(self) -> None:
-        """Nothing follows for the other batches of the step."""
+        """A forward says nothing about the other batches of the step."""
 
     def candidates(self) -> list[Block]:
         """The batches of this step."""
@@ -128,12 +129,12 @@ class ManualBatchTracker(BatchTracker):
     @property
     def is_stale(self) -> bool:
         """Whether a loop's request shows that these are no longer in use."""
-        return self._step_over
+        return self._step_ended
 
 
 @dataclass(frozen=True)
 class BatchCandidates:
-    """The batches that a forward may belong to (None: to no batch), and the rows of its inputs."""
+    """The batches to which a forward may belong (None: to no batch), and its inputs' rows."""
 
     blocks: tuple[Block | None, ...]
     rows: frozenset[int] = frozenset()
@@ -156,12 +157,11 @@ class BatchCandidates:
             return self.blocks[0]
         fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
         if self.same_on_all_ranks and not self._is_decided_by_each_rank():
-            fits = _on_all_ranks(fits)
+            fits = _all_reduce_and(fits)
         fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
         if len(fitting) == 1:
             return fitting[0]
-        shares = {_shares(block) for block in self.blocks}
-        if len(shares) == 1:
+        if len({_fractions(block) for block in self.blocks}) == 1:
             return self.blocks[-1]
         if None in self.blocks and self.rows and not fitting:
             return None
@@ -170,7 +170,7 @@ class BatchCandidates:
         )
 
     def _is_decided_by_each_rank(self) -> bool:
-        """Whether the number of rows tells these batches apart on every rank by itself."""
+        """Whether on every rank these batches differ in the number of rows."""
         if None in self.blocks:
             return False
         blocks = [block for block in self.blocks if block is not None]
@@ -181,21 +181,21 @@ class BatchCandidates:
 
 
 def _rows(block: Block) -> int:
-    """Of how many rows this rank's part is; a ghost is one."""
+    """The rows of this rank's part; a placeholder is one."""
     return max(block.count, 1)
 
 
-def _shares(block: Block | None) -> tuple[float, ...]:
+def _fractions(block: Block | None) -> tuple[float, ...]:
     size = get_transport().size
     return (1 / size,) * size if block is None else block.fractions()
 
 
-def _on_all_ranks(fits: list[bool]) -> list[bool]:
-    """Which are true on every rank. Collective."""
-    way = get_transport()
-    counts = torch.tensor(fits, dtype=torch.int64, device=way.control_device)
-    way.all_reduce(counts, "sum").wait()
-    return [count == way.size for count in counts.tolist()]
+def _all_reduce_and(fits: list[bool]) -> list[bool]:
+    """For each, whether it is true on every rank. Collective."""
+    transport = get_transport()
+    counts = torch.tensor(fits, dtype=torch.int64, device=transport.control_device)
+    transport.all_reduce(counts, "sum").wait()
+    return [count == transport.size for count in counts.tolist()]
 
 
 # ------------------------------------------------------------------- the batches' own tensors
@@ -203,7 +203,7 @@ def _on_all_ranks(fits: list[bool]) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Part:
-    """The bytes of a storage that a delivered tensor covers."""
+    """The bytes of a storage that a registered tensor covers."""
 
     first: int
     end: int
@@ -213,20 +213,20 @@ class _Part:
     index: int
 
 
-_delivered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The delivered tensors themselves, with their blocks."""
+_block_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The registered tensors themselves, with their blocks."""
 _parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
-"""What was delivered of each storage, by its address."""
+"""The registered parts of each storage, by its address."""
 _trackers: list[BatchTracker] = []
-"""Of the iterators that a loop may be at work on; the one that was asked last is the last."""
+"""Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
-    """Note that a loop has requested `batch` and works on it now or later."""
+    """A loop has requested `batch` and works on it now or later."""
     index = _request(tracker, block)
     for leaf in tensor_leaves(batch):
-        _delivered[leaf] = block
+        _block_of[leaf] = block
         covered = _bytes_of(leaf)
         if covered is not None:
             storage = leaf.untyped_storage()
@@ -237,17 +237,17 @@ def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> No
 
 
 def register_skipped(block: Block, tracker: BatchTracker) -> None:
-    """Note that a loop has passed over a batch of which this rank has no rows."""
+    """A loop has skipped a batch of which this rank has no rows."""
     _request(tracker, block)
 
 
 def register_end(tracker: BatchTracker) -> None:
-    """Note that a loop has reached the end of the data."""
+    """A loop has reached the end of the data."""
     _request(tracker, None)
 
 
 def end_step() -> None:
-    """Note that a backward was made."""
+    """A backward has ended."""
     _manual.end_step()
 
 
@@ -255,13 +255,13 @@ def reset() -> None:
     """Forget every batch."""
     _trackers.clear()
     _parts.clear()
-    _delivered.clear()
+    _block_of.clear()
 
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
-        # One storage may hold the whole data set: a batch that is gone is not looked for there.
+        # One storage may hold the whole data set: batches that are gone are not searched there.
         parts[:] = [p for p in parts if p.tracker is not tracker or p.tensor() is not None]
         if not parts or storage.expired():
             del _parts[address]
@@ -269,19 +269,19 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
 
 
 def is_registered(tensor: Tensor) -> bool:
-    """Whether this very tensor is a part of a batch that is divided already."""
-    return tensor in _delivered
+    """Whether this very tensor is a part of a batch that is sharded already."""
+    return tensor in _block_of
 
 
 def find_block(tensor: Tensor) -> Block | None:
-    """The block that this tensor is a part of, in memory."""
+    """The block in whose memory this tensor lies."""
     part = _part_of(tensor)
-    block: Block | None = _delivered.get(tensor) if part is None else part.block
+    block: Block | None = _block_of.get(tensor) if part is None else part.block
     return block
 
 
 def find_candidates(values: object) -> BatchCandidates:
-    """The batches that these inputs may belong to: one, if they are a part of it in memory."""
+    """The batches to which these inputs may belong: one, if they lie in its memory."""
     tensors = tensor_leaves(values)
     for tensor in tensors:
         part = _part_of(tensor)
@@ -295,13 +295,13 @@ def find_candidates(values: object) -> BatchCandidates:
 
 def _candidates(rows: frozenset[int]) -> BatchCandidates:
     """The batches that the order of requests leaves."""
-    at_work = [tracker for tracker in _trackers if tracker.candidates()]
-    if len(at_work) == 1:
-        at_work[0].assume_forward()
-    blocks: list[Block | None] = [b for tracker in at_work for b in tracker.candidates()]
-    if not at_work:
+    in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    if len(in_use) == 1:
+        in_use[0].assume_forward()
+    blocks: list[Block | None] = [b for tracker in in_use for b in tracker.candidates()]
+    if not in_use:
         blocks = [_trackers[-1].last, None] if _trackers else [None]
-    same_on_all_ranks = not any(tracker.in_other_thread for tracker in at_work)
+    same_on_all_ranks = not any(tracker.in_other_thread for tracker in in_use)
     return BatchCandidates(tuple(dict.fromkeys(blocks)), rows, same_on_all_ranks)
 
 

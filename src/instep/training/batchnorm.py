@@ -1,7 +1,7 @@
 """Batch statistics of the global batch, on any device.
 
-Every rank reduces its own rows once (count, mean, variance per channel), the ranks exchange these
-few numbers, and each normalises its rows with the merged ones:
+Every rank reduces its own rows once (count, mean, variance per channel), all ranks gather these
+few numbers, and each normalises its rows with the merged statistics:
 
     n = sum n_r,   mean = sum n_r mean_r / n,
     n var = sum (squares_r + n_r (mean_r - mean)^2)      (Chan, Golub, LeVeque 1979, eq. 2.1)
@@ -27,8 +27,8 @@ from instep.training.forward_calls import current_candidates
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
 
 
-class Way(Protocol):
-    """What a layer needs of a Transport."""
+class ReduceTransport(Protocol):
+    """The part of a Transport that batch normalisation needs."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor."""
@@ -47,13 +47,13 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    way: Way | None = None,
+    transport: ReduceTransport | None = None,
 ) -> Tensor:
-    """torch.nn.functional.batch_norm, with the statistics of the batch on all ranks.
+    """torch.nn.functional.batch_norm, with the statistics of the global batch.
 
     Args:
         input: (rows, channels, ...), this rank's rows; the rest as in PyTorch.
-        way: through what the ranks talk.
+        transport: of the ranks that share statistics; by default of all ranks.
 
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
@@ -61,9 +61,9 @@ def batch_norm(
     is_placeholder = current_candidates().is_placeholder
     output: Tensor
     output, mean, var, count = apply(
-        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, way or get_transport()
+        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, transport or get_transport()
     )
-    _refuse_single_value(count, input, is_placeholder)
+    _check_value_count(count, input, is_placeholder)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -84,35 +84,40 @@ class _GlobalBatchNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         is_placeholder: bool,
-        way: Way,
+        transport: ReduceTransport,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kind = _statistics_dtype(x)
-        mean, var, count = _merged(way, _own(x, is_placeholder))
-        mean, var = mean.to(kind), var.to(kind)
+        dtype = _statistics_dtype(x)
+        mean, var, count = _merge(transport, _local_moments(x, is_placeholder))
+        mean, var = mean.to(dtype), var.to(dtype)
         # The kernels take weights in half precision with statistics in that only.
-        slope, offset = (t if t is None else t.to(kind) for t in (weight, bias))
+        slope, offset = (t if t is None else t.to(dtype) for t in (weight, bias))
         output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
         ctx.save_for_backward(x, weight, bias, mean, var)
-        ctx.eps, ctx.is_placeholder, ctx.count, ctx.way = eps, is_placeholder, count, way
+        ctx.eps, ctx.is_placeholder, ctx.count, ctx.transport = (
+            eps,
+            is_placeholder,
+            count,
+            transport,
+        )
         ctx.mark_non_differentiable(mean, var, count)
         return output, mean, var, count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, var = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: somebody will differentiate this
+        if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
             return _differentiable_backward(ctx, grad, x, weight, bias)
-        dot, total = _own_sums(grad, x, mean, var, ctx.eps)
+        dot, total = _local_sums(grad, x, mean, var, ctx.eps)
         sums = torch.stack((dot, total)).double()
         if ctx.is_placeholder:
             sums.zero_()
-        ctx.way.all_reduce(sums, "sum").wait()
+        ctx.transport.all_reduce(sums, "sum").wait()
         dx = _input_gradient(grad, x, weight, mean, var, sums.div_(ctx.count), ctx.eps)
-        wanted = ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         return (
-            dx if wanted[0] else None,
-            dot.to(weight.dtype) if wanted[1] else None,
-            total.to(weight.dtype) if wanted[2] else None,
+            dx if needed[0] else None,
+            dot.to(weight.dtype) if needed[1] else None,
+            total.to(weight.dtype) if needed[2] else None,
             None,
             None,
             None,
@@ -124,11 +129,11 @@ def _differentiable_backward(
 ) -> tuple[Tensor | None, ...]:
     """The same gradients as a graph: the layer once more, written in differentiable steps."""
     candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
-    inputs = [tensor for tensor, wanted in candidates if wanted and tensor is not None]
-    with use_transport(ctx.way):
+    inputs = [tensor for tensor, needed in candidates if needed and tensor is not None]
+    with use_transport(ctx.transport):
         output = _composite(x, weight, bias, ctx.eps, ctx.is_placeholder)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
-    return tuple(next(found) if wanted else None for wanted in ctx.needs_input_grad)
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
 def _composite(
@@ -137,24 +142,24 @@ def _composite(
     """Batch normalisation with the statistics of all ranks, step by step."""
     dims, shape = _all_but_channels(x)
     count = all_reduce(x.new_full((), 0 if is_placeholder else x.numel() // x.shape[1]))
-    mean = all_reduce(_heard(x.sum(dims), is_placeholder)) / count
-    mean = apply(_Mute, mean, True) if is_placeholder else mean
+    mean = all_reduce(_contribution(x.sum(dims), is_placeholder)) / count
+    mean = apply(_ZeroGrad, mean, True) if is_placeholder else mean
     centred = x - mean.view(shape)
-    var = all_reduce(_heard(centred.square().sum(dims), is_placeholder)) / count
-    var = apply(_Mute, var, True) if is_placeholder else var
+    var = all_reduce(_contribution(centred.square().sum(dims), is_placeholder)) / count
+    var = apply(_ZeroGrad, var, True) if is_placeholder else var
     output = centred * (var + eps).rsqrt().view(shape)
     if weight is not None:
         output = output * weight.view(shape)
     return output if bias is None else output + bias.view(shape)
 
 
-def _heard(sums: Tensor, is_placeholder: bool) -> Tensor:
-    """What the other ranks hear: a placeholder says nothing."""
-    silence: Tensor = apply(_Mute, sums, False) if is_placeholder else sums
-    return silence
+def _contribution(sums: Tensor, is_placeholder: bool) -> Tensor:
+    """This rank's part of a sum over ranks: zeros for a placeholder."""
+    part: Tensor = apply(_ZeroGrad, sums, False) if is_placeholder else sums
+    return part
 
 
-class _Mute(torch.autograd.Function):
+class _ZeroGrad(torch.autograd.Function):
     """A value (or zeros) whose gradient is zeros, filled in, at any order of differentiation.
 
     It stays in the graph: a placeholder must take part in every collective of the other ranks.
@@ -166,10 +171,10 @@ class _Mute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return apply(_Mute, grads[0], False), None
+        return apply(_ZeroGrad, grads[0], False), None
 
 
-def _refuse_single_value(count: Tensor, x: Tensor, is_placeholder: bool) -> None:
+def _check_value_count(count: Tensor, x: Tensor, is_placeholder: bool) -> None:
     # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
     few = is_placeholder or x.numel() < 2 * x.shape[1]
     if few and count < 2:
@@ -179,8 +184,8 @@ def _refuse_single_value(count: Tensor, x: Tensor, is_placeholder: bool) -> None
         )
 
 
-def _own(x: Tensor, is_placeholder: bool) -> Tensor:
-    """This rank's rows, for the others, in float64: each channel's mean, then each channel's sum
+def _local_moments(x: Tensor, is_placeholder: bool) -> Tensor:
+    """The statistics of this rank's rows, in float64: each channel's mean, then each channel's sum
     of squared distances from it, then the number of values in a channel."""
     channels = x.shape[1]
     count = 0 if is_placeholder else x.numel() // channels
@@ -192,7 +197,7 @@ def _own(x: Tensor, is_placeholder: bool) -> Tensor:
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each channel the mean, and the sum of squared distances from it."""
-    if _side_by_side(x) >= _LONG:  # torch's own kernel goes element by element here
+    if _channel_stride(x) >= _LONG:  # torch's own kernel is not vectorised here
         dims, shape = _all_but_channels(x)
         mean = x.sum(dims).div_(count)
         return mean, (x - mean.view(shape)).square_().sum(dims)
@@ -200,11 +205,11 @@ def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, var * count
 
 
-def _own_sums(
+def _local_sums(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Of each channel of this rank's rows sum(grad * x_hat) and sum(grad)."""
-    if 1 < _side_by_side(x) < _SHORT:  # and here
+    if 1 < _channel_stride(x) < _SHORT:  # nor here
         dims, shape = _all_but_channels(x)
         dot = (x - mean.view(shape)).mul_(grad).sum(dims)
         return dot * (var + eps).rsqrt(), grad.sum(dims)
@@ -218,20 +223,22 @@ def _own_sums(
     return dot, total
 
 
-def _side_by_side(x: Tensor) -> int:
-    """How many elements of a channel lie side by side; 0 where torch's kernels are good anyway."""
+def _channel_stride(x: Tensor) -> int:
+    """How many elements of a channel lie side by side; 0 where torch's kernels are fast anyway."""
     plain = x.is_cpu and x.dtype in (torch.float32, torch.float64)
     return x.stride(1) if plain else 0
 
 
-def _merged(way: Way, mine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge(transport: ReduceTransport, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of all ranks' rows together, and their number; in float64."""
-    channels = mine.numel() // 2
-    means, squares, counts = torch.stack(way.all_gather(mine)).split((channels, channels, 1), 1)
+    channels = local.numel() // 2
+    means, squares, counts = torch.stack(transport.all_gather(local)).split(
+        (channels, channels, 1), 1
+    )
     total = counts.sum()
     merged = (counts * means).sum(0).div_(total)
-    apart = means - merged
-    spread = squares.addcmul_(counts * apart, apart).sum(0).div_(total)
+    offsets = means - merged
+    spread = squares.addcmul_(counts * offsets, offsets).sum(0).div_(total)
     return merged, spread, total
 
 
@@ -249,12 +256,12 @@ def _input_gradient(
     Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
     scale * grad (another).
     """
-    kind = mean.dtype
+    dtype = mean.dtype
     inv_std = (var.double() + eps).rsqrt()
     scale = inv_std if weight is None else inv_std * weight.double()
     dot, total = averages.unbind(0)
-    slope = (-scale * dot).to(kind)
-    offset = (-scale * total).to(kind)
+    slope = (-scale * dot).to(dtype)
+    offset = (-scale * total).to(dtype)
     affine, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
     _, shape = _all_but_channels(x)
     return affine.addcmul_(grad, scale.to(grad.dtype).view(shape))

@@ -1,4 +1,4 @@
-"""Which rows of a batch are this rank's.
+"""The rows of a batch that belong to a rank.
 
 Rank r of N holds the contiguous block [r*n//N, (r+1)*n//N) of a batch of n samples.
 """
@@ -26,27 +26,27 @@ class Block:
 
     @property
     def start(self) -> int:
-        """The first sample that is this rank's."""
+        """The rank's first sample."""
         return self.rank * self.total // self.size
 
     @property
     def stop(self) -> int:
-        """The first sample after them."""
+        """The first sample after the rank's."""
         return (self.rank + 1) * self.total // self.size
 
     @property
     def count(self) -> int:
-        """How many samples are this rank's; 0 is possible."""
+        """The number of the rank's samples, which can be 0."""
         return self.stop - self.start
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing to do but take part."""
+        """Whether the rank has no samples, and runs only for the collectives."""
         return self.count == 0
 
     @property
     def fraction(self) -> float:
-        """This rank's fraction of the batch: the weight of its gradient of a mean."""
+        """The rank's fraction of the batch: the weight of its gradient of a mean."""
         return self.count / self.total if self.total else 0.0
 
     def fractions(self) -> tuple[float, ...]:
@@ -54,7 +54,7 @@ class Block:
         return tuple(Block(r, self.size, self.total).fraction for r in range(self.size))
 
     def slice(self, batch: list[T]) -> list[T]:
-        """This rank's samples; for an empty block one ghost sample, which must leave no trace."""
+        """The rank's samples; for an empty block one placeholder, which must leave no trace."""
         return batch[:1] if self.is_empty else batch[self.start : self.stop]
 
 
@@ -74,26 +74,25 @@ def count_rows(batch: object) -> int:
         return tensors[0].shape[0]
     if not tensors and isinstance(batch, list):
         return len(batch)
-    seen = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or type(batch).__name__
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or type(batch).__name__
     raise CannotShardError(
-        f"a batch is tensors with the same number of rows (dimension 0); got {seen}."
+        f"a batch is tensors with the same number of rows (dimension 0); got {shapes}."
     )
 
 
 def slice_rows(batch: T, block: Block) -> T:
-    """A block's rows of every tensor, and of every list that has an entry for each row.
+    """A block's rows of every tensor, as views, and of every list with an entry for each row."""
 
-    Tensors become views.
-    """
-
-    def part(node: Any) -> Any:
+    def local_rows(node: Any) -> Any:
         if isinstance(node, Tensor):
             return node[:1] if block.is_empty else node[block.start : block.stop]
         return block.slice(node)
 
-    def whole(node: Any) -> bool:
+    def has_rows(node: Any) -> bool:
         entries = isinstance(node, list) and len(node) == block.total
         return isinstance(node, Tensor) or (entries and not tensor_leaves(node))
 
-    mine: T = tree_map(lambda node: part(node) if whole(node) else node, batch, is_leaf=whole)
-    return mine
+    local: T = tree_map(
+        lambda node: local_rows(node) if has_rows(node) else node, batch, is_leaf=has_rows
+    )
+    return local

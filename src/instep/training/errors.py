@@ -1,4 +1,4 @@
-"""What is wrong in a script's use of replicate and shard."""
+"""Errors of `instep.replicate` and `instep.shard`, and of the backwards of replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReplicatedTwiceError(TrainingError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"{name} is already replicated; its gradients would be summed twice. "
-            "ForwardCall instep.replicate once, on the outermost module."
+            "Call instep.replicate once, on the outermost module."
         )
 
 
@@ -23,12 +23,12 @@ class ShardedTwiceError(TrainingError):
     def __init__(self) -> None:
         super().__init__(
             "this loader or batch is already this rank's share; sharding it again would drop "
-            "samples. ForwardCall instep.shard once."
+            "samples. Call instep.shard once."
         )
 
 
 class CannotShardError(TrainingError, TypeError):
-    """There is no way to cut a block out of this."""
+    """This value has no rows that could be divided."""
 
 
 class MixedSumsError(TrainingError):
@@ -36,24 +36,24 @@ class MixedSumsError(TrainingError):
 
     @classmethod
     def of_models(cls) -> MixedSumsError:
-        """In what leaves when backward has come by it."""
+        """In a bucket."""
         return cls(
             "this rank summed the gradients of one model while another rank summed those of "
-            "another. Let every rank's backward pass by the same models, in the same order."
+            "another model. Let backward use the same models on every rank, in the same order."
         )
 
     @classmethod
     def of_hooked(cls, shape: tuple[int, ...]) -> MixedSumsError:
-        """In what is summed on the spot, because a hook is to see it."""
+        """In a gradient that is summed at once, because a hook must see it."""
         return cls(
             f"a parameter of shape {shape} with a gradient hook was used on this rank, while "
-            "another rank used another one. What has hooks must be used on every rank in each "
-            "step, or on none."
+            "another rank used another one. Parameters with hooks must be used on every rank in "
+            "each step, or on none."
         )
 
 
 class UnknownBatchError(TrainingError):
-    """A forward may belong to batches of different sizes, and nothing tells to which."""
+    """A forward may belong to batches of different sizes, and it is not known to which."""
 
     def __init__(self, rows: Sequence[int], batches: Sequence[tuple[int, int]]) -> None:
         seen = ", ".join(map(str, rows)) or "no"
@@ -62,8 +62,8 @@ class UnknownBatchError(TrainingError):
             f"a forward's inputs have {seen} rows on this rank, and they may belong to different "
             f"batches: {listed}. Its gradient must be weighted by the batch's share, so pass the "
             "model the tensors that the sharded loader yields or views of them; or divide the "
-            "other tensors by instep.shard; or, if something loads ahead on its way to the "
-            "model, shard that: instep.shard(prefetcher)."
+            "other tensors by instep.shard; or, if another object loads ahead of the model, "
+            "shard that object: instep.shard(prefetcher)."
         )
 
 
@@ -73,7 +73,7 @@ class MixedBatchesError(TrainingError):
     def __init__(self, weights: Iterable[float]) -> None:
         shares = " and ".join(f"{weight:.6g}" for weight in sorted(weights))
         super().__init__(
-            f"one backward goes through two batches of which this rank holds different shares "
+            f"one backward goes through two batches of which this rank holds different fractions "
             f"({shares}); one weight cannot be right for both. Call backward() once for each "
             "batch's loss: the gradients add up to the same."
         )

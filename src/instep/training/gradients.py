@@ -2,8 +2,8 @@
 
 A loss that is a mean over this rank's rows has the weight count_r / count in the mean over the
 batch, so the sum over ranks of weighted gradients is the gradient of the global batch. The weight
-enters once, at the root of backward: whatever the loss is computed from, penalties included, is
-scaled by it, and nothing below needs to know.
+is applied once, at the root of backward: every term of the loss, penalties included, is scaled by
+it, and nothing below the root needs to know it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from instep.training.forward_calls import ForwardCall, find_calls
 _sync = True
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose gradients somebody else averages over the ranks, each rank counting alike: a
-DistributedOptimizer; the value tells which. Then this rank's gradient weighs its share of the batch
-times their number."""
+"""Parameters whose gradients a DistributedOptimizer averages, with equal weights of all ranks; the
+value identifies it. Then this rank's gradient is weighted by its fraction of the batch times the
+number of ranks."""
 
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Let backward add up this rank's gradients only; the next one outside sends them all.
+    """Let backward accumulate this rank's gradients only; the next one outside sums them all.
 
-    Between the two `.grad` is this rank's part of the sum. Saves messages in accumulation;
+    Between the two `.grad` is this rank's part of the sum. Saves messages in gradient accumulation;
     the gradient in the end is the same.
     """
     global _sync
@@ -54,7 +54,7 @@ def no_sync() -> Iterator[None]:
 
 
 def weight(count: Tensor | float | None) -> None:
-    """State what the loss of the latest forward divides by, where that is not its rows.
+    """State what the loss of the last forward divides by, where that is not its rows.
 
     loss = cross_entropy(model(x), y, ignore_index=-1)
     instep.weight((y != -1).sum())
@@ -76,12 +76,12 @@ def weight(count: Tensor | float | None) -> None:
     if count is None:
         call.weight = 0.0 if call.is_placeholder else 1.0
         return
-    way = get_transport()
-    mine = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
-    mine = mine.to(way.control_device, torch.float64).reshape(())
-    total = mine.clone()
-    way.all_reduce(total, "sum").wait()
-    call.weight = (mine / total).item() if total else 0.0
+    transport = get_transport()
+    local = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
+    local = local.to(transport.control_device, torch.float64).reshape(())
+    total = local.clone()
+    transport.all_reduce(total, "sum").wait()
+    call.weight = (local / total).item() if total else 0.0
 
 
 # ------------------------------------------------------------------------ the root of backward
@@ -104,28 +104,29 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
-        _check_that_an_outer_backward_sums(roots)
+        _check_outer_backward(roots)
     if nested or not (reducer_of or _unequal_block()):
         original(tensors, grad_tensors, *rest)
         return
     forwards, touched = find_calls(roots, reducer_of)
     if not touched:
-        _for_an_average(original, roots, grad_tensors, rest)
+        _backward_of_averages(original, roots, grad_tensors, rest)
         return
     if create_graph:
         raise TrainingError(
             "backward(create_graph=True) of a replicated model: the sum over ranks has no graph. "
             "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, then backward."
         )
-    whose = _one_call(forwards)
-    _run(original, roots, _weighted(roots, grad_tensors, whose), rest, whose)
+    call = _single_call(forwards)
+    weighted = _multiply_grads(roots, grad_tensors, _weight(call))
+    _backward_of_replicas(original, roots, weighted, rest, call)
 
 
 PATCH = Patch(torch.autograd, "backward", backward, compile="skip")
 """For all backward passes of this process."""
 
 
-def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
+def _check_outer_backward(roots: tuple[Tensor, ...]) -> None:
     if not is_reducing() and reducer_of and find_calls(roots, reducer_of)[1]:
         raise TrainingError(
             "a replicated model was called inside of a reentrant checkpoint, where its gradients "
@@ -135,15 +136,15 @@ def _check_that_an_outer_backward_sums(roots: tuple[Tensor, ...]) -> None:
 
 
 def _unequal_block() -> Block | None:
-    """Whose rows these are, where somebody averages and this rank's part is not the usual one."""
+    """This rank's block, if gradients are averaged later and it is not an N-th of its batch."""
     block = forward_calls.current_candidates().resolve() if externally_averaged else None
     return None if block is None or block.count * block.size == block.total else block
 
 
-def _for_an_average(
+def _backward_of_averages(
     original: Function, roots: tuple[Tensor, ...], grad_tensors: Any, rest: tuple[Any, ...]
 ) -> None:
-    """No replica is in this graph. What somebody else averages gets its weight."""
+    """Backward of a graph without a replica: gradients that are averaged later get their weight."""
     block = _unequal_block()
     if block is None or not find_calls(roots, externally_averaged)[1]:
         original(roots, grad_tensors, *rest)
@@ -151,26 +152,26 @@ def _for_an_average(
     forward_calls.push(ForwardCall.of(block))
     try:
         weight = block.count * block.size / block.total
-        original(roots, _times(roots, grad_tensors, weight), *rest)
+        original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)
     finally:
         forward_calls.pop()
         batches.end_step()
 
 
-def _run(
+def _backward_of_replicas(
     original: Function,
     roots: tuple[Tensor, ...],
     weighted: list[Tensor | None],
     rest: tuple[Any, ...],
-    whose: ForwardCall,
+    call: ForwardCall,
 ) -> None:
-    forward_calls.push(whose)  # gradient checkpointing runs parts of the forward again
+    forward_calls.push(call)  # gradient checkpointing runs parts of the forward again
     try:
-        # A placeholder's numbers may be anything; they go nowhere.
-        anything = whose.is_placeholder and torch.is_anomaly_enabled()
+        # The numbers of a placeholder may be anything; they are not used.
+        unused = call.is_placeholder and torch.is_anomaly_enabled()
         with (
-            torch.autograd.set_detect_anomaly(False) if anything else nullcontext(),
-            reduce_during_backward(BackwardState(is_placeholder=whose.is_placeholder, sync=_sync)),
+            torch.autograd.set_detect_anomaly(False) if unused else nullcontext(),
+            reduce_during_backward(BackwardState(is_placeholder=call.is_placeholder, sync=_sync)),
         ):
             original(roots, weighted, *rest)
     finally:
@@ -178,38 +179,33 @@ def _run(
         batches.end_step()
 
 
-def _one_call(forwards: list[ForwardCall]) -> ForwardCall:
-    """Whose rows and weight a backward has.
+def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
+    """The call whose rows and weight a backward has.
 
-    All ranks decide alike: by the batches' sizes, never by their own share.
+    All ranks decide the same: by the batches' sizes, never by their own fraction.
     """
     if not forwards:
         return ForwardCall(forward_calls.current_candidates())
     stated = [call for call in forwards if call.weight is not None]
     first, *others = stated or forwards
-    shares = _shares(first.block)
-    if any(call.weight != first.weight or _shares(call.block) != shares for call in others):
+    fractions = _fractions(first.block)
+    if any(call.weight != first.weight or _fractions(call.block) != fractions for call in others):
         raise MixedBatchesError(_weight(call) for call in forwards)
     return first
 
 
-def _shares(block: Block | None) -> tuple[float, ...] | None:
+def _fractions(block: Block | None) -> tuple[float, ...] | None:
     return None if block is None else block.fractions()
 
 
 def _weight(call: ForwardCall) -> float:
-    """This rank's share of the batch's loss; equal shares where no batch was ever divided."""
+    """This rank's fraction of the batch's loss; an N-th if no batch was ever sharded."""
     if call.weight is not None:
         return call.weight
     return 1.0 / get_transport().size if call.block is None else call.block.fraction
 
 
-def _weighted(roots: tuple[Tensor, ...], grads: Any, whose: ForwardCall) -> list[Tensor | None]:
-    """The gradients at the roots, times this rank's weight."""
-    return _times(roots, grads, _weight(whose))
-
-
-def _times(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor | None]:
+def _multiply_grads(roots: tuple[Tensor, ...], grads: Any, weight: float) -> list[Tensor | None]:
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else list(grads)
     result: list[Tensor | None] = []
     for root, grad in zip(roots, given, strict=True):

@@ -35,7 +35,7 @@ MaskShape = Callable[[Tensor], Shape | None]
 
 _WORDS_PER_STEP = 8
 """32-bit words that a Philox4x64 gives for each step of its counter."""
-_REMEMBERED = 4096
+_MAX_MASKS = 4096
 _SELU_FLOOR = -1.7580993408473766
 """-lambda * alpha of SELU, what a dropped unit of alpha dropout becomes (Klambauer et al. 2017)."""
 
@@ -177,7 +177,7 @@ def _next_draw() -> MaskDraw | None:
     own = () if call.block is not None else (get_transport().rank,)
     draw = _drawn[_token()] = MaskDraw(derive_seed(call.seed, call.masks, *own), call.block)
     call.masks += 1
-    if len(_drawn) > _REMEMBERED:
+    if len(_drawn) > _MAX_MASKS:
         _drawn.popitem(last=False)
     return draw
 

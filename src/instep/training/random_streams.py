@@ -1,11 +1,11 @@
 """Streams of random numbers that do not depend on the rank.
 
-- The *shared* stream draws the order of samples: equal on all ranks, untouched by what the model
-  draws, a function of (seed, epoch).
-- The *sample's* streams draw what is random in a sample: functions of (seed, epoch, index),
-  whoever loads it.
-- The *model's* stream draws dropout masks (see `dropout`): a function of (seed, step, call,
-  position in the batch).
+- The *shared* stream draws the order of samples. It is equal on all ranks, independent of what the
+  model draws, and a function of (seed, epoch).
+- The *sample's* streams draw what is random in a sample. They are functions of (seed, epoch,
+  index), whichever rank loads it.
+- The *model's* stream draws dropout masks (see `random_ops`). It is a function of (seed, step,
+  call, position in the batch).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ T = TypeVar("T")
 
 
 def broadcast_seed() -> int:
-    """A seed that rank 0 draws from its torch generator, on all ranks (all draw). Collective."""
+    """A seed from rank 0's torch generator, on all ranks; every rank draws one. Collective."""
     return broadcast_object(int(torch.randint(2**63 - 1, ())))
 
 
 def derive_seed(*parts: object) -> int:
-    """One 63-bit seed from several values: streams of neighbouring values are unrelated."""
+    """A 63-bit seed from several values: streams of neighbouring values are unrelated."""
     digest = blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def default_generators() -> list[torch.Generator]:
-    """Torch's global ones: the CPU's and, where one is in use, that of this rank's GPU."""
+    """Torch's global generators: the CPU's and, if CUDA is in use, that of this rank's GPU."""
     if not torch.cuda.is_initialized():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-def make_rng_state(kind: torch.Generator, seed: int) -> Tensor:
-    """The state of a generator of this kind that begins with `seed`."""
-    return torch.Generator(kind.device).manual_seed(seed).get_state()
+def make_rng_state(like: torch.Generator, seed: int) -> Tensor:
+    """The state of a generator on the device of `like` that begins with `seed`."""
+    return torch.Generator(like.device).manual_seed(seed).get_state()
 
 
 def seed_all(seed: int) -> None:
@@ -60,7 +60,7 @@ def seed_all(seed: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RNGStates:
-    """Where the global generators on the CPU are: torch, numpy, random."""
+    """The states of the global generators on the CPU: torch, numpy, random."""
 
     torch: Tensor
     numpy: dict[str, Any]
@@ -68,11 +68,11 @@ class RNGStates:
 
     @classmethod
     def capture(cls) -> RNGStates:
-        """Where they are now."""
+        """The states now."""
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
 
     def restore(self) -> None:
-        """Set them back."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -105,7 +105,7 @@ class SharedRandomStream:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Draw from this stream."""
+        """Inside, the global generators draw from this stream."""
         if self._only_torch:
             outside = torch.get_rng_state()
             torch.set_rng_state(self._states.torch)
@@ -128,14 +128,14 @@ class SharedRandomStream:
 
 
 class SeededIndex(NamedTuple):
-    """What a sampler asks for when what is random in a sample shall not depend on who loads it."""
+    """What a sampler requests where the randomness of a sample must not depend on its loader."""
 
     index: Any
     epoch: int
 
 
 class SeededDataset(Dataset[T], Generic[T]):
-    """Draws each sample from a stream of its own, in whatever process loads it."""
+    """Draws each sample from a stream of its own, whichever process loads it."""
 
     def __init__(self, dataset: Dataset[T], seed: int) -> None:
         self.dataset = dataset
@@ -147,7 +147,7 @@ class SeededDataset(Dataset[T], Generic[T]):
 
 
 def is_deterministic(dataset: object) -> bool:
-    """Whether samples are known to have nothing random in them: they lie in memory."""
+    """Whether samples are known to have nothing random in them, because they lie in memory."""
     if type(dataset) is Subset:
         return is_deterministic(dataset.dataset)
     return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)

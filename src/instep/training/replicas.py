@@ -1,4 +1,4 @@
-"""A model kept in step: the same parameters everywhere, the gradient of the global batch."""
+"""`instep.replicate`: a model with the same parameters on all ranks, and its gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(eq=False)
 class Replica:
-    """What is kept about a replicated model."""
+    """The state of a replicated model."""
 
     transport: Transport
     statistics: Scope
@@ -51,19 +51,19 @@ class Replica:
     compression: Compression
     seed: int
     steps: int = 0
-    """How many training calls it has had."""
-    named: bool = False
-    """Whether randomness out of reach has been warned of."""
-    grown: bool = False
+    """The number of its calls in training."""
+    has_warned: bool = False
+    """Whether there was a warning of random numbers that each rank draws for itself."""
+    has_new_parts: bool = False
     """Whether a parameter or a module was added since the last call."""
 
 
 _replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
-"""Replicated models; their parts are not in here."""
-_owner_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
-"""Every module of a replicated model."""
+"""Replicated models, without their parts."""
+_replica_of_part: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+"""Every module of the replicated models."""
 _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Where batch statistics come from, by the parameters and buffers of replicated models."""
+"""Of which rows batch normalisation takes the statistics, by its parameters and buffers."""
 
 
 def replicate(
@@ -73,7 +73,7 @@ def replicate(
     dropout: Scope = "global",
     compression: Compression = None,
 ) -> M:
-    """Keep `model` in step on all ranks.
+    """Keep `model` the same on all ranks.
 
     Parameters and buffers become rank 0's. From now on every backward through the model leaves in
     `.grad` the gradient of the global batch (up to the rounding of sums in another order), batch
@@ -84,17 +84,18 @@ def replicate(
         model: any module; on the rank's own device. The optimizer may exist already.
         batch_statistics: "global", or "rank" to leave batch statistics to each rank's rows, which
             is faster and not the same as one process.
-        dropout: "global", or "rank" for masks that each rank draws by itself.
+        dropout: "global", or "rank" for masks that each rank draws for itself.
         compression: None, or what makes the gradients' messages smaller and `.grad` inexact:
             "bf16" or "fp16" send 16 bits for each number and add them up so (relative errors
             of `.grad` near 3e-3 and 3e-4; "fp16" overflows beyond 65504, as a scaled loss makes
             gradients do), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and
-            those with hooks travel whole. docs/compression.md says what it costs.
+            those with hooks travel whole. docs/compression.md has measurements.
 
     Returns:
         `model` itself: no wrapper, no prefix in its state dict, its children untouched.
 
-    Draws a seed from torch's generator. Warns of randomness that it cannot reach (InstepWarning).
+    Draws a seed from torch's generator. Warns of random numbers that it cannot make those of the
+    whole batch (InstepWarning).
     Raises ReplicatedTwiceError, DisagreementError (a parameter differs in name, shape or dtype
     between ranks), WrongDeviceError, TrainingError. Collective.
     """
@@ -103,34 +104,34 @@ def replicate(
             raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
     check_compression(compression)
     for name, module in model.named_modules():
-        if module in _owner_of:
+        if module in _replica_of_part:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
-    way = get_transport()
+    transport = get_transport()
     replica = Replica(
-        way,
-        # Alone, the rank's rows are the batch, and torch's own kernels the fastest way.
-        statistics=batch_statistics if way.size > 1 else "rank",
+        transport,
+        # On a single rank its rows are the batch, and torch's own kernels are the fastest.
+        statistics=batch_statistics if transport.size > 1 else "rank",
         dropout=dropout,
         compression=compression,
         seed=broadcast_seed(),
     )
-    _adopt(model, replica)
+    _add_new_parts(model, replica)
     _replica_of[model] = replica
     if dropout == "global":
-        replica.named = _warn_of_layers(model)
+        replica.has_warned = _warn_of_layers(model)
     model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
     _patch_torch()
     return model
 
 
-def replicated(model: nn.Module) -> bool:
-    """Whether `model` or a part of it is kept in step."""
-    return any(module in _owner_of for module in model.modules())
+def is_replicated(model: nn.Module) -> bool:
+    """Whether `model` or a part of it is a replica."""
+    return any(module in _replica_of_part for module in model.modules())
 
 
-def _adopt(model: nn.Module, replica: Replica) -> None:
-    """Bring what is new in `model` in step: all of it, or what was added later. Collective."""
+def _add_new_parts(model: nn.Module, replica: Replica) -> None:
+    """Replicate what is new in `model`: all of it, or what was added later. Collective."""
     tensors = {
         name: tensor
         for named in (model.named_parameters(), model.named_buffers())
@@ -151,18 +152,18 @@ def _adopt(model: nn.Module, replica: Replica) -> None:
         "Build the same model on every rank.",
     )
     for module in model.modules():
-        _owner_of[module] = replica
+        _replica_of_part[module] = replica
     broadcast_coalesced(list(tensors.values()))
     for tensor in tensors.values():
         _statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
     if replica.transport.size > 1 and parameters:
         Reducer(parameters, replica.transport, replica.compression)
-    replica.grown = False
+    replica.has_new_parts = False
 
 
 def _warn_of_layers(model: nn.Module) -> bool:
-    """Name the layers that draw where nobody can step in; returns whether there are any."""
+    """Warn of layers whose random numbers cannot be replaced; returns whether there are any."""
     names = [
         f"{name or type(module).__name__} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -171,7 +172,7 @@ def _warn_of_layers(model: nn.Module) -> bool:
     if names:
         warnings.warn(
             f"dropout inside {', '.join(names)} is drawn by each rank: the numbers are not those "
-            "of one process. Dropout of its own (nn.Dropout) around it would be.",
+            "of one process. An nn.Dropout outside of the layer has the numbers of one process.",
             InstepWarning,
             stacklevel=3,
         )
@@ -179,7 +180,7 @@ def _warn_of_layers(model: nn.Module) -> bool:
 
 
 def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
-    """Say so, where a call has drawn more from torch's generators than its dropout masks."""
+    """Warn if a call has drawn more from torch's generators than its dropout masks."""
     expected = torch.Generator().manual_seed(seed)
     for _ in range(call.masks):
         torch.empty((), dtype=torch.int64).random_(generator=expected)
@@ -196,8 +197,8 @@ def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
         )
 
 
-# Hooks are module-level functions that look the module up: a deep copy or an unpickled model
-# carries them and is not a replica.
+# Hooks are functions of this module that look up the replica: a deep copy or an unpickled model
+# has these hooks and is not a replica.
 
 
 @disable_compile
@@ -205,8 +206,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     replica = _replica_of.get(module)
     if replica is None:
         return
-    if replica.grown:
-        _adopt(module, replica)
+    if replica.has_new_parts:
+        _add_new_parts(module, replica)
     replica.steps += module.training
     seed = derive_seed(replica.seed, replica.steps)
     call = ForwardCall(
@@ -223,30 +224,30 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     replica = _replica_of.get(module)
     call = forward_calls.current()
-    # A hook of the user's that came first and raised has kept `_enter` from running.
+    # If a hook of the user's that ran before has raised, `_enter` has not run.
     if replica is None or call is None or call.replica is not replica:
         return
     forward_calls.pop()
     if call.saved_rng_states:
-        if replica.dropout == "global" and not replica.named:
-            replica.named = True
+        if replica.dropout == "global" and not replica.has_warned:
+            replica.has_warned = True
             _warn_of_draws(module, call, derive_seed(call.seed, replica.transport.rank))
         for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
     forward_calls.tag_outputs(output, call)
 
 
-def _grow(module: nn.Module, name: str, added: object) -> None:
-    owner = _owner_of.get(module)
+def _on_registration(module: nn.Module, name: str, added: object) -> None:
+    owner = _replica_of_part.get(module)
     if owner is not None and added is not None:
-        owner.grown = True
+        owner.has_new_parts = True
 
 
 @functools.cache
 def _patch_torch() -> None:
-    """Answer for the functions of torch that replicas need; once, for good."""
-    register_module_parameter_registration_hook(_grow)
-    register_module_module_registration_hook(_grow)
+    """Replace the functions of torch that replicas need; once, for good."""
+    register_module_parameter_registration_hook(_on_registration)
+    register_module_module_registration_hook(_on_registration)
     functions = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(
@@ -278,7 +279,7 @@ def _batch_norm(
 
 def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
-    plain = torch_batchnorm._BatchNorm.forward if module in _owner_of else original
+    plain = torch_batchnorm._BatchNorm.forward if module in _replica_of_part else original
     output: Tensor = plain(module, x)
     return output
 

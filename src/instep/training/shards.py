@@ -1,4 +1,4 @@
-"""Which samples are mine: this rank's block of every batch of a loader, or of one batch."""
+"""`instep.shard`: this rank's block of every batch of a loader, or of one batch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def shard(what: DataLoader[T]) -> DataLoader[T]: ...
 @overload
 def shard(what: T) -> T: ...
 def shard(what: Any) -> Any:
-    """This rank's share: of every batch of a loader, or of one batch made by hand.
+    """This rank's rows of every batch of a loader, or of one batch of tensors.
 
     The batch is that of the whole job: rank r of N gets the samples [r*n//N, (r+1)*n//N) of each
     batch of n, in the order in which one process would see them. No sample is padded, dropped or
-    counted twice. A rank without samples gets one ghost sample that leaves no trace in gradients
-    or batch statistics, so that its loop runs as the others do. Where gradients are switched off
-    (evaluation under torch.no_grad()) it gets nothing instead: whatever the script adds up counts
-    every sample once.
+    counted twice. A rank without samples gets one placeholder that leaves no trace in
+    gradients or batch statistics, so that its loop runs as the others do. Where gradients are
+    switched off (evaluation under torch.no_grad()) it gets nothing instead: whatever the script
+    adds up counts every sample once.
 
     Args:
         what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last,
@@ -64,27 +64,27 @@ def shard(what: Any) -> Any:
     if isinstance(what, ShardedLoader | SlicedLoader):
         raise ShardedTwiceError
     if isinstance(what, DataLoader):
-        return _sharded_loader(what)
-    return _sharded_batch(what)
+        return _shard_loader(what)
+    return _shard_batch(what)
 
 
 # ------------------------------------------------------------------------------- one batch
 
 
-def _sharded_batch(batch: T) -> T:
+def _shard_batch(batch: T) -> T:
     total = count_rows(batch)
     if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
-    block = replace(_place(), total=total)
-    mine = slice_rows(batch, block)
-    register(mine, block)
-    return mine
+    block = replace(_empty_block(), total=total)
+    local = slice_rows(batch, block)
+    register(local, block)
+    return local
 
 
 # ------------------------------------------------------------------- a loader, by its indices
 
 
-def _sharded_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
+def _shard_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
     if not loader.in_order:
         raise CannotShardError(
             "a DataLoader with in_order=False gives each rank the batches in another order; "
@@ -96,7 +96,7 @@ def _sharded_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
     if not isinstance(loader.dataset, Sized):
         raise CannotShardError(
             f"{type(loader.dataset).__name__} has no length, so its batches have no agreed "
-            "order to slice_rows blocks from. Give it __len__ and __getitem__."
+            "order to take blocks from. Give it __len__ and __getitem__."
         )
     return ShardedLoader(loader)
 
@@ -110,7 +110,7 @@ class ShardedLoader(DataLoader[T]):
         assert whole.batch_sampler is not None
         self._seed = broadcast_seed()
         self._seeded = not is_deterministic(whole.dataset)
-        self._blocks = BlockBatchSampler(whole.batch_sampler, self._seed, named=self._seeded)
+        self._blocks = BlockBatchSampler(whole.batch_sampler, self._seed, seeded=self._seeded)
         super().__init__(
             whole.dataset,
             batch_sampler=self._blocks,
@@ -146,24 +146,24 @@ class ShardedLoader(DataLoader[T]):
         self._blocks.epoch += not bootstrap.is_world_of_one()
         batches = super().__iter__()
         assert self._blocks.last is not None
-        # Samples that are loaded in this process seed its generators.
-        aside = SharedRandomStream(0) if self._seeded and self.num_workers == 0 else None
-        return TrackedIterator(batches, self._blocks.last.planned, aside)
+        # To load samples in this process seeds its generators.
+        local_stream = SharedRandomStream(0) if self._seeded and self.num_workers == 0 else None
+        return TrackedIterator(batches, self._blocks.last.planned, local_stream)
 
 
 class BlockBatchSampler:
-    """The indices of this rank's block of every batch that another batch sampler makes.
+    """The indices of this rank's block of every batch of another batch sampler.
 
-    The order of each epoch is drawn from a shared stream of its own. `named`: ask for a
+    The order of each epoch is drawn from a shared stream of its own. `seeded`: request a
     `SeededIndex` instead of an index.
     """
 
-    def __init__(self, batches: Iterable[list[Any]], seed: int, *, named: bool) -> None:
+    def __init__(self, batches: Iterable[list[Any]], seed: int, *, seeded: bool) -> None:
         self.last: EpochBatches | None = None
         self._batches = batches
         self._seed = seed
-        self._named = named
-        self.epoch = -1  # counted by the loader: torch may iterate twice for one epoch
+        self._seeded = seeded
+        self.epoch = -1  # set by the loader: torch may iterate twice for one epoch
 
     def __len__(self) -> int:
         assert isinstance(self._batches, Sized)
@@ -171,40 +171,40 @@ class BlockBatchSampler:
 
     def __iter__(self) -> EpochBatches:
         stream = SharedRandomStream(
-            derive_seed(self._seed, self.epoch), only_torch=_of_torch(self._batches)
+            derive_seed(self._seed, self.epoch), only_torch=_is_of_torch(self._batches)
         )
-        epoch = self.epoch if self._named else None
-        self.last = EpochBatches(self._batches, stream, _place(), epoch)
+        epoch = self.epoch if self._seeded else None
+        self.last = EpochBatches(self._batches, stream, _empty_block(), epoch)
         return self.last
 
 
-def _place() -> Block:
-    """This rank's place, in a batch of no samples. In a scope of one rank, all is this rank's."""
-    way = get_transport()
-    return Block(way.rank, way.size, 0)
+def _empty_block() -> Block:
+    """This rank's block of a batch without samples. In a scope of one rank all rows are its own."""
+    transport = get_transport()
+    return Block(transport.rank, transport.size, 0)
 
 
-def _of_torch(sampler: object) -> bool:
-    """Whether a sampler is torch's own, which draws from torch's generator only."""
+def _is_of_torch(sampler: object) -> bool:
+    """Whether this is one of torch's samplers, which draw from torch's generator only."""
     if type(sampler).__module__ != Sampler.__module__:
         return False
     inner = getattr(sampler, "sampler", None)
-    return inner is None or _of_torch(inner)
+    return inner is None or _is_of_torch(inner)
 
 
 class EpochBatches:
-    """One pass: iterate for index lists; `planned` holds their blocks until delivered."""
+    """One epoch's lists of indices; `planned` holds their blocks until the batches are loaded."""
 
     def __init__(
         self,
         batches: Iterable[list[Any]],
         stream: SharedRandomStream,
-        place: Block,
+        empty_block: Block,
         epoch: int | None,
     ) -> None:
         self.planned: deque[Block] = deque()
         self._stream = stream
-        self._place = place
+        self._empty_block = empty_block
         self._epoch = epoch
         with stream.activate():
             self._batches = iter(batches)
@@ -215,23 +215,23 @@ class EpochBatches:
     def __next__(self) -> list[Any]:
         with self._stream.activate():
             batch = list(next(self._batches))
-        block = replace(self._place, total=len(batch))
+        block = replace(self._empty_block, total=len(batch))
         self.planned.append(block)
-        mine = block.slice(batch)
+        local = block.slice(batch)
         if self._epoch is None:
-            return mine
-        return [SeededIndex(index, self._epoch) for index in mine]
+            return local
+        return [SeededIndex(index, self._epoch) for index in local]
 
 
 class TrackedIterator(Generic[T]):
-    """Hands out batches and notes whose block each one is."""
+    """Yields batches and registers the block of each one."""
 
     def __init__(
-        self, batches: Iterator[T], planned: deque[Block], aside: SharedRandomStream | None
+        self, batches: Iterator[T], planned: deque[Block], local_stream: SharedRandomStream | None
     ) -> None:
         self._batches = batches
         self._planned = planned
-        self._aside = aside
+        self._local_stream = local_stream
         self._tracker = BatchTracker(self)
         self._last: T | None = None
 
@@ -247,34 +247,34 @@ class TrackedIterator(Generic[T]):
                 raise
             self._last = batch
             block = self._planned.popleft()
-            if _wanted(block):
+            if _is_yielded(block):
                 register(batch, block, self._tracker)
                 return batch
             batches.register_skipped(block, self._tracker)
 
     def _load(self) -> T:
         try:
-            if self._aside is None:
+            if self._local_stream is None:
                 return next(self._batches)
-            with self._aside.activate():
+            with self._local_stream.activate():
                 return next(self._batches)
         except StopIteration:
             raise
         except Exception:
             # The rank whose sample it is fails too; any sample keeps this rank's loop running. The
-            # loop may still hold the batch before, so its tensors must not become a ghost's.
+            # loop may still hold the last batch, so its tensors must not become a placeholder's.
             if self._last is None or not (self._planned and self._planned[0].is_empty):
                 raise
-            return _first_row(self._last)
+            return _copy_first_row(self._last)
 
 
-def _first_row(batch: T) -> T:
+def _copy_first_row(batch: T) -> T:
     """A copy of a batch's first sample."""
 
-    def copied(leaf: Any) -> Any:
+    def copy_row(leaf: Any) -> Any:
         return leaf[:1].clone() if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
-    first: T = tree_map(copied, batch)
+    first: T = tree_map(copy_row, batch)
     return first
 
 
@@ -282,7 +282,7 @@ def _first_row(batch: T) -> T:
 
 
 class SlicedLoader(Generic[T]):
-    """Any other loader: every rank loads the whole batch and keeps its rows.
+    """Any other loader: every rank loads the whole batch and keeps its own rows.
 
     Attributes are the loader's own.
     """
@@ -303,16 +303,18 @@ class SlicedLoader(Generic[T]):
         stream = SharedRandomStream(derive_seed(self._seed, self._epoch))
         with stream.activate():
             batches = iter(self._whole)
-        return SlicedIterator(batches, stream, _place())
+        return SlicedIterator(batches, stream, _empty_block())
 
 
 class SlicedIterator(Generic[T]):
-    """Cuts this rank's block out of each batch."""
+    """Yields this rank's rows of each batch."""
 
-    def __init__(self, batches: Iterator[T], stream: SharedRandomStream, place: Block) -> None:
+    def __init__(
+        self, batches: Iterator[T], stream: SharedRandomStream, empty_block: Block
+    ) -> None:
         self._batches = batches
         self._stream = stream
-        self._place = place
+        self._empty_block = empty_block
         self._tracker = BatchTracker(self)
 
     def __iter__(self) -> SlicedIterator[T]:
@@ -326,14 +328,14 @@ class SlicedIterator(Generic[T]):
             except StopIteration:
                 batches.register_end(self._tracker)
                 raise
-            block = replace(self._place, total=count_rows(batch))
-            if _wanted(block):
-                mine = slice_rows(batch, block)
-                register(mine, block, self._tracker)
-                return mine
+            block = replace(self._empty_block, total=count_rows(batch))
+            if _is_yielded(block):
+                local = slice_rows(batch, block)
+                register(local, block, self._tracker)
+                return local
             batches.register_skipped(block, self._tracker)
 
 
-def _wanted(block: Block) -> bool:
-    """Whether the loop gets this block: a ghost is for training only."""
+def _is_yielded(block: Block) -> bool:
+    """Whether the loop gets this block: a placeholder is for training only."""
     return torch.is_grad_enabled() or not block.is_empty

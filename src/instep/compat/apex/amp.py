@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from instep.compat.apex.parallel.distributed import DistributedDataParallel
 from instep.distributed.rendezvous import bootstrap
 from instep.process.patching import Patch, PatchHandle
-from instep.training.amp.casting import cast, casting, no_cast
+from instep.training.amp.casting import active_dtype, cast, no_cast
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.mixed import Mixed, prepare
 
@@ -238,7 +238,7 @@ def _register(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
 def _with_casts(function: F, cast_all: Callable[[Any, torch.dtype], Any]) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (half := casting()) is not None:
+        if (half := active_dtype()) is not None:
             args, kwargs = cast_all((args, kwargs), half)
         return function(*args, **kwargs)
 

@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
             True,
             momentum or 0.0,
             self.eps,
-            way=_NegotiatedTransport(),
+            transport=_NegotiatedTransport(),
         )
 
 

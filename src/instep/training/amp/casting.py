@@ -1,4 +1,4 @@
-"""In which dtype a model computes: its parameters, its inputs and outputs, or torch's functions."""
+"""Casts: of a model's parameters, of its inputs and outputs, or in torch's functions (autocast)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) ->
 def cast_inputs_and_outputs(
     model: nn.Module, inside: torch.dtype | None, outside: torch.dtype
 ) -> None:
-    """Cast what floats among a model's inputs to `inside`, and among its outputs to `outside`."""
+    """Cast a model's floating-point inputs to `inside`, and such outputs to `outside`."""
     if inside is not None:
-        model.register_forward_pre_hook(_Entrance(inside), with_kwargs=True)
-    model.register_forward_hook(_Exit(outside))
+        model.register_forward_pre_hook(_CastInputs(inside), with_kwargs=True)
+    model.register_forward_hook(_CastOutputs(outside))
 
 
 @dataclass(frozen=True)
-class _Entrance:
+class _CastInputs:
     """A forward pre-hook that can be pickled with its model."""
 
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class _Entrance:
 
 
 @dataclass(frozen=True)
-class _Exit:
+class _CastOutputs:
     """A forward hook that can be pickled with its model."""
 
     dtype: torch.dtype
@@ -73,54 +73,54 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
 # ------------------------------------------------------------------------- torch's functions
 
 _devices: tuple[str, ...] = ()
-"""Kinds of device whose functions are cast; none where nobody asked for it."""
+"""The types of device whose functions are cast."""
 
 
-def cast_functions(dtype: torch.dtype, kinds: Iterable[str]) -> None:
-    """Let torch's functions choose their dtype by themselves from now on, in this thread.
+def cast_functions(dtype: torch.dtype, device_types: Iterable[str]) -> None:
+    """Let torch's functions choose their dtype (autocast) in this thread, until `stop_casting`.
 
-    That is PyTorch's autocast without an end: losses and whatever else is computed outside of the
-    model are cast too. Weights are cast at each use: a cache would outlive the optimizer's step.
-    Backward computes in the dtypes that forward chose.
+    Losses and whatever else is computed outside of the model are cast too. Weights are cast at each
+    use: a cache would outlive the optimizer's step. Backward computes in the dtypes that forward
+    chose.
     """
     global _devices
     stop_casting()
-    _devices = tuple(kinds)
+    _devices = tuple(device_types)
     torch.set_autocast_cache_enabled(False)
-    for kind in _devices:
-        torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_enabled(kind, True)
+    for device_type in _devices:
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_enabled(device_type, True)
     names = ("backward", "grad")
-    PatchHandle(Patch(torch.autograd, name, _as_it_is, compile="skip") for name in names)
+    PatchHandle(Patch(torch.autograd, name, _without_cast, compile="skip") for name in names)
 
 
 def stop_casting() -> None:
-    """Let torch's functions be as they were."""
+    """End `cast_functions`."""
     global _devices
-    for kind in _devices:
-        torch.set_autocast_enabled(kind, False)
+    for device_type in _devices:
+        torch.set_autocast_enabled(device_type, False)
     if _devices:
         torch.set_autocast_cache_enabled(True)
     _devices = ()
 
 
-def casting() -> torch.dtype | None:
-    """The half-precision dtype that functions are cast to here and now, or None."""
-    for kind in _devices:
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
+def active_dtype() -> torch.dtype | None:
+    """The half-precision dtype to which functions are cast at this point, or None."""
+    for device_type in _devices:
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
     return None
 
 
 @contextmanager
 def no_cast() -> Iterator[None]:
-    """Let functions compute in the dtype of their inputs for a while."""
+    """Inside, functions compute in the dtype of their inputs."""
     with ExitStack() as stack:
-        for kind in _devices:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in _devices:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
-def _as_it_is(original: Function, *args: Any, **kwargs: Any) -> Any:
+def _without_cast(original: Function, *args: Any, **kwargs: Any) -> Any:
     with no_cast():
         return original(*args, **kwargs)

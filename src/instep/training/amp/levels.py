@@ -1,4 +1,4 @@
-"""What each level means: a table, and what may be said against it. Pure.
+"""The options of each level, and the checks of what overrides them. Pure.
 
 The levels and the names of their options are those of NVIDIA Apex.
 """
@@ -18,24 +18,24 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Options:
-    """What a level does. None where it has no opinion."""
+    """What a level does. None: the level leaves this as it is."""
 
     opt_level: Level
-    """Which level these options began as."""
+    """The level from which these options started."""
     cast_model_type: torch.dtype | None
     """The dtype of the model's parameters and buffers; inputs are cast to it, outputs back."""
     patch_torch_functions: bool
-    """Whether torch's functions choose their dtype by themselves (autocast), from now on."""
+    """Whether torch's functions choose their dtype by themselves (autocast)."""
     keep_batchnorm_fp32: bool | None
     """Whether batch normalisation stays in float32 in a model that is cast."""
     master_weights: bool | None
-    """Whether the optimizer steps float32 copies of parameters of half precision."""
+    """Whether the optimizer updates float32 copies of half-precision parameters."""
     loss_scale: float | Literal["dynamic"]
-    """What losses are multiplied by before backward."""
+    """The factor of losses before backward."""
 
     @property
     def scales(self) -> bool:
-        """Whether gradients must be looked at between backward and step at all."""
+        """Whether gradients must be unscaled or copied between backward and step."""
         return bool(self.master_weights) or self.loss_scale != 1.0
 
 
@@ -53,25 +53,25 @@ def levels(dtype: torch.dtype) -> dict[str, Options]:
     }
 
 
-def chosen(level: str, dtype: torch.dtype = torch.float16, **overrides: Any) -> Options:
+def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: Any) -> Options:
     """The options of a level with those overrides that are not None.
 
-    Raises PrecisionError for an unknown level or value, and for an override that the level leaves
-    no meaning for.
+    Raises PrecisionError for an unknown level or value, and for an override that contradicts the
+    level.
     """
     if dtype not in HALVES:
         raise PrecisionError.option("dtype", dtype, "torch.float16 or torch.bfloat16")
     table = levels(dtype)
     if level not in get_args(Level):
         raise PrecisionError.unknown_level(level, table)
-    told = {name: value for name, value in overrides.items() if value is not None}
-    for name, value in told.items():
-        _check_meaning(level, name, value)
-    read: dict[str, Any] = {name: _READ[name](value) for name, value in told.items()}
-    return replace(table[level], **read)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for name, value in given.items():
+        _check_override(level, name, value)
+    parsed: dict[str, Any] = {name: _PARSERS[name](value) for name, value in given.items()}
+    return replace(table[level], **parsed)
 
 
-def _check_meaning(level: str, name: str, value: object) -> None:
+def _check_override(level: str, name: str, value: object) -> None:
     why = ""
     if level == "O1":
         why = {
@@ -88,20 +88,20 @@ def _check_meaning(level: str, name: str, value: object) -> None:
         raise PrecisionError.contradiction(level, name, value, why)
 
 
-def _dtype(value: object) -> torch.dtype:
+def _parse_dtype(value: object) -> torch.dtype:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise PrecisionError.option("cast_model_type", value, "a floating-point torch.dtype")
     return value
 
 
-def _boolean(name: str, value: object) -> bool:
+def _parse_bool(name: str, value: object) -> bool:
     known = {"True": True, "False": False, True: True, False: False}
     if not isinstance(value, str | bool) or value not in known:
         raise PrecisionError.option(name, value, "True or False (or these as strings)")
     return known[value]
 
 
-def _scale(value: object) -> float | Literal["dynamic"]:
+def _parse_scale(value: object) -> float | Literal["dynamic"]:
     if value == "dynamic":
         return "dynamic"
     try:
@@ -113,10 +113,10 @@ def _scale(value: object) -> float | Literal["dynamic"]:
     return scale
 
 
-_READ = {
-    "cast_model_type": _dtype,
-    "patch_torch_functions": lambda value: _boolean("patch_torch_functions", value),
-    "keep_batchnorm_fp32": lambda value: _boolean("keep_batchnorm_fp32", value),
-    "master_weights": lambda value: _boolean("master_weights", value),
-    "loss_scale": _scale,
+_PARSERS = {
+    "cast_model_type": _parse_dtype,
+    "patch_torch_functions": lambda value: _parse_bool("patch_torch_functions", value),
+    "keep_batchnorm_fp32": lambda value: _parse_bool("keep_batchnorm_fp32", value),
+    "master_weights": lambda value: _parse_bool("master_weights", value),
+    "loss_scale": _parse_scale,
 }

@@ -1,4 +1,4 @@
-"""How far a loss is scaled, and whether any rank's gradients have overflowed."""
+"""Loss scales, and whether the gradients of any rank have overflowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class LossScaler:
     """The scale of one loss: fixed, or dynamic.
 
     A dynamic scale begins at 2^16, is halved by an overflow (not below `least`) and doubled after
-    `WINDOW` good steps in a row (not above `most`); a fixed one looks at nothing.
+    `WINDOW` good steps in a row (not above `most`); a fixed one never
+    changes.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class LossScaler:
         self._most = most
 
     def update(self, overflowed: bool) -> bool:
-        """Note how a step's gradients came out; returns whether the step must be skipped."""
+        """Adapt the scale after a backward; returns whether the step must be skipped."""
         skip = self.dynamic and overflowed
         if skip:
             self.scale = max(self._least, self.scale / 2)
@@ -54,13 +55,13 @@ def unscale(grads: Iterable[Tensor], scale: float) -> list[Tensor]:
     Returns for each dtype and device a float32 tensor of one element: 1 where an inf or a NaN was
     among them, else 0.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for grad in grads:
         values = grad._values() if grad.is_sparse else grad
         real = torch.view_as_real(values) if values.is_complex() else values
-        kinds.setdefault((real.dtype, real.device), []).append(real)
+        groups.setdefault((real.dtype, real.device), []).append(real)
     found = []
-    for (_, device), group in kinds.items():
+    for (_, device), group in groups.items():
         flag = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1.0 / scale, device=device)  # a copy to a GPU is waited for
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
@@ -68,7 +69,7 @@ def unscale(grads: Iterable[Tensor], scale: float) -> list[Tensor]:
     return found
 
 
-def any_rank(found: Iterable[Tensor], device: torch.device) -> bool:
+def any_rank_found(found: Iterable[Tensor], device: torch.device) -> bool:
     """Whether a flag is set on any rank; `device` is where this rank's parameters are. Collective.
 
     Gradients that were summed over ranks agree by themselves; parameters that no rank sums do not.

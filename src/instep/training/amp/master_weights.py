@@ -1,4 +1,4 @@
-"""Float32 copies of half-precision parameters: what the optimizer steps instead of them."""
+"""Float32 copies of half-precision parameters, which the optimizer updates instead of them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from instep.training.amp.levels import HALVES
 from instep.training.buckets.reducer import reducer_of
 
 _master_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Weak references to masters, by their parameters; optimizers hold the masters."""
+"""Weak references to master weights by their parameters; optimizers hold the master weights."""
 
 
-def master_of(parameter: Tensor) -> Master | None:
-    """The master of a parameter, while its optimizer lives."""
+def master_of(parameter: Tensor) -> MasterWeight | None:
+    """The master weight of a parameter, while its optimizer exists."""
     reference = _master_of.get(parameter)
     return None if reference is None else reference()
 
 
-class Master:
+class MasterWeight:
     """A half-precision parameter of the model and its float32 copy."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -32,10 +32,10 @@ class Master:
         self._version = parameter._version
         _master_of[parameter] = ref(self)
 
-    def follow(self) -> None:
-        """Take over what somebody else wrote into the parameter: a broadcast, a checkpoint.
+    def read_parameter(self) -> None:
+        """Copy what a broadcast or a checkpoint has written into the parameter.
 
-        An element that the copy rounds to is left as it is, with all its digits.
+        An element that rounds to the parameter's keeps all its digits.
         """
         if self.parameter._version == self._version:
             return
@@ -44,47 +44,47 @@ class Master:
             self.copy.copy_(torch.where(same, self.copy, self.parameter.to(torch.float32)))
         self._version = self.parameter._version
 
-    def lead(self) -> None:
+    def write_parameter(self) -> None:
         """Round the copy into the parameter."""
         with torch.no_grad():
             self.parameter.copy_(self.copy)
         self._version = self.parameter._version
 
-    def begin(self, scale: float) -> None:
-        """Before a backward of a scaled loss: what is in the copy's gradient will be added to.
+    def begin_backward(self, scale: float) -> None:
+        """Prepare for a backward of a scaled loss, which adds to the copy's gradient.
 
-        Where it may be this rank's part of a sum over ranks that is still to come, it goes through
-        the parameter's gradient once more, for whoever sums that.
+        If that gradient may be this rank's part of a sum that is still to be made, it is moved to
+        the parameter's gradient, which is summed.
         """
-        self.follow()
+        self.read_parameter()
         kept = self.copy.grad
-        if kept is None or self._grad_is_whole():
+        if kept is None or self._is_grad_complete():
             self.parameter.grad = None
         else:
             self.parameter.grad = (kept * scale).to(self.parameter.dtype)
             self.copy.grad = None
 
-    def take(self) -> Tensor | None:
-        """After it: the parameter's gradient, still scaled, in float32."""
+    def scaled_grad(self) -> Tensor | None:
+        """The parameter's gradient after backward, still scaled, in float32."""
         grad = self.parameter.grad
         return None if grad is None else grad.detach().to(torch.float32)
 
-    def keep(self, grad: Tensor) -> None:
-        """Add a gradient that is no longer scaled."""
+    def add_grad(self, grad: Tensor) -> None:
+        """Add an unscaled gradient."""
         self.copy.grad = grad if self.copy.grad is None else self.copy.grad.add_(grad)
 
-    def _grad_is_whole(self) -> bool:
+    def _is_grad_complete(self) -> bool:
         reducer = reducer_of.get(self.parameter)
         if reducer is None:
             return get_transport().size == 1
         return not reducer.has_partial_grad(self.parameter)
 
 
-# --------------------------------------------------------------- a model's state is in float32
+# ------------------------------------------------------------- state dictionaries in float32
 
 
 def save_in_float32(model: nn.Module) -> None:
-    """Let `state_dict` of a model and its parts hold float32: the master copies where there are
+    """Let `state_dict` of a model and its parts hold float32, from the master weights if there are
     any, so that a checkpoint loses no digit."""
     for module in model.modules():
         module.register_state_dict_post_hook(_to_float32)
@@ -100,7 +100,7 @@ def _to_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         if master is None:
             state[key] = tensor.detach().to(torch.float32)
         else:
-            master.follow()
+            master.read_parameter()
             state[key] = master.copy.detach()
 
 

@@ -18,11 +18,11 @@ from instep.training.amp.casting import (
     stop_casting,
 )
 from instep.training.amp.errors import PrecisionError
-from instep.training.amp.levels import HALVES, Options, chosen
-from instep.training.amp.loss_scaler import LossScaler, any_rank
+from instep.training.amp.levels import HALVES, Options, choose_options
+from instep.training.amp.loss_scaler import LossScaler, any_rank_found
 from instep.training.amp.master_weights import save_in_float32
-from instep.training.amp.optimizer_steps import Steps, Tell, prepared, steps_of
-from instep.training.replicas import replicated
+from instep.training.amp.optimizer_steps import OptimizerSteps, Report, is_prepared, steps_of
+from instep.training.replicas import is_replicated
 
 _prepared: WeakSet[nn.Module] = WeakSet()
 
@@ -34,7 +34,7 @@ def prepare(
     *,
     dtype: torch.dtype = torch.float16,
     num_losses: int = 1,
-    tell: Tell = lambda what: None,
+    tell: Report = lambda what: None,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     cast_model_outputs: torch.dtype | None = None,
@@ -56,44 +56,44 @@ def prepare(
     Args:
         models: in float32; changed in place, and still the same objects.
         optimizers: one, or several, of all parameters; changed in place.
-        level: where the options start from.
+        level: the options to start from.
         dtype: float16 or bfloat16.
         num_losses: how many losses have a scale of their own.
-        tell: told in a sentence when a step is skipped.
+        tell: called with a sentence when a step is skipped.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
-        cast_model_outputs: the dtype of what the models return; by default float32 where
-            parameters are cast, else what comes.
+        cast_model_outputs: the dtype of what the models return; by default float32 if the
+            parameters are cast, else what the models return.
         overrides: fields of `levels.Options` other than the level's.
 
     Returns:
-        The value that scales their losses.
+        An object that scales their losses.
 
-    A later call with other models ends what O1 casts for the earlier one, or takes it over.
+    A later call with other models replaces or ends the casts of an earlier O1.
     Raises PrecisionError.
     """
     models = [models] if isinstance(models, nn.Module) else list(models)
     optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    options = chosen(level, dtype, **overrides)
+    options = choose_options(level, dtype, **overrides)
     for model in models:
         _check_model(model)
-    if any(prepared(optimizer) for optimizer in optimizers):
+    if any(is_prepared(optimizer) for optimizer in optimizers):
         raise PrecisionError.twice("optimizer")
     for model in models:
         _cast(model, options, cast_model_outputs)
         _prepared.add(model)
     if options.patch_torch_functions:
-        cast_functions(dtype, _kinds_of_device(models))
+        cast_functions(dtype, _device_types(models))
     else:
         stop_casting()
     for optimizer in optimizers:
-        Steps(optimizer, options, tell)
+        OptimizerSteps(optimizer, options, tell)
     bounds = (min_loss_scale, max_loss_scale)
     scalers = [LossScaler(options.loss_scale, *bounds) for _ in range(num_losses)]
     return Mixed(options, optimizers, scalers)
 
 
 class Mixed:
-    """What `prepare` returns."""
+    """Scales the losses of models that `prepare` has prepared."""
 
     def __init__(self, options: Options, optimizers: list[Any], scalers: list[LossScaler]) -> None:
         self.options = options
@@ -111,18 +111,18 @@ class Mixed:
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> Iterator[Tensor]:
-        """Give the loss in float32 times its scale; at the end gradients are as if it were not.
+        """Yield the loss in float32 times its scale; at the end gradients are divided by the scale.
 
-        Where they hold an inf or a NaN on any rank, all ranks skip the optimizers' next step and
+        If they hold an inf or a NaN on any rank, all ranks skip the optimizers' next step and
         halve the scale.
 
         Args:
-            loss: any shape; backward is called on what the context gives.
+            loss: any shape; backward is called on what the context yields.
             optimizers: those whose parameters this backward reaches; all by default.
             loss_id: which of the losses this is.
             delay_unscale: leave the gradients scaled: another backward before the step will add
                 to them.
-            delay_overflow_check: scale back, but decide nothing.
+            delay_overflow_check: unscale, but neither check for overflow nor change the scale.
 
         Collective where the scale is dynamic. Raises PrecisionError.
         """
@@ -132,14 +132,14 @@ class Mixed:
             return
         steps = [steps_of(optimizer) for optimizer in self._listed(optimizers)]
         for each in steps:
-            each.begin(scaler.scale)
+            each.begin_backward(scaler.scale)
         yield loss.float() * scaler.scale
         if delay_unscale:
             return
-        found = [flag for each in steps for flag in each.end()]
+        found = [flag for each in steps for flag in each.end_backward()]
         if delay_overflow_check:
             return
-        overflowed = scaler.dynamic and any_rank(found, _device_of(steps, loss))
+        overflowed = scaler.dynamic and any_rank_found(found, _device_of(steps, loss))
         if scaler.update(overflowed):
             why = (
                 f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale "
@@ -149,7 +149,7 @@ class Mixed:
                 each.skip_next(why)
 
     def scaler(self, loss_id: int) -> LossScaler:
-        """The scale of one loss. Raises PrecisionError for one that was not announced."""
+        """The scale of one loss. Raises PrecisionError if there are fewer losses."""
         if loss_id not in range(len(self.scalers)):
             raise PrecisionError.no_such_loss(loss_id, len(self.scalers))
         return self.scalers[loss_id]
@@ -162,7 +162,7 @@ class Mixed:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Set the scales; for losses that `state` does not know they stay. Raises KeyError."""
+        """Set the scales of the losses that are in `state`. Raises KeyError."""
         for k, scaler in enumerate(self.scalers):
             if (saved := state.get(f"loss_scaler{k}")) is not None:
                 scaler.scale, scaler.good = saved["loss_scale"], int(saved["unskipped"])
@@ -173,20 +173,20 @@ class Mixed:
         return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
 
 
-def _kinds_of_device(models: list[nn.Module]) -> list[str]:
-    """Where the models are, or will be once they are moved."""
+def _device_types(models: list[nn.Module]) -> list[str]:
+    """The types of device of the models, now and after a move to the GPU."""
     kinds = {p.device.type for model in models for p in model.parameters()}
     return sorted(kinds | ({"cuda"} if torch.cuda.is_available() else set()))
 
 
-def _device_of(steps: list[Steps], loss: Tensor) -> torch.device:
+def _device_of(steps: list[OptimizerSteps], loss: Tensor) -> torch.device:
     return steps[0].device if steps else loss.device
 
 
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise PrecisionError.wrapped(f"in {type(model).__name__}")
-    if replicated(model):
+    if is_replicated(model):
         raise PrecisionError.wrapped("replicated")
     if model in _prepared:
         raise PrecisionError.twice("model")

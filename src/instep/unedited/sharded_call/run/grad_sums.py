@@ -28,7 +28,7 @@ from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 
-_FIRST = 2**64 - 1
+_HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
 
@@ -68,7 +68,7 @@ def alias_parameters(
         own = [parameters[k] for k in members]
         indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
         aliases = apply(_Alias, gradients, bucket, indices, transport, *own)
-        aliases[0].grad_fn._set_sequence_nr(_FIRST)
+        aliases[0].grad_fn._set_sequence_nr(_HIGHEST_PRIORITY)
         for k, alias in zip(members, aliases, strict=True):
             alias._is_param = True
             found[k] = alias
