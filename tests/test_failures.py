@@ -17,9 +17,9 @@ import pytest
 
 import components
 import failures
-from instep.distributed.watchdog.connection import Line
-from instep.distributed.watchdog.deadlock import stuck
-from instep.distributed.watchdog.event_loop import Loop
+from instep.distributed.watchdog.connection import Connection
+from instep.distributed.watchdog.deadlock import find_deadlock
+from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub import Hub
 from instep.process.exit_status import describe_exit, format_failure, shell_exit_code
 from instep.process.procfs import exit_code
@@ -170,7 +170,7 @@ def test_an_unedited_rank_that_fails_under_another_launcher_is_named(
 
 
 def test_all_watchers_look_closely_when_a_rank_waits_at_the_end_of_its_script() -> None:
-    loop = Loop()
+    loop = EventLoop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         hub = Hub(loop, 2, listener, "token")
         watchers, ends = [], []
@@ -178,19 +178,19 @@ def test_all_watchers_look_closely_when_a_rank_waits_at_the_end_of_its_script() 
             ours, theirs = socket.socketpair()
             ends.append(theirs)
             ours.settimeout(20)
-            hub.welcome(theirs)
-            watchers.append(Line(ours))
-            watchers[-1].say("hello", rank=rank, host="a", token="token")
+            hub.add_client(theirs)
+            watchers.append(Connection(ours))
+            watchers[-1].send("hello", rank=rank, host="a", token="token")
         running = threading.Thread(target=loop.run)
         running.start()
-        watchers[1].say("exits")
-        assert [watcher.hear() for watcher in watchers] == [[{"word": "closely"}]] * 2
+        watchers[1].send("at_exit")
+        assert [watcher.recv() for watcher in watchers] == [[{"type": "check_often"}]] * 2
         for watcher in watchers:
-            watcher.say("ended", code=0)
+            watcher.send("ended", code=0)
         running.join(20)
         assert not running.is_alive()
-        for end in (*watchers, *map(Line, ends)):
-            end.hang_up()
+        for end in (*watchers, *map(Connection, ends)):
+            end.close()
 
 
 DIES = """
@@ -354,7 +354,7 @@ def waits(**of: tuple[str, list[int]]) -> dict[int, dict[str, object]]:
     ],
 )
 def test_who_waits_in_vain(waiting: dict[int, dict[str, object]], expected: list[int]) -> None:
-    assert stuck(waiting) == expected
+    assert find_deadlock(waiting) == expected
 
 
 @pytest.mark.parametrize(
@@ -388,13 +388,13 @@ def test_the_exit_code_of_a_process_is_seen_from_outside(ending: str, code: int)
         os.close(pidfd)
 
 
-def test_a_line_hears_what_was_said_in_pieces_and_its_end() -> None:
+def test_a_connection_receives_messages_in_pieces_and_its_end() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
-    theirs.sendall(b'{"word": "a"}\n{"wor')
-    assert line.hear() == [{"word": "a"}]
-    theirs.sendall(b'd": "b"}\n')
-    assert line.hear() == [{"word": "b"}]
+    connection = Connection(ours)
+    theirs.sendall(b'{"type": "a"}\n{"typ')
+    assert connection.recv() == [{"type": "a"}]
+    theirs.sendall(b'e": "b"}\n')
+    assert connection.recv() == [{"type": "b"}]
     theirs.close()
-    assert line.hear() is None
-    line.hang_up()
+    assert connection.recv() is None
+    connection.close()

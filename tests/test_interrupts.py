@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import components
-from instep.distributed.watchdog.event_loop import Loop
+from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.interrupt_agreement import (
-    HERE_LIMIT,
-    LIMIT,
-    SAME,
-    STILL,
-    Agreement,
+    NO_COLLECTIVE_POLLS,
+    SAME_LINE_POLLS,
+    STALLED_NOW_POLLS,
+    STALLED_POLLS,
+    InterruptAgreement,
 )
 from launching import LAUNCHER_VARIABLES, Launch
 
@@ -215,55 +215,55 @@ class Told:
         self.came = came
         self.text = ""
 
-    def tell_all(self, word: str, **facts: object) -> None:
-        if word != "point":
-            self.words.append((word, facts.get("begun")))
+    def broadcast(self, message_type: str, **fields: object) -> None:
+        if message_type != "get_progress":
+            self.words.append((message_type, fields.get("count")))
 
-    def going(self) -> set[int]:
+    def running_ranks(self) -> set[int]:
         return {0, 1}
 
-    def all_came(self) -> bool:
+    def all_connected(self) -> bool:
         return self.came
 
-    def give_up(self, text: str) -> None:
+    def abort_job(self, text: str) -> None:
         self.text = text
 
 
-def begun(told: Told, *counts: int) -> Agreement:
-    agreement = Agreement(Loop(), told)
-    agreement.take(1, "interrupt", {})
-    agreement.take(0, "interrupt", {})
+def begun(told: Told, *counts: int) -> InterruptAgreement:
+    agreement = InterruptAgreement(EventLoop(), told)
+    agreement.handle(1, "interrupt", {})
+    agreement.handle(0, "interrupt", {})
     for rank, count in enumerate(counts):
-        agreement.take(rank, "halted", {"begun": count})
+        agreement.handle(rank, "paused", {"count": count})
     return agreement
 
 
-def looks(agreement: Agreement, count: int, *points: tuple[int, str]) -> None:
+def looks(agreement: InterruptAgreement, count: int, *points: tuple[int, str]) -> None:
     for _ in range(count):
         for rank, (number, line) in enumerate(points):
-            agreement.take(rank, "point", {"begun": number, "line": line})
-        agreement._look()
+            agreement.handle(rank, "progress", {"count": number, "line": line})
+        agreement._poll()
 
 
 def test_ranks_are_interrupted_at_a_collective_that_none_has_begun() -> None:
     told = Told()
     begun(told, 7, 8)
-    assert told.words == [("halt", None), ("after", 9)]
+    assert told.words == [("pause", None), ("interrupt_at", 9)]
 
 
 def test_ranks_that_have_not_met_are_interrupted_where_they_are() -> None:
     told = Told(came=False)
     begun(told)
-    assert told.words == [("here", None)]
+    assert told.words == [("interrupt_now", None)]
 
 
 @pytest.mark.parametrize(
     ("count", "points", "expected"),
     [
-        (SAME + 1, [(7, "a:1"), (7, "a:1")], True),  # asleep at one line
-        (STILL, [(7, "a:1"), (7, "a:2")], False),
-        (STILL + 1, [(7, "a:1"), (7, "a:2")], True),  # a loop without collectives
-        (LIMIT, [(7, "a:1"), (8, "a:2")], False),  # one waits in a collective for the other
+        (SAME_LINE_POLLS + 1, [(7, "a:1"), (7, "a:1")], True),  # asleep at one line
+        (NO_COLLECTIVE_POLLS, [(7, "a:1"), (7, "a:2")], False),
+        (NO_COLLECTIVE_POLLS + 1, [(7, "a:1"), (7, "a:2")], True),  # a loop without collectives
+        (STALLED_POLLS, [(7, "a:1"), (8, "a:2")], False),  # one waits in a collective for the other
     ],
 )
 def test_ranks_that_come_to_no_collective_are_interrupted_where_they_are(
@@ -271,12 +271,15 @@ def test_ranks_that_come_to_no_collective_are_interrupted_where_they_are(
 ) -> None:
     told = Told()
     looks(begun(told, 7, 8), count, *points)
-    assert (("here", None) in told.words) is expected
+    assert (("interrupt_now", None) in told.words) is expected
 
 
 @pytest.mark.parametrize(
     ("count", "points"),
-    [(LIMIT + 1, [(7, "a:1"), (8, "a:2")]), (STILL + HERE_LIMIT + 2, [(7, "a:1"), (7, "a:2")])],
+    [
+        (STALLED_POLLS + 1, [(7, "a:1"), (8, "a:2")]),
+        (NO_COLLECTIVE_POLLS + STALLED_NOW_POLLS + 2, [(7, "a:1"), (7, "a:2")]),
+    ],
 )
 def test_ranks_that_come_to_no_common_point_are_named(
     count: int, points: list[tuple[int, str]]
@@ -297,7 +300,7 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path) ->
         "    def __getitem__(self, index):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        return index\n"
-        "interrupts.begin(print)\n"
+        "interrupts.install(print)\n"
         "print(list(torch.utils.data.DataLoader(Data(), None, num_workers=1)))\n"
     )
     done = subprocess.run(

@@ -298,8 +298,8 @@ def garbage(draw: random.Random) -> bytes:
     """What somebody may say at a socket that is not meant for it."""
     value = draw.choice([None, True, -1, 1, 10**30, 1.5, "", "x" * 99, [], [1], {}, {"a": [{}]}])
     fields = ("job", "number", "count", "card", "ranks", "master", "rank", "host", "token", "code")
-    words = ("hello", "ended", "failed", "waits", "moves", "finished", "", "no word")
-    said = {"word": draw.choice([*words, value]), "job": ""}
+    words = ("hello", "ended", "failed", "waits", "resumed", "finished", "", "no word")
+    said = {"type": draw.choice([*words, value]), "job": ""}
     said |= dict.fromkeys(draw.sample(fields, draw.randrange(len(fields))), value)
     return draw.choice(
         [
@@ -308,7 +308,7 @@ def garbage(draw: random.Random) -> bytes:
             b"\xff\xfe\0\n",
             b"\n\n\n",
             b"[" * 30_000 + b"\n",
-            b'{"word":' * 5_000 + b"\n",
+            b'{"type":' * 5_000 + b"\n",
             b"1" * 5_000 + b"\n",
             draw.randbytes(draw.randrange(200)) + b"\n",
             draw.randbytes(draw.randrange(200)),  # and no end of the line
@@ -329,7 +329,7 @@ def pester(port: int, messages: int, seed: int) -> list[socket.socket]:
     for _ in range(100):
         held.append(socket.create_connection(("127.0.0.1", port)))
         with suppress(OSError):
-            held[-1].sendall(draw.choice([b"", b'{"word": "hel']))
+            held[-1].sendall(draw.choice([b"", b'{"type": "hel']))
     endless = socket.create_connection(("127.0.0.1", port))
     endless.settimeout(30)
     with suppress(ConnectionError):  # hung up on, before all of it was said

@@ -204,7 +204,7 @@ class _SharedScope:
                     f"{name} returned a {type(self.here.value).__name__} that cannot be sent to "
                     f"the other ranks: {why}. Return something that pickles, or None."
                 )
-        elif (trace := format_traceback(error)) and can_pickle(error):
+        elif (trace := format_exception(error)) and can_pickle(error):
             return _Result(pickle.dumps(error), trace), None
         else:
             problem = RunOnceError(
@@ -251,7 +251,7 @@ class _SharedScope:
                 self._store.delete_key(f"{self._key}/{name}")
 
 
-def format_traceback(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """The traceback as Python prints it."""
     return "".join(traceback.format_exception(error)).rstrip()
 

@@ -139,7 +139,7 @@ def _init(
     bare = dist.PrefixStore(prefix, opened.store) if prefix else opened.store
     store = bare if opened.key is None else VerifiedStore(bare, opened.key)
     one_host = opened.interface == interfaces.LOOPBACK
-    client.attend(world, store, opened.key, partial(_listener, store, one_host))
+    client.start_watcher(world, store, opened.key, partial(_listener, store, one_host))
     if device.type == "cuda":
         check_devices_differ(store, world, str(torch.cuda.get_device_properties(device).uuid))
     # NCCL's threads ask the store once a second as long as the job lasts: not of Python.
@@ -168,7 +168,7 @@ def ensure_init() -> None:
         _note_watched()
         world = current()
         if world.size > 1:
-            client.attend(world, store(), key(), listener)
+            client.start_watcher(world, store(), key(), listener)
 
 
 def _note_watched() -> None:

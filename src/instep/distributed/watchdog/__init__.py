@@ -1,14 +1,14 @@
-"""The watch: a small process beside each rank, which sees what the rank itself cannot say.
+"""The watchdog: a small process beside each rank, which sees failures that the rank cannot report.
 
-It sees that the rank died, though its launcher looks away and its peers sit in C code; that it
-waits for a rank which has ended; that ranks wait for each other in different collectives. Then it
-ends the ranks of the job, each one its own, so that none is left waiting.
+It sees that the rank died, whatever its launcher does; that the rank waits for one that has ended;
+that ranks wait for each other in different collectives. Then it ends the ranks of the job, each
+watcher its own, so that none is left waiting.
 
 ```
-rank 1 ── line ── watcher of rank 1 ─┐
-rank 2 ── line ── watcher of rank 2 ─┼─ hub, in the watcher of rank 0 ── line ── rank 0
+rank 1 ── connection ── watcher of rank 1 ─┐
+rank 2 ── connection ── watcher of rank 2 ─┼─ hub, in the watcher of rank 0 ── connection ── rank 0
 ```
 
-`attendant` lives in the rank and imports torch through `whereabouts`; everything else is the
-watcher's program, which imports the standard library only.
+It leans on `process` and on `identity`. `client` (begin there), `interrupts` and `stack_inspection`
+run in the rank; the others are the watcher's program, which imports the standard library only.
 """

@@ -1,6 +1,6 @@
-"""In the rank: start its watcher, tell it what happens here, and do what it says.
+"""In the rank: start its watcher, report to it, and carry out its orders.
 
-While all goes well nothing is said, and the thread that listens sleeps.
+While all goes well no messages are sent, and the thread that listens sleeps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog import interrupts
-from instep.distributed.watchdog.connection import Line
+from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.stack_inspection import (
     format_main_thread_stack,
     main_thread_line,
@@ -40,88 +40,89 @@ from instep.process.last_position import LastPosition, enable_faulthandler, writ
 from instep.process.tracebacks import is_caused_by_another_rank, root_cause, trim_traceback
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
-PATIENCE = 3.0
-"""Seconds that a rank which failed waits to hear whether it is the first, or to be ended."""
-FIRST = 1000
-"""Before what else multiprocessing does at its child's end, such as waiting for other children."""
-_attendants: list[Attendant] = []
-"""Of this process: one for each time that it has met the others; the last one is in office."""
-
+DECISION_SECONDS = 3.0
+"""For which a rank that failed waits to learn whether its failure is the first."""
+PRIORITY = 1000
+"""Of the finalizer: before multiprocessing waits for other children at its child's end."""
+_clients: list[WatcherClient] = []
+"""One for each time that this process has joined a job; the last one is active."""
 
 Listen = Callable[[], tuple[socket.socket, str]]
-"""Makes a socket that listens, and says by which name the other ranks find its host."""
+"""Makes a listening socket; also returns the name of its host for the other ranks."""
 
 
-def attend(world: World, store: dist.Store, key: bytes | None, listen: Listen) -> None:
-    """Have this rank watched, in a world of several. All ranks call this.
+def start_watcher(world: World, store: dist.Store, key: bytes | None, listen: Listen) -> None:
+    """Have this rank watched, in a world of several. Collective.
 
-    Through the `store` rank 0 says where its watcher, the hub, is; the others wait for that. Who
-    calls the hub, which `listen` gives its socket, proves with `key` that it is of this job; where
-    there is none, with a token that the store tells.
+    Rank 0 puts the address of its watcher, the hub, into `store`; the others wait for it. `listen`
+    makes the hub's socket. A watcher proves to the hub with `key` that it is of this job, or, where
+    there is none, with a token from the store.
     """
     if str(settings.WATCH) == "off":
         return
-    for earlier in _attendants[-1:]:
-        earlier.retire()
-    _attendants.append(Attendant(world, _hub(world, store, key, listen)))
+    for previous in _clients[-1:]:
+        previous.detach()
+    _clients.append(WatcherClient(world, _hub_address(world, store, key, listen)))
 
 
 def excepthook() -> Hook | None:
-    """What tells the watch of this rank's failure; None where `instep run` sees for itself."""
-    return _attendants[-1]._fail if _attendants and JOB not in os.environ else None
+    """The hook that reports this rank's failure; None under `instep run`, which sees it itself."""
+    return _clients[-1]._excepthook if _clients and JOB not in os.environ else None
 
 
-def _hub(
+def _hub_address(
     world: World, store: dist.Store, secret: bytes | None, listen: Listen
 ) -> dict[str, object]:
-    """Where the hub listens."""
-    key = f"instep/distributed/watchdog/{len(_attendants)}"
-    known: dict[str, object] = {} if secret is None else {"token": derive_key(secret, key).hex()}
+    key = f"instep/distributed/watchdog/{len(_clients)}"
+    address: dict[str, object] = {} if secret is None else {"token": derive_key(secret, key).hex()}
     if world.rank != 0:
-        known = json.loads(store.get(key)) | known
-        return known | {"hosts": [known.pop("host"), *_master(store)]}
+        address = json.loads(store.get(key)) | address
+        return address | {"hosts": [address.pop("host"), *_store_host(store)]}
     listener, host = listen()
-    told = {"host": host, "port": listener.getsockname()[1]}
+    published = {"host": host, "port": listener.getsockname()[1]}
     if secret is None:
-        known = {"token": secrets.token_hex(16)}
-        told |= known
-    store.set(key, json.dumps(told))
-    return {"listener": listener} | known
+        address = {"token": secrets.token_hex(16)}
+        published |= address
+    store.set(key, json.dumps(published))
+    return {"listener": listener} | address
 
 
-def _master(store: dist.Store) -> list[str]:
-    """Rank 0's host, by a name that this host knows, if the store has one."""
-    while (below := getattr(store, "underlying_store", None)) is not None:
-        store = below
+def _store_host(store: dist.Store) -> list[str]:
+    """Rank 0's host by the name under which this host reached it, if the store has one."""
+    while (underlying := getattr(store, "underlying_store", None)) is not None:
+        store = underlying
     return [store.host] if isinstance(store, dist.TCPStore) else []
 
 
 def announce_exit() -> None:
-    """This rank has come to the end of its script, and begins to wait for the others."""
-    for attendant in _attendants[-1:]:
-        attendant.announce_exit()
+    """This rank is at the end of its script and begins to wait for the others.
+
+    A rank that waits for it is deadlocked, which the watchers then find soon.
+    """
+    for client in _clients[-1:]:
+        client.send("at_exit")
 
 
 def remove_after_exit(own: str, shared: str | None) -> None:
-    """When this rank has ended, however it did, its watcher removes the folder `own`.
+    """When this rank has ended, in whichever way, its watcher removes the folder `own`.
 
     Then also `shared`, if no rank's folder is left in it.
     """
-    for attendant in _attendants[-1:]:
-        attendant.remove_after_exit(own, shared)
+    for client in _clients[-1:]:
+        client.send("remove_folders", own=own, shared=shared)
 
 
-class Attendant:
-    """This rank's end of the line to its watcher."""
+class WatcherClient:
+    """This rank's connection to its watcher."""
 
     def __init__(self, world: World, hub: dict[str, object]) -> None:
         self._world, self._pid = world, os.getpid()
-        self._named = threading.Event()
-        """Whether the job's first failure was named, or nobody is there to name it."""
-        self._follows = False
-        """Whether it was another rank's."""
+        self._decided = threading.Event()
+        """The job's first failure is known, or no watcher is left to choose it."""
+        self._is_first = True
+        """Whether it may be this rank's."""
         self._headline = ""
-        """What the user is told of it, if it was this rank's."""
+        """Of this rank's failure, if it is the first."""
         listener = hub.get("listener")
         self._seen = _seen_file()
         passed = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
@@ -139,13 +140,14 @@ class Attendant:
                 cwd="/",
                 start_new_session=True,
             )
-        watcher.returncode = 0  # it outlives this rank, which Popen would warn of
+        watcher.returncode = 0  # it outlives this rank, of which Popen would warn
         self._watcher = watcher.pid
         for fd in passed.values():
             os.close(fd)
-        self._line = Line(ours)
-        self._line.say(
-            "begin",
+        self._connection = Connection(ours)
+        self.send = self._connection.send
+        self.send(
+            "start",
             rank=world.rank,
             size=world.size,
             one_host=world.one_host,
@@ -154,112 +156,107 @@ class Attendant:
             supervised=JOB in os.environ,
             **(hub | passed),
         )
-        interrupts.begin(self._line.say)
+        interrupts.install(self.send)
         self._listener = threading.Thread(target=self._listen, name="instep watch", daemon=True)
         self._listener.start()
         atexit.register(self._finish)
-        if JOB not in os.environ:  # `instep run` sees for itself
-            self._hook = sys.excepthook
-            sys.excepthook = self._fail
+        if JOB not in os.environ:  # `instep run` sees failures itself
+            self._previous_hook = sys.excepthook
+            sys.excepthook = self._excepthook
             if parent_process() is not None:
-                Finalize(None, self._child_ends, exitpriority=FIRST)
+                Finalize(None, self._child_ends, exitpriority=PRIORITY)
 
-    def announce_exit(self) -> None:
-        """Who waits for it now waits in vain, which shall be seen soon."""
-        self._line.say("exits")
-
-    def remove_after_exit(self, own: str, shared: str | None) -> None:
-        """Have the watcher do it."""
-        self._line.say("remove", own=own, shared=shared)
-
-    def retire(self) -> None:
-        """This rank is about to meet the others anew. Of this watcher nothing is left."""
-        self._line.say("retired")
-        self._listener.join(PATIENCE)
+    def detach(self) -> None:
+        """End this watcher: the rank is about to join a job anew."""
+        self.send("detach")
+        self._listener.join(DECISION_SECONDS)
         atexit.unregister(self._finish)
 
-    # ----------------------------------------------------------------- what happens in this rank
+    # --------------------------------------------------------------------------- to the watcher
 
     def _finish(self) -> None:
         if os.getpid() == self._pid:
-            self._line.say("finished")
+            self.send("finished")
 
-    def _fail(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    def _excepthook(
+        self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
-            follows = is_caused_by_another_rank(error)
-            missed = getattr(root_cause(error), "rank", None) if follows else None
-            code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-            self._say_failed(code, follows=follows, missed=missed)
+            is_consequence = is_caused_by_another_rank(error)
+            awaited_rank = getattr(root_cause(error), "rank", None) if is_consequence else None
+            code = 130 if issubclass(error_type, KeyboardInterrupt) else 1
+            self._report_failure(code, is_consequence=is_consequence, awaited_rank=awaited_rank)
             trim_traceback(error)
-        self._hook(kind, error, error.__traceback__)
+        self._previous_hook(error_type, error, error.__traceback__)
 
     def _child_ends(self) -> None:
-        """What multiprocessing's children raise, and so mp.spawn's, never comes to sys.excepthook;
-        but it is still under way when they are finalized."""
+        """Report the exception of a child of multiprocessing, as of mp.spawn: it never reaches
+        sys.excepthook, but is still being handled when the finalizers run."""
         error = sys.exc_info()[1]
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         if code:
-            self._say_failed(code if isinstance(code, int) else 1)
+            self._report_failure(code if isinstance(code, int) else 1)
 
-    def _say_failed(self, code: int, **facts: object) -> None:
-        """Return when this rank may fail: when it is the first, or nobody can say who was."""
-        self._line.say("failed", code=code, **facts)
-        self._named.wait(PATIENCE)
-        if self._follows:
-            time.sleep(PATIENCE)  # the watcher ends this rank meanwhile
+    def _report_failure(self, code: int, **fields: object) -> None:
+        """Return when this rank may fail: it is the first, or nobody knows the first."""
+        self.send("failed", code=code, **fields)
+        self._decided.wait(DECISION_SECONDS)
+        if not self._is_first:
+            time.sleep(DECISION_SECONDS)  # the watcher ends this rank meanwhile
         os.write(2, self._headline.encode())  # torch's own hook around this one catches prints
 
-    # --------------------------------------------------------------------- what the watcher says
+    # ------------------------------------------------------------------------- from the watcher
 
     def _listen(self) -> None:
-        self._note()
-        while (said := self._line.hear()) is not None:
-            for words in said:
-                if words["word"] == "where":
-                    self._note()
-                    self._line.say("stands", wait=main_thread_wait())
-                elif words["word"] == "told":
-                    self._headline = words["headline"] + "\n"
-                    self._named.set()
-                elif words["word"] == "hush":
-                    self._follows = True
-                    self._named.set()
-                elif words["word"] == "leave":
-                    self._leave(words["code"], words["why"])
-                elif words["word"] == "die":
-                    self._die(words["text"], words["missed"])
-                else:
-                    interrupts.hear(words["word"], {"line": main_thread_line(), **words})
-        self._named.set()
-        interrupts.alone()
-        self._line.hang_up()
+        self._record_line()
+        while (messages := self._connection.recv()) is not None:
+            for message in messages:
+                self._handle(message.pop("type"), message)
+        self._decided.set()
+        interrupts.disconnect()
+        self._connection.close()
         os.close(self._seen)
         with suppress(ChildProcessError):  # the script waits for all children itself
             os.waitpid(self._watcher, 0)
 
-    def _note(self) -> None:
+    def _handle(self, message_type: str, message: Message) -> None:
+        if message_type == "get_position":
+            self._record_line()
+            self.send("position", wait=main_thread_wait())
+        elif message_type == "first":
+            self._headline = message["headline"] + "\n"
+            self._decided.set()
+        elif message_type == "not_first":
+            self._is_first = False
+            self._decided.set()
+        elif message_type == "exit":
+            self._exit(message["code"], message["reason"])
+        elif message_type == "abort":
+            self._abort(message["text"], message["awaited_rank"])
+        else:
+            interrupts.handle_message(message_type, {"line": main_thread_line(), **message})
+
+    def _record_line(self) -> None:
         write_position(self._seen, main_thread_line())
 
-    def _die(self, text: str, missed: int | None) -> None:
-        """The main thread is stuck, so it cannot raise an error."""
+    def _abort(self, text: str, awaited_rank: int | None) -> None:
+        """End this rank with an error that the main thread, which is blocked, cannot raise."""
         stack = format_main_thread_stack()
         if FAILURE_FILE not in os.environ:
             os.write(2, f"instep: {text}\n{stack}".encode())
-        self._leave(1, f"{text}\n{stack}", missed)
+        self._exit(1, f"{text}\n{stack}", awaited_rank)
 
-    def _leave(self, code: int, why: str, missed: int | None = None) -> None:
+    def _exit(self, code: int, reason: str, awaited_rank: int | None = None) -> None:
         """End this process with that code, whatever the main thread does."""
-        self._line.say("leaving", writing=pending_writes.has_pending_writes())
+        self.send("exiting", writing=pending_writes.has_pending_writes())
         pending_writes.wait_for_writes()
         path = os.environ.get(FAILURE_FILE)
         if path is not None:
             rank, now = self._world.rank, time.time()
-            Failure(rank, now, code, text=why, is_consequence=True, awaited_rank=missed).write(
-                Path(path)
-            )
+            Failure(
+                rank, now, code, text=reason, is_consequence=True, awaited_rank=awaited_rank
+            ).write(Path(path))
         for stream in (sys.stdout, sys.stderr):
             with suppress(ValueError, OSError):
                 stream.flush()
@@ -268,14 +265,14 @@ class Attendant:
 
 @cache
 def _crash_file() -> int:
-    """Where a fatal signal leaves Python's account of it, for the watcher."""
+    """The file for Python's report of a fatal signal, which the watcher reads."""
     fd = os.memfd_create("crash")
     enable_faulthandler(fd)
     return fd
 
 
 def _seen_file() -> int:
-    """Where this rank notes its line: for `instep run`, or for the watcher alone."""
+    """The file for this rank's line: for `instep run`, or for the watcher alone."""
     path = os.environ.get(FAILURE_FILE)
     if path is None:
         return os.memfd_create("seen")

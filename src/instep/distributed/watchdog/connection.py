@@ -1,4 +1,4 @@
-"""A line between two processes: each says words with facts, one JSON object per line of text."""
+"""A connection between two processes: messages with a type and fields, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-Said = dict[str, Any]
-"""One thing that was said: the word is under "word"."""
-LONGEST = 1 << 20
-"""Bytes of one thing that is said."""
+Message = dict[str, Any]
+"""The fields of a message; its type is under "type"."""
+MAX_BYTES = 1 << 20
+"""Of one message."""
 
 
-class Line:
-    """One end of it."""
+class Connection:
+    """This process's end of it."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._begun = b""
-        """What was heard of a thing that has not been said to its end."""
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._incomplete = b""
+        """The beginning of a message whose end has not arrived."""
 
     def fileno(self) -> int:
-        """Readable when something was said, or the other end hung up."""
-        return self._end.fileno()
+        """Readable when there are messages, or when the peer has closed its end."""
+        return self._socket.fileno()
 
-    def say(self, word: str, **facts: object) -> None:
-        """Say it; who has hung up does not hear it."""
+    def send(self, message_type: str, **fields: object) -> None:
+        """Send a message; it is lost if the peer has closed its end."""
         with suppress(OSError):
-            self._end.sendall(json.dumps({"word": word, **facts}).encode() + b"\n")
+            self._socket.sendall(json.dumps({"type": message_type, **fields}).encode() + b"\n")
 
-    def hear(self) -> list[Said] | None:
-        """Wait, and return what was said, in order; None when the other end has hung up, or says
-        what nobody of ours would: then it should be hung up on.
+    def recv(self) -> list[Message] | None:
+        """Wait, and return the messages that arrived, in order.
 
-        Raises OSError where the other end's host does not answer.
+        None when the peer has closed its end, or sends anything but messages: then this end should
+        be closed, too. Raises OSError where the peer's host does not answer.
         """
         try:
-            data = self._end.recv(65536)
+            data = self._socket.recv(65536)
         except ConnectionResetError:
             return None
         if not data:
             return None
-        *whole, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > LONGEST:
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > MAX_BYTES:
             return None
         try:
-            return [_understood(text) for text in whole]
+            return [_parse(line) for line in lines]
         except (ValueError, RecursionError):
             return None
 
-    def hang_up(self) -> None:
-        """The end of it."""
-        self._end.close()
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
 
 
-def _understood(text: bytes) -> Said:
-    """Raises ValueError or RecursionError for what is no line of ours."""
-    said = json.loads(text)
-    if not isinstance(said, dict) or not isinstance(said.get("word"), str):
-        raise ValueError("no word")
-    return said
+def _parse(line: bytes) -> Message:
+    """Raises ValueError or RecursionError for anything but a message."""
+    message = json.loads(line)
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError("no type")
+    return message

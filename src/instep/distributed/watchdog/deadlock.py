@@ -1,29 +1,29 @@
-"""Which ranks wait for each other in vain (pure)."""
+"""Detection of ranks that wait for each other (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from instep.distributed.watchdog.connection import Said
+from instep.distributed.watchdog.connection import Message
 
 
-def stuck(waits: Mapping[int, Said]) -> list[int]:
-    """The ranks that can never go on, given in which collective each waiting rank is.
+def find_deadlock(waits: Mapping[int, Message]) -> list[int]:
+    """The ranks that can never go on, given the collective in which each waiting rank is.
 
-    A wait has "op" and "members", the ranks that this collective needs. Who waits for a rank that
-    is not waiting may still be helped, and so may who waits for that one. What remains is stuck,
-    unless all of it is in one and the same collective: then it is the network that is slow.
+    A wait has "op" and "members", the ranks that take part in the collective. A rank that waits for
+    a running rank may still go on, and so may a rank that waits for that one. The remaining ranks
+    are deadlocked, unless all of them are in the same collective: then only the network is slow.
     """
-    left = dict(waits)
-    while helped := [r for r, wait in left.items() if not left.keys() >= set(wait["members"])]:
-        for rank in helped:
-            del left[rank]
-    kinds = {(wait["op"], *wait["members"]) for wait in left.values()}
-    return sorted(left) if len(kinds) > 1 else []
+    blocked = dict(waits)
+    while free := [r for r, wait in blocked.items() if not blocked.keys() >= set(wait["members"])]:
+        for rank in free:
+            del blocked[rank]
+    collectives = {(wait["op"], *wait["members"]) for wait in blocked.values()}
+    return sorted(blocked) if len(collectives) > 1 else []
 
 
-def described(waits: Mapping[int, Said]) -> str:
-    """Who waits where, one rank to a line."""
+def format_waits(waits: Mapping[int, Message]) -> str:
+    """The call and the line of each waiting rank, one rank per line."""
     return "\n".join(
         f"  rank {rank} waits in {wait['call']} at {wait['line']}"
         for rank, wait in sorted(waits.items())

@@ -1,4 +1,4 @@
-"""Wait for several things at once: lines, process descriptors, and moments."""
+"""Callbacks for connections, process descriptors and timers."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ import socket
 import time
 from collections.abc import Callable
 
-from instep.distributed.watchdog.connection import Line
+from instep.distributed.watchdog.connection import Connection
 
-Source = int | socket.socket | Line
+Source = int | socket.socket | Connection
 
 
-class Loop:
-    """Calls what is to be called, one at a time, until it is told to stop."""
+class EventLoop:
+    """Calls callbacks, one at a time, until it is stopped. The methods are named as asyncio's."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._moments: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._goes_on = True
+        self._running = True
 
-    def on(self, source: Source, react: Callable[[], None]) -> None:
-        """Call `react` whenever there is something to read."""
-        self._selector.register(source, selectors.EVENT_READ, react)
+    def add_reader(self, source: Source, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever there is something to read."""
+        self._selector.register(source, selectors.EVENT_READ, callback)
 
-    def off(self, source: Source) -> None:
-        """Not any more."""
+    def remove_reader(self, source: Source) -> None:
+        """Stop calling it."""
         self._selector.unregister(source)
 
-    def after(self, seconds: float, react: Callable[[], None]) -> None:
-        """Call `react` once, in so many seconds."""
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback` once, after that many seconds."""
         self._count += 1
-        heapq.heappush(self._moments, (time.monotonic() + seconds, self._count, react))
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, callback))
 
     def run(self) -> None:
-        """Return when `stop` was called."""
-        while self._goes_on:
-            wait = self._moments[0][0] - time.monotonic() if self._moments else None
+        """Return after `stop`."""
+        while self._running:
+            wait = self._timers[0][0] - time.monotonic() if self._timers else None
             for key, _ in self._selector.select(wait):
                 key.data()
-            while self._moments and self._moments[0][0] <= time.monotonic():
-                heapq.heappop(self._moments)[2]()
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
 
     def stop(self) -> None:
-        """End `run`, as soon as what it calls now has returned."""
-        self._goes_on = False
+        """End `run` when the current callback has returned."""
+        self._running = False

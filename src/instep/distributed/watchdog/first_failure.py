@@ -1,43 +1,43 @@
-"""Which of several failures came first (pure)."""
+"""The choice of the first of several failures (pure)."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
 
-from instep.distributed.watchdog.connection import Said
+from instep.distributed.watchdog.connection import Message
 from instep.process.exit_status import format_ranks
 
-APART = 0.002
-"""Seconds between the ends of two ranks, as their watchers saw them, that tell which was first."""
+RESOLUTION = 0.002
+"""Seconds. If two ranks ended within them, as their watchers saw it, their order is open."""
 _BY_LAUNCHERS = (-signal.SIGKILL, -signal.SIGTERM, None)
-"""How a launcher ends the other ranks as soon as one has died; None where that is not known."""
+"""Exit codes of ranks that a launcher ends because another one has died; None: unknown."""
 
 
-def first(news: Sequence[Said]) -> Said:
-    """The failure that is to be named, of those that were heard in this order.
+def find_first_failure(failures: Sequence[Message]) -> Message:
+    """The failure to report, of those that arrived in this order.
 
-    One that vanished without a word comes before those who complain. Where a launcher may have
-    killed some of those that vanished, and it cannot be seen which, all of these are named (the
-    others under "with").
+    A rank that died silently comes before ranks that report an error. If the launcher may have
+    killed some of those that died, and their order is open, all of these are reported (the others
+    under "with").
     """
-    silent = [failure for failure in news if failure["silent"]]
-    own = [failure for failure in news if not failure.get("follows")]
+    silent = [failure for failure in failures if failure["silent"]]
     if not silent:
-        return (own or news)[0]
-    began = [failure for failure in silent if failure["code"] not in _BY_LAUNCHERS]
-    if began:
-        return began[0]
-    here = [failure for failure in silent if failure["host"] == silent[0]["host"]]
-    seen = [failure["moment"] for failure in here if failure.get("moment") is not None]
-    earliest = [f for f in here if f.get("moment") is None or f["moment"] < min(seen) + APART]
-    return _all_in_one(earliest)
+        independent = [failure for failure in failures if not failure.get("is_consequence")]
+        return (independent or failures)[0]
+    not_killed = [failure for failure in silent if failure["code"] not in _BY_LAUNCHERS]
+    if not_killed:
+        return not_killed[0]
+    on_host = [failure for failure in silent if failure["host"] == silent[0]["host"]]
+    times = [failure["time"] for failure in on_host if failure.get("time") is not None]
+    earliest = [f for f in on_host if f.get("time") is None or f["time"] < min(times) + RESOLUTION]
+    return _merge(earliest)
 
 
-def _all_in_one(failures: Sequence[Said]) -> Said:
-    chosen, *rest = failures
+def _merge(failures: Sequence[Message]) -> Message:
+    first, *rest = failures
     if not rest:
-        return chosen
+        return first
     others = [failure["rank"] for failure in rest]
-    what = f"{chosen['what']}, at the same moment as {format_ranks(others)}"
-    return chosen | {"what": what, "with": others}
+    description = f"{first['description']}, at the same moment as {format_ranks(others)}"
+    return first | {"description": description, "with": others}

@@ -1,4 +1,4 @@
-"""The hub: where the watchers of a job meet, in the process of rank 0's watcher."""
+"""The hub: it connects the watchers of a job. It runs in the process of rank 0's watcher."""
 
 from __future__ import annotations
 
@@ -8,257 +8,250 @@ from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 
-from instep.distributed.watchdog import deadlock, first_failure
-from instep.distributed.watchdog.connection import Line, Said
-from instep.distributed.watchdog.event_loop import Loop
-from instep.distributed.watchdog.interrupt_agreement import Agreement
-from instep.distributed.watchdog.messages import is_sound
-from instep.process.exit_status import describe_early_exit, describe_exit, format_failure
+from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.deadlock import find_deadlock, format_waits
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.first_failure import find_first_failure
+from instep.distributed.watchdog.interrupt_agreement import InterruptAgreement
+from instep.distributed.watchdog.messages import failure_fields, is_valid
+from instep.process.exit_status import describe_early_exit, format_failure
 
-NEWS = 0.1
-"""Seconds after the first news of a failure until the first failure is named. A death is seen later
-than it happens, and a peer may have complained in between."""
-LAST_WORDS = 2.0
-"""Seconds that the rank which failed has to print, clean up and go, before the others are ended."""
-SEEN = 0.2
-"""Seconds after its end until the others are ended: their launcher shall see that one first."""
-OTHERS = 0.9
-"""Seconds that the others have to go."""
-ASKED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
-"""How a rank ends that was asked to."""
-STUCK, STUCK_AT_THE_END = 3.0, 1.0
-"""Seconds until ranks that seem stuck are looked at again; the second where one of them has come
-to the end of its script, so that it begins no collective any more."""
-GREETING = 5.0
-"""Seconds within which whoever has called says who it is."""
-CALLERS = 64
-"""Those who have called and not yet said who they are; with one more, the first is hung up on."""
+COLLECT_SECONDS = 0.1
+"""Between the first report of a failure and the choice of the first failure. A death is seen later
+than it happens, and a peer may have reported an error in between."""
+FAILED_RANK_SECONDS = 2.0
+"""For the rank that failed to print, clean up and exit, before the others are ended."""
+LAUNCHER_SECONDS = 0.2
+"""Between the end of the rank that failed and that of the others: their launcher shall see that one
+first."""
+OTHERS_SECONDS = 0.9
+"""For the other ranks to exit."""
+REQUESTED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+"""Exit codes of ranks that were asked to end."""
+DEADLOCK_SECONDS, EXIT_DEADLOCK_SECONDS = 3.0, 1.0
+"""Until ranks that seem deadlocked are checked again; the second where one of them is at the end of
+its script and so enters no further collective."""
+HELLO_SECONDS = 5.0
+"""Within which a new connection must identify itself."""
+MAX_UNIDENTIFIED = 64
+"""Connections that have not identified themselves; with one more, the oldest is closed."""
 
 
 class Hub:
-    """Hears what every watcher sees, names the first failure, and lets the others go after it."""
+    """Receives the reports of all watchers, finds the first failure, and ends the other ranks."""
 
-    def __init__(self, loop: Loop, size: int, listener: socket.socket, token: str) -> None:
+    def __init__(self, loop: EventLoop, size: int, listener: socket.socket, token: str) -> None:
         self._loop, self._size, self._token = loop, size, token
         self._listener = listener
-        self._callers: dict[Line, None] = {}
-        """Who has called and not yet said who it is, in this order."""
-        self._lines: dict[int, Line] = {}
+        self._unidentified: dict[Connection, None] = {}
+        """New connections, oldest first."""
+        self._connections: dict[int, Connection] = {}
         self._hosts: set[str] = set()
         self._ended: dict[int, int | None] = {}
         """The exit codes of the ranks that have ended."""
-        self._news: list[Said] = []
-        """What was heard of failures before one was named the first."""
-        self._first: Said | None = None
+        self._failures: list[Message] = []
+        """In the order of their arrival."""
+        self._first: Message | None = None
+        """The failure that is reported, once it is chosen."""
         self._finished: set[int] = set()
-        """The ranks that have come to the end of their program."""
+        """The ranks whose program has ended normally."""
         self._postponed = 0
-        self._left = self._concluded = False
-        """Whether the others were told to go; whether nothing is left to be said."""
-        self._agreement = Agreement(loop, self)
-        """About a Ctrl-C."""
-        self._waits: dict[int, Said] = {}
-        """In which collective each rank waits that does not get on."""
+        self._ending_others = self._over = False
+        """Whether the other ranks were told to exit; whether the hub's work is done."""
+        self._agreement = InterruptAgreement(loop, self)
+        self._waits: dict[int, Message] = {}
+        """The collectives of the ranks that make no progress."""
         listener.setblocking(False)
-        loop.on(listener, self._answer)
+        loop.add_reader(listener, self._accept)
 
-    def welcome(self, end: socket.socket) -> None:
-        """A watcher has called, or somebody else."""
-        line = Line(end)
-        self._callers[line] = None
-        self._loop.on(line, partial(self._hear_hello, line))
-        self._loop.after(GREETING, partial(self._refuse, line))
-        if len(self._callers) > CALLERS:
-            self._refuse(next(iter(self._callers)))
+    def add_client(self, sock: socket.socket) -> None:
+        """Wait for the hello of a new connection, which may be a watcher's or a stranger's."""
+        connection = Connection(sock)
+        self._unidentified[connection] = None
+        self._loop.add_reader(connection, partial(self._recv_hello, connection))
+        self._loop.call_later(HELLO_SECONDS, partial(self._reject, connection))
+        if len(self._unidentified) > MAX_UNIDENTIFIED:
+            self._reject(next(iter(self._unidentified)))
 
-    def _answer(self) -> None:
-        with suppress(OSError):  # the caller has gone again
-            self.welcome(self._listener.accept()[0])
+    def _accept(self) -> None:
+        with suppress(OSError):  # the peer has closed its end again
+            self.add_client(self._listener.accept()[0])
 
-    def _refuse(self, line: Line) -> None:
-        """Hang up on a caller that has not said who it is."""
-        if line in self._callers:
-            del self._callers[line]
-            self._loop.off(line)
-            line.hang_up()
+    def _reject(self, connection: Connection) -> None:
+        """Close a connection unless it has identified itself."""
+        if connection in self._unidentified:
+            del self._unidentified[connection]
+            self._loop.remove_reader(connection)
+            connection.close()
 
-    def _hear_hello(self, line: Line) -> None:
+    def _recv_hello(self, connection: Connection) -> None:
         try:
-            said = line.hear()
+            messages = connection.recv()
         except OSError:
-            said = None
-        if said == []:
-            return  # the rest of it is to come
-        if said is None or not self._is_of_this_job(said[0]):
-            self._refuse(line)
+            messages = None
+        if messages == []:
+            return  # it is incomplete
+        if messages is None or not self._is_hello(messages[0]):
+            self._reject(connection)
             return
-        del self._callers[line]
-        self._loop.off(line)
-        rank, host = said[0]["rank"], said[0]["host"]
-        self._lines[rank] = line
+        del self._unidentified[connection]
+        self._loop.remove_reader(connection)
+        rank, host = messages[0]["rank"], messages[0]["host"]
+        self._connections[rank] = connection
         self._hosts.add(host)
-        self._loop.on(line, partial(self._hear, rank, host))
+        self._loop.add_reader(connection, partial(self._recv, rank, host))
         for ended in self._ended:
-            line.say("ended", rank=ended)
+            connection.send("ended", rank=ended)
         if self._first is not None:
-            line.say("failed", **self._first)
-        for words in said[1:]:
-            self._take(rank, words)
+            connection.send("failed", **self._first)
+        for message in messages[1:]:
+            self._handle(rank, message)
 
-    def _is_of_this_job(self, said: Said) -> bool:
-        """Whether a watcher says so whose rank has no line yet."""
+    def _is_hello(self, message: Message) -> bool:
+        """Whether it is from a watcher of this job, whose rank is not connected yet."""
         return (
-            said["word"] == "hello"
-            and is_sound(said, self._size)
-            and compare_digest(said["token"].encode(errors="replace"), self._token.encode())
-            and said["rank"] not in self._lines
+            message["type"] == "hello"
+            and is_valid(message, self._size)
+            and compare_digest(message["token"].encode(errors="replace"), self._token.encode())
+            and message["rank"] not in self._connections
         )
 
-    def _hear(self, rank: int, host: str) -> None:
+    def _recv(self, rank: int, host: str) -> None:
         try:
-            said = self._lines[rank].hear()
+            messages = self._connections[rank].recv()
         except OSError as error:
-            said = None
-            what = f"is lost: its host {host} does not answer ({error.strerror})"
-            self._fail(failure(rank, host, 1, what, silent=True))
-        if said is None or not all(is_sound(words, self._size, rank) for words in said):
-            self._loop.off(self._lines[rank])
-            self._lines.pop(rank).hang_up()
+            messages = None
+            lost = f"is lost: its host {host} does not answer ({error.strerror})"
+            self._fail(failure_fields(rank, host, 1, lost, silent=True))
+        if messages is None or not all(is_valid(each, self._size, rank) for each in messages):
+            self._loop.remove_reader(self._connections[rank])
+            self._connections.pop(rank).close()
             self._end(rank, None)
-            if set(self._lines) <= {0} and 0 in self._ended:
-                self._nobody_is_left()  # or ever came
+            if set(self._connections) <= {0} and 0 in self._ended:
+                self._all_ended()  # the others have ended, too, or never connected
         else:
-            for words in said:
-                self._take(rank, words)
+            for message in messages:
+                self._handle(rank, message)
 
-    def _take(self, rank: int, said: Said) -> None:
-        word = said.pop("word")
-        if word == "ended":
-            self._end(rank, said["code"])
-        elif word == "finished":
+    def _handle(self, rank: int, message: Message) -> None:
+        message_type = message.pop("type")
+        if message_type == "ended":
+            self._end(rank, message["code"])
+        elif message_type == "finished":
             self._finished.add(rank)
-        elif word == "exits":
-            self.tell_all("closely")
-        elif word == "failed":
-            self._fail(said)
-        elif word == "waits":
-            self._waits[rank] = said
-            self._suspect()
-        elif word == "moves":
+        elif message_type == "at_exit":
+            self.broadcast("check_often")
+        elif message_type == "failed":
+            self._fail(message)
+        elif message_type == "waits":
+            self._waits[rank] = message
+            self._suspect_deadlock()
+        elif message_type == "resumed":
             self._waits.pop(rank, None)
         else:
-            self._agreement.take(rank, word, said)
+            self._agreement.handle(rank, message_type, message)
 
-    def tell_all(self, word: str, **facts: object) -> None:
-        """To every watcher."""
-        for line in self._lines.values():
-            line.say(word, **facts)
+    def broadcast(self, message_type: str, **fields: object) -> None:
+        """Send a message to every watcher."""
+        for connection in self._connections.values():
+            connection.send(message_type, **fields)
 
-    def going(self) -> set[int]:
-        """The ranks whose programs are under way."""
-        return self._lines.keys() - self._ended.keys() - self._finished
+    def running_ranks(self) -> set[int]:
+        """The connected ranks whose programs have not ended."""
+        return self._connections.keys() - self._ended.keys() - self._finished
 
-    def all_came(self) -> bool:
-        """Whether every rank has met the others."""
-        return len(self._lines.keys() | self._ended.keys()) == self._size
+    def all_connected(self) -> bool:
+        """Whether every rank has connected, or has ended."""
+        return len(self._connections.keys() | self._ended.keys()) == self._size
 
-    def give_up(self, text: str) -> None:
-        """End the job."""
-        speaker = self._lines.get(min(self.going(), default=0))
-        if self._first is None and not self._news and speaker is not None:
-            speaker.say("verdict", text=text)
+    def abort_job(self, text: str) -> None:
+        """Let the lowest running rank fail with this text, unless another failure is known."""
+        connection = self._connections.get(min(self.running_ranks(), default=0))
+        if self._first is None and not self._failures and connection is not None:
+            connection.send("abort", text=text)
 
     # ------------------------------------------------------------------------------- failures
 
-    def _fail(self, failure: Said) -> None:
-        self._news.append(failure)
-        if len(self._news) == 1:
-            self._loop.after(NEWS, self._name_the_first)
+    def _fail(self, failure: Message) -> None:
+        self._failures.append(failure)
+        if len(self._failures) == 1:
+            self._loop.call_later(COLLECT_SECONDS, self._choose_first)
 
-    def _name_the_first(self) -> None:
-        silent = [failure for failure in self._news if failure["silent"]]
-        if len(silent) == self._size and {failure["code"] for failure in silent} <= ASKED:
-            self._over()  # the whole job was told to end, and whoever did that knows
+    def _choose_first(self) -> None:
+        silent = [failure for failure in self._failures if failure["silent"]]
+        if len(silent) == self._size and {failure["code"] for failure in silent} <= REQUESTED:
+            self._finish()  # somebody ended the whole job, and knows it
             return
-        leaving = self._finished - self._ended.keys()  # did one fail, so that a peer complained?
-        if (not self.all_came() or (leaving and not silent)) and self._postponed < 5:
+        exiting = self._finished - self._ended.keys()  # one of them may have failed, unreported
+        if (not self.all_connected() or (exiting and not silent)) and self._postponed < 5:
             self._postponed += 1
-            self._loop.after(NEWS, self._name_the_first)
+            self._loop.call_later(COLLECT_SECONDS, self._choose_first)
             return
-        self._first = first_failure.first(self._news)
+        self._first = find_first_failure(self._failures)
         self._first["headline"] = self._headline(self._first)
-        self.tell_all("failed", **self._first)
+        self.broadcast("failed", **self._first)
         if self._first["rank"] in self._ended:
-            self._let_the_others_go()
+            self._end_others()
         else:
-            self._loop.after(LAST_WORDS, self._let_the_others_go)
+            self._loop.call_later(FAILED_RANK_SECONDS, self._end_others)
 
-    def _headline(self, first: Said) -> str:
-        """Of a rank that waited for one which had ended, it names the latter."""
-        rank, missed = first["rank"], first.get("missed")
-        where = f" on {first['host']}" if len(self._hosts) > 1 else ""
-        what = first["what"] + where
-        if missed is not None and (missed in self._finished or self._ended.get(missed) == 0):
-            what, rank = describe_early_exit(rank), missed
+    def _headline(self, first: Message) -> str:
+        """If the failure is a wait for a rank that had ended, the line is about the latter."""
+        rank, awaited = first["rank"], first.get("awaited_rank")
+        on_host = f" on {first['host']}" if len(self._hosts) > 1 else ""
+        description = first["description"] + on_host
+        if awaited is not None and (awaited in self._finished or self._ended.get(awaited) == 0):
+            description, rank = describe_early_exit(rank), awaited
         others = set(range(self._size)) - {rank, *first.get("with", ())}
-        return format_failure(
-            rank, self._size, what, others & self._finished, others - self._finished
-        )
+        finished = others & self._finished
+        return format_failure(rank, self._size, description, finished, others - finished)
 
-    def _let_the_others_go(self) -> None:
-        if not self._left:
-            self._left = True
-            self.tell_all("leave")
-            self._loop.after(OTHERS, self._over)
+    def _end_others(self) -> None:
+        if not self._ending_others:
+            self._ending_others = True
+            self.broadcast("exit")
+            self._loop.call_later(OTHERS_SECONDS, self._finish)
 
     def _end(self, rank: int, code: int | None) -> None:
         if rank in self._ended:
             return
         self._ended[rank] = code
-        self.tell_all("ended", rank=rank)
+        self.broadcast("ended", rank=rank)
         if self._first is not None and rank == self._first["rank"]:
-            self._loop.after(SEEN, self._let_the_others_go)
+            self._loop.call_later(LAUNCHER_SECONDS, self._end_others)
         if len(self._ended) == self._size:
-            self._nobody_is_left()
+            self._all_ended()
 
-    def _nobody_is_left(self) -> None:
-        if self._first is not None or not self._news:  # else one is about to be named
-            self._over()
+    def _all_ended(self) -> None:
+        if self._first is not None or not self._failures:  # else the first is about to be chosen
+            self._finish()
 
-    def _over(self) -> None:
-        if self._concluded:
+    def _finish(self) -> None:
+        if self._over:
             return
-        self._concluded = True
+        self._over = True
         if self._first is not None:
-            self.tell_all("over")
-        if self._first is None or 0 not in self._lines:
-            self._loop.stop()  # else rank 0's watcher, in this loop, does, when it has reported
+            self.broadcast("over")
+        if self._first is None or 0 not in self._connections:
+            self._loop.stop()  # else rank 0's watcher, in this loop, does so after its report
 
-    # ---------------------------------------------------------------------------- divergences
+    # ------------------------------------------------------------------------------ deadlocks
 
-    def _suspect(self) -> None:
-        if suspects := deadlock.stuck(self._waits):
-            seen = {rank: self._waits[rank] for rank in suspects}
-            at_the_end = any(wait["op"] == "exit" for wait in seen.values())
-            patience = STUCK_AT_THE_END if at_the_end else STUCK
-            self._loop.after(patience, partial(self._convict, seen))
+    def _suspect_deadlock(self) -> None:
+        if suspects := find_deadlock(self._waits):
+            waits = {rank: self._waits[rank] for rank in suspects}
+            at_exit = any(wait["op"] == "exit" for wait in waits.values())
+            delay = EXIT_DEADLOCK_SECONDS if at_exit else DEADLOCK_SECONDS
+            self._loop.call_later(delay, partial(self._check_deadlock, waits))
 
-    def _convict(self, seen: dict[int, Said]) -> None:
-        """They are stuck if they still wait as they did."""
+    def _check_deadlock(self, waits: dict[int, Message]) -> None:
+        """It is one if these ranks still wait as they did."""
         if (
             self._first is None
-            and not self._news
-            and all(self._waits.get(rank) is wait for rank, wait in seen.items())
+            and not self._failures
+            and all(self._waits.get(rank) is wait for rank, wait in waits.items())
         ):
             text = "the ranks wait for each other in different collectives:\n"
-            speaker = self._lines.get(min(seen))
-            if speaker is not None:
-                speaker.say("verdict", text=text + deadlock.described(seen))
-
-
-def failure(
-    rank: int, host: str, code: int | None, what: str | None = None, *, silent: bool
-) -> Said:
-    """The news that a rank failed; `silent` if it could not say so itself."""
-    what = describe_exit(code) if what is None else what
-    return {"rank": rank, "host": host, "code": code, "what": what, "silent": silent}
+            connection = self._connections.get(min(waits))
+            if connection is not None:
+                connection.send("abort", text=text + format_waits(waits))

@@ -1,107 +1,108 @@
-"""In the hub: at which point of the program an interrupt takes effect on every rank."""
+"""In the hub: the agreement on the point of the program at which a Ctrl-C takes effect."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from instep.distributed.watchdog.connection import Said
-from instep.distributed.watchdog.event_loop import Loop
+from instep.distributed.watchdog.connection import Message
+from instep.distributed.watchdog.event_loop import EventLoop
 from instep.process.exit_status import format_ranks
 
-LOOK = 0.25
-"""Seconds between two looks at where the ranks are."""
-SAME, STILL = 2, 8
-"""Looks. Ranks that have begun the same collectives are interrupted where they are, if they are at
-the same line for so many looks; or if none begins another for so many."""
-LIMIT, HERE_LIMIT = 40, 120
-"""Looks without a rank that gets on, after which the job ends: before and after that."""
+POLL_SECONDS = 0.25
+"""Between two requests for the progress of the ranks."""
+SAME_LINE_POLLS, NO_COLLECTIVE_POLLS = 2, 8
+"""Ranks that have entered the same number of collectives are interrupted where they are, if they
+are at the same line for so many polls, or if none enters another collective for so many."""
+STALLED_POLLS, STALLED_NOW_POLLS = 40, 120
+"""Polls without progress of any rank after which the job is aborted; the second number once the
+ranks may be interrupted where they are."""
 
 
-class Ranks(Protocol):
-    """What an agreement needs of the hub."""
+class Job(Protocol):
+    """The part of the hub that an agreement uses."""
 
-    def tell_all(self, word: str, **facts: object) -> None:
-        """To every rank."""
+    def broadcast(self, message_type: str, **fields: object) -> None:
+        """Send a message to every rank."""
 
-    def going(self) -> set[int]:
-        """The ranks whose programs are under way."""
+    def running_ranks(self) -> set[int]:
+        """The ranks whose programs have not ended."""
 
-    def all_came(self) -> bool:
-        """Whether every rank has met the others."""
+    def all_connected(self) -> bool:
+        """Whether every rank has connected."""
 
-    def give_up(self, text: str) -> None:
+    def abort_job(self, text: str) -> None:
         """End the job."""
 
 
-class Agreement:
-    """One Ctrl-C, from the first rank that hears of it until it has taken effect on all."""
+class InterruptAgreement:
+    """One Ctrl-C, from the first rank that reports it until it has taken effect on all."""
 
-    def __init__(self, loop: Loop, ranks: Ranks) -> None:
-        self._loop, self._ranks = loop, ranks
-        self._asked = self._told = self._here = self._over = False
-        """A rank was interrupted; all know after which collective; or that they need not wait."""
-        self._begun: dict[int, int] = {}
+    def __init__(self, loop: EventLoop, job: Job) -> None:
+        self._loop, self._job = loop, job
+        self._requested = self._target_sent = self._now = self._aborted = False
+        """A rank was interrupted; all know the collective; all may be interrupted at once."""
+        self._counts: dict[int, int] = {}
+        """The number of collectives that each rank has entered."""
         self._lines: dict[int, str] = {}
-        self._taken: dict[int, str] = {}
-        """At which line it took effect."""
-        self._seen: tuple[object, object] = ({}, {})
-        self._same = self._still = 0
-        """For how many looks the ranks are at the same line, or begin no collective."""
+        self._interrupted: dict[int, str] = {}
+        """The line at which it took effect."""
+        self._last: tuple[object, object] = ({}, {})
+        self._same_line = self._no_collective = 0
+        """Polls for which the ranks have been at the same line, or have entered no collective."""
 
-    def take(self, rank: int, word: str, said: Said) -> bool:
-        """What a rank says; whether it was about this."""
-        if word == "interrupt":
-            self._begin()
-        elif word == "halted":
-            self._begun[rank] = said["begun"]
-            if not self._told and self._ranks.going() <= self._begun.keys():
-                self._told = True
-                self._ranks.tell_all("after", begun=max(self._begun.values()) + 1)
-        elif word == "point":
-            self._begun[rank], self._lines[rank] = said["begun"], said["line"]
-        elif word == "taken":
-            self._taken[rank] = said["line"]
-        else:
-            return False
-        return True
+    def handle(self, rank: int, message_type: str, message: Message) -> None:
+        """Handle a message of a rank; other messages are ignored."""
+        if message_type == "interrupt":
+            self._start()
+        elif message_type == "paused":
+            self._counts[rank] = message["count"]
+            if not self._target_sent and self._job.running_ranks() <= self._counts.keys():
+                self._target_sent = True
+                self._job.broadcast("interrupt_at", count=max(self._counts.values()) + 1)
+        elif message_type == "progress":
+            self._counts[rank], self._lines[rank] = message["count"], message["line"]
+        elif message_type == "interrupted":
+            self._interrupted[rank] = message["line"]
 
-    def _begin(self) -> None:
-        if not self._asked:
-            self._asked = True
-            if self._ranks.all_came():
-                self._ranks.tell_all("halt")
+    def _start(self) -> None:
+        if not self._requested:
+            self._requested = True
+            if self._job.all_connected():
+                self._job.broadcast("pause")
             else:
-                self._let_them()
-            self._loop.after(LOOK, self._look)
+                self._interrupt_now()
+            self._loop.call_later(POLL_SECONDS, self._poll)
 
-    def _let_them(self) -> None:
-        self._here = True
-        self._still = 0
-        self._ranks.tell_all("here")
+    def _interrupt_now(self) -> None:
+        self._now = True
+        self._no_collective = 0
+        self._job.broadcast("interrupt_now")
 
-    def _look(self) -> None:
-        left = self._ranks.going() - self._taken.keys()
+    def _poll(self) -> None:
+        left = self._job.running_ranks() - self._interrupted.keys()
         if not left:
             return
-        self._judge(left)
-        self._ranks.tell_all("point")
-        self._loop.after(LOOK, self._look)
+        self._check_progress(left)
+        self._job.broadcast("get_progress")
+        self._loop.call_later(POLL_SECONDS, self._poll)
 
-    def _judge(self, left: set[int]) -> None:
-        now = dict(self._begun), dict(self._lines)
-        places = {(self._begun.get(rank), self._lines.get(rank)) for rank in left}
-        self._still = self._still + 1 if now[0] == self._seen[0] else 0
-        self._same = self._same + 1 if now == self._seen and len(places) == 1 else 0
-        self._seen = now
-        level = len({self._begun.get(rank) for rank in self._ranks.going()}) == 1
-        waiting = not self._here and not self._taken and self._told and level
-        if waiting and (self._same >= SAME or self._still >= STILL):
-            self._let_them()
-        elif self._still >= (HERE_LIMIT if self._here else LIMIT) and not self._over:
-            self._over = True
-            where = "\n".join(f"  rank {r} is at {self._lines.get(r, '?')}" for r in sorted(left))
-            who = format_ranks(left)
-            self._ranks.give_up(
-                f"interrupted, and {who} did not come to a point at which all ranks can be "
-                f"interrupted:\n{where}"
+    def _check_progress(self, left: set[int]) -> None:
+        now = dict(self._counts), dict(self._lines)
+        places = {(self._counts.get(rank), self._lines.get(rank)) for rank in left}
+        self._no_collective = self._no_collective + 1 if now[0] == self._last[0] else 0
+        self._same_line = self._same_line + 1 if now == self._last and len(places) == 1 else 0
+        self._last = now
+        level = len({self._counts.get(rank) for rank in self._job.running_ranks()}) == 1
+        waiting = not self._now and not self._interrupted and self._target_sent and level
+        stalled = self._no_collective >= (STALLED_NOW_POLLS if self._now else STALLED_POLLS)
+        if waiting and (
+            self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
+        ):
+            self._interrupt_now()
+        elif stalled and not self._aborted:
+            self._aborted = True
+            lines = "\n".join(f"  rank {r} is at {self._lines.get(r, '?')}" for r in sorted(left))
+            self._job.abort_job(
+                f"interrupted, and {format_ranks(left)} did not come to a point at which all ranks "
+                f"can be interrupted:\n{lines}"
             )

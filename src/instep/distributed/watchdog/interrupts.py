@@ -1,11 +1,11 @@
 """In the rank: Ctrl-C takes effect at the same point of the program on every rank.
 
-A terminal or a launcher interrupts each rank at another moment. If each raised KeyboardInterrupt
-there, one might have entered a collective that another never comes to. So a rank that is
-interrupted only says so. The hub stops all of them before their next collective, hears how many
-each has begun, and names one that none has begun: the exception is raised at the script's next
-line after that. Where no collective comes, the hub lets it be raised where the ranks are
-(`agreement`).
+A terminal or a launcher interrupts each rank at another time. If each raised KeyboardInterrupt at
+once, one might have entered a collective that another never enters. So a rank that is interrupted
+only reports it. The hub lets all ranks pause before their next collective, collects how many each
+has entered, and chooses one that none has entered: the exception is raised at the script's next
+line after that one. If no collective follows, the hub lets it be raised where the ranks are
+(`interrupt_agreement`).
 """
 
 from __future__ import annotations
@@ -22,162 +22,160 @@ from typing import Any
 
 from instep.process import PACKAGE_FOLDER
 
-Say = Callable[..., None]
-HELD = 10.0
-"""Seconds that a rank waits before a collective to hear which one it is to be."""
-TOGETHER = 0.5
-"""Seconds. What one Ctrl-C sends by two ways (terminal and launcher) is one interrupt."""
-_LET_THROUGH = (
+Send = Callable[..., None]
+PAUSE_SECONDS = 10.0
+"""For which a rank waits before a collective until the hub has chosen one."""
+SAME_INTERRUPT_SECONDS = 0.5
+"""Within which the signals from terminal and launcher are one Ctrl-C."""
+_INTERRUPTIBLE = (
     "process/patching.py",
     "unedited/rank0_relay.py",
     "unedited/std_streams.py",
     "unedited/processes/children.py",
 )
-"""Of instep's modules, those that wait for what the script waits for: input, a child process."""
-_WHOLE = ("nn/", "autograd/", "optim/", "utils/data/", "_dynamo/", "_tensor.py")
-_WHOLE_TOO = ("distributed/distributed_c10d.py", "distributed/c10d_logger.py")
-"""Of torch's, those that are not interrupted half-way: a step of some parameters on some ranks."""
+"""Modules of instep that wait for what the script waits for: input, a child process."""
+_UNINTERRUPTIBLE = (
+    *("nn/", "autograd/", "optim/", "utils/data/", "_dynamo/", "_tensor.py"),
+    *("distributed/distributed_c10d.py", "distributed/c10d_logger.py"),
+)
+"""Modules of torch that run to their end: else some ranks would update some of the parameters."""
 
-_begun = 0
-"""How many collectives of all ranks this one has begun."""
-_round: Round | None = None
-"""While Ctrl-C is to take effect."""
-_say: Say | None = None
-"""To the hub; None: this rank is on its own."""
+_count = 0
+"""The number of collectives of all ranks that this rank has entered."""
+_pending: PendingInterrupt | None = None
+_send: Send | None = None
+"""To the hub; None: interrupts take effect at once."""
 _process = -1
 _since = 0.0
-"""When this rank was interrupted, or heard that another was; 0: not yet."""
+"""The time when this rank was interrupted, or learned that another was; 0: not yet."""
 _handler: Any = signal.default_int_handler
-"""What an interrupt is to call: Python's handler, or the script's."""
+"""The handler that an interrupt calls in the end: Python's, or the script's."""
 
 
-class Round:
-    """One Ctrl-C, from the first news of it until it has taken effect here."""
+class PendingInterrupt:
+    """One Ctrl-C, from the first report of it until it has taken effect on this rank."""
 
     def __init__(self) -> None:
-        self.known = threading.Event()
-        """Whether it is said after which collective."""
+        self.decided = threading.Event()
+        """The hub has chosen the collective."""
         self.target = -1
-        self.here = False
-        """Whether it may take effect wherever this rank is."""
+        """The count of collectives after which it takes effect."""
+        self.now = False
+        """It may take effect wherever this rank is."""
         self.armed = self.over = False
 
 
-def begin(say: Say) -> None:
-    """From now on this rank, which has met the others, is interrupted together with them.
+def install(send: Send) -> None:
+    """From now on this rank is interrupted together with the others.
 
-    Does nothing in another thread than the main one, or where interrupts are ignored.
+    Does nothing in other threads than the main one, or where interrupts are ignored.
     """
-    global _say, _process, _handler
+    global _send, _process, _handler
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
-    if handler is _interrupted:
-        _say = say
+    if handler is _on_sigint:
+        _send = send
     elif main and callable(handler):
-        _say, _process, _handler = say, os.getpid(), handler
-        signal.signal(signal.SIGINT, _interrupted)
+        _send, _process, _handler = send, os.getpid(), handler
+        signal.signal(signal.SIGINT, _on_sigint)
 
 
-def alone() -> None:
-    """The watch is gone: an interrupt takes effect at once."""
-    global _say
-    _say = None
-    if _round is not None:
-        _round.known.set()
+def disconnect() -> None:
+    """The watcher has ended: an interrupt takes effect at once."""
+    global _send
+    _send = None
+    if _pending is not None:
+        _pending.decided.set()
 
 
 def count_collective() -> None:
-    """This rank begins a collective of all ranks."""
-    global _begun
-    _begun += 1
-    if _round is not None and not _round.over:
-        _stop_before(_round)
+    """This rank enters a collective of all ranks."""
+    global _count
+    _count += 1
+    if _pending is not None and not _pending.over:
+        _pause(_pending)
 
 
-def _stop_before(round_: Round) -> None:
-    round_.known.wait(HELD)
-    if 0 <= round_.target <= _begun and not round_.armed:
-        round_.armed = True
+def _pause(pending: PendingInterrupt) -> None:
+    pending.decided.wait(PAUSE_SECONDS)
+    if 0 <= pending.target <= _count and not pending.armed:
+        pending.armed = True
         if threading.current_thread() is threading.main_thread():
-            _at_next_line(sys._getframe())
+            _interrupt_at_next_line(sys._getframe())
         else:
-            _wake_main_thread(round_)
+            _interrupt_main_thread(pending)
 
 
-# ------------------------------------------------------------------------- what the hub says
+# -------------------------------------------------------------------- messages from the hub
 
 
-def hear(word: str, facts: dict[str, Any]) -> bool:
-    """In the thread that listens. Whether it was about an interrupt."""
-    global _round, _since
-    if word == "halt":
+def handle_message(message_type: str, message: dict[str, Any]) -> None:
+    """In the thread that listens. Other messages are ignored."""
+    global _pending, _since
+    if message_type in ("pause", "interrupt_now"):
         _since = _since or time.monotonic()
-        _round = _round or Round()
-        _tell("halted", begun=_begun)
-    elif word == "after" and _round is not None:
-        _round.target = facts["begun"]
-        _round.known.set()
-    elif word == "here":
-        _since = _since or time.monotonic()
-        _round = _round or Round()
-        _round.known.set()
-        if not (_round.armed or _round.over):
-            _wake_main_thread(_round)
-    elif word == "point":
-        _tell("point", begun=_begun, line=facts["line"])
-    else:
-        return False
-    return True
+        _pending = _pending or PendingInterrupt()
+    if message_type == "pause":
+        _send_to_hub("paused", count=_count)
+    elif message_type == "interrupt_at" and _pending is not None:
+        _pending.target = message["count"]
+        _pending.decided.set()
+    elif message_type == "interrupt_now" and _pending is not None:
+        _pending.decided.set()
+        if not (_pending.armed or _pending.over):
+            _interrupt_main_thread(_pending)
+    elif message_type == "get_progress":
+        _send_to_hub("progress", count=_count, line=message["line"])
 
 
-def _tell(word: str, **facts: object) -> None:
-    if _say is not None:
-        _say(word, **facts)
+def _send_to_hub(message_type: str, **fields: object) -> None:
+    if _send is not None:
+        _send(message_type, **fields)
 
 
-def _wake_main_thread(round_: Round) -> None:
-    round_.here = True
+def _interrupt_main_thread(pending: PendingInterrupt) -> None:
+    pending.now = True
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 # -------------------------------------------------------------------------- in the main thread
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _on_sigint(number: int, frame: FrameType | None) -> None:
     """The handler of SIGINT."""
     global _since
     if os.getpid() != _process:
-        _in_child(frame)
-    elif _round is not None and _round.here and not _round.over:
-        _round.here, _round.armed = False, True
-        script, inside = script_frame(frame)
+        _on_sigint_in_child(frame)
+    elif _pending is not None and _pending.now and not _pending.over:
+        _pending.now, _pending.armed = False, True
+        script, inside = interruptible_frame(frame)
         if inside and script is not None:
-            _at_next_line(frame)
+            _interrupt_at_next_line(frame)
         else:
-            _take_effect(frame)
-    elif not _since and _say is not None:
+            _interrupt(frame)
+    elif not _since and _send is not None:
         _since = time.monotonic()
-        _say("interrupt")
-    elif _say is None or time.monotonic() - _since > TOGETHER:
-        _call(frame)
+        _send("interrupt")
+    elif _send is None or time.monotonic() - _since > SAME_INTERRUPT_SECONDS:
+        _call_handler(frame)
 
 
-def _in_child(frame: FrameType | None) -> None:
-    """Of a process that was forked: the rank ends its loader's workers, as torch's rank does."""
+def _on_sigint_in_child(frame: FrameType | None) -> None:
+    """In a forked process. Loader workers ignore it: the rank ends them, as torch does."""
     data = sys.modules.get("torch.utils.data")
     if data is None or data.get_worker_info() is None:
-        _call(frame)
+        _call_handler(frame)
 
 
-def _take_effect(frame: FrameType | None) -> None:
-    assert _round is not None
-    _round.over = True
+def _interrupt(frame: FrameType | None) -> None:
+    assert _pending is not None
+    _pending.over = True
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-    _tell("taken", line=line)
-    _call(frame)
+    _send_to_hub("interrupted", line=line)
+    _call_handler(frame)
 
 
-def _call(frame: FrameType | None) -> None:
+def _call_handler(frame: FrameType | None) -> None:
     if callable(_handler):
         _handler(signal.SIGINT, frame)
     elif _handler == signal.SIG_DFL:
@@ -185,15 +183,15 @@ def _call(frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def _at_next_line(frame: FrameType | None) -> None:
-    """Take effect when the script comes to its next line: what it has called goes on till then."""
+def _interrupt_at_next_line(frame: FrameType | None) -> None:
+    """Interrupt at the script's next line: the call that it has made now returns first."""
     before = sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             sys.settrace(before)
             frame.f_trace = None
-            _take_effect(frame)
+            _interrupt(frame)
             return None
         if event == "return":
             frame.f_trace = None
@@ -202,7 +200,7 @@ def _at_next_line(frame: FrameType | None) -> None:
         return trace
 
     def follow(frame: FrameType | None) -> None:
-        script, _ = script_frame(frame)
+        script, _ = interruptible_frame(frame)
         if script is None:
             sys.settrace(before)
         else:
@@ -212,43 +210,44 @@ def _at_next_line(frame: FrameType | None) -> None:
     follow(frame)
 
 
-def script_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
-    """The innermost frame of the script, from which what must not stop half-way was called, and
-    whether there is such a call. None where the script has not begun, or has ended."""
+def interruptible_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """The script's innermost frame that may be interrupted, or None outside of the script.
+
+    Also returns whether that frame has called code that must run to its end.
+    """
     stack = []
     while frame is not None:
         stack.append(frame)
         frame = frame.f_back
     while stack and _is_in(stack[-1], (PACKAGE_FOLDER, "<frozen ")):
-        stack.pop()  # what has begun the script
+        stack.pop()  # the code that runs the script
     script = None
-    whole = _whole()
-    through = tuple(f"{PACKAGE_FOLDER}{file}" for file in _LET_THROUGH)
+    uninterruptible = _uninterruptible()
+    interruptible = tuple(f"{PACKAGE_FOLDER}{file}" for file in _INTERRUPTIBLE)
     for inner in reversed(stack):
-        if _is_in(inner, whole) and not _is_in(inner, through):
+        if _is_in(inner, uninterruptible) and not _is_in(inner, interruptible):
             return script, True
         script = inner
     return script, False
 
 
-def _is_in(frame: FrameType, places: tuple[str, ...]) -> bool:
-    return frame.f_code.co_filename.startswith(places)
+def _is_in(frame: FrameType, paths: tuple[str, ...]) -> bool:
+    return frame.f_code.co_filename.startswith(paths)
 
 
-def _whole() -> tuple[str, ...]:
+def _uninterruptible() -> tuple[str, ...]:
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     if torch is None:
         return (PACKAGE_FOLDER,)
-    above = f"{Path(torch).parent}/"
-    return (PACKAGE_FOLDER, *(f"{above}{place}" for place in (*_WHOLE, *_WHOLE_TOO)))
+    folder = f"{Path(torch).parent}/"
+    return (PACKAGE_FOLDER, *(f"{folder}{path}" for path in _UNINTERRUPTIBLE))
 
 
-# ------------------------------------------------------------- for the table of unedited scripts
+# ---------------------------------------------------------------- patches of unedited scripts
 
 
 def set_handler(original: Callable[..., Any], number: int, handler: Any) -> Any:
-    """For signal.signal: the script's handler of SIGINT is called at the same point on every
-    rank."""
+    """signal.signal: the script's handler of SIGINT is called at the same point on every rank."""
     global _handler
     main = threading.current_thread() is threading.main_thread()
     if number != signal.SIGINT or os.getpid() != _process or not main:
@@ -258,6 +257,6 @@ def set_handler(original: Callable[..., Any], number: int, handler: Any) -> Any:
 
 
 def get_handler(original: Callable[..., Any], number: int) -> Any:
-    """For signal.getsignal."""
+    """signal.getsignal."""
     handler = original(number)
-    return _handler if handler is _interrupted else handler
+    return _handler if handler is _on_sigint else handler

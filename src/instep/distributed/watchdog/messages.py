@@ -1,47 +1,62 @@
-"""What a watcher may say to the hub: which facts belong to which word (pure)."""
+"""The messages from a watcher to the hub: their types and fields (pure)."""
 
 from __future__ import annotations
 
-from instep.distributed.watchdog.connection import Said
+from instep.distributed.watchdog.connection import Message
+from instep.process.exit_status import describe_exit
 
 _TEXT, _NUMBER, _FLAG = (str,), (int,), (bool,)
 _NUMBER_OR_NONE = (int, type(None))
-_FACTS: dict[str, dict[str, tuple[type, ...]]] = {
+_FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "hello": {"rank": _NUMBER, "host": _TEXT, "token": _TEXT},
     "ended": {"code": _NUMBER_OR_NONE},
     "finished": {},
-    "exits": {},
+    "at_exit": {},
     "failed": {
         "rank": _NUMBER,
         "host": _TEXT,
         "code": _NUMBER_OR_NONE,
-        "what": _TEXT,
+        "description": _TEXT,
         "silent": _FLAG,
     },
     "waits": {"op": _TEXT, "call": _TEXT, "line": _TEXT, "members": (list,)},
-    "moves": {},
+    "resumed": {},
     "interrupt": {},
-    "halted": {"begun": _NUMBER},
-    "point": {"begun": _NUMBER, "line": _TEXT},
-    "taken": {"line": _TEXT},
+    "paused": {"count": _NUMBER},
+    "progress": {"count": _NUMBER, "line": _TEXT},
+    "interrupted": {"line": _TEXT},
 }
-_MAY: dict[str, tuple[type, ...]] = {
-    "follows": _FLAG,
-    "missed": _NUMBER_OR_NONE,
-    "told": _TEXT,
-    "moment": (float, type(None)),
+_OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {
+    "is_consequence": _FLAG,
+    "awaited_rank": _NUMBER_OR_NONE,
+    "last_position": _TEXT,
+    "time": (float, type(None)),
 }
-"""Facts that some say of a failure and some do not."""
+"""Of "failed"."""
 
 
-def is_sound(said: Said, size: int, rank: int | None = None) -> bool:
-    """Whether these are a word and facts that the watcher of `rank` may say among `size` ranks."""
-    facts = _FACTS.get(said["word"])
-    if facts is None or not all(type(said.get(name)) in types for name, types in facts.items()):
+def is_valid(message: Message, size: int, rank: int | None = None) -> bool:
+    """Whether the watcher of `rank` may send this message in a job of `size` ranks."""
+    fields = _FIELDS.get(message["type"])
+    if fields is None or not all(type(message.get(key)) in types for key, types in fields.items()):
         return False
-    if not all(type(said[name]) in types for name, types in _MAY.items() if name in said):
+    if not all(type(message[k]) in types for k, types in _OPTIONAL_FIELDS.items() if k in message):
         return False
-    if rank is not None and said.get("rank", rank) != rank:
+    if rank is not None and message.get("rank", rank) != rank:
         return False
-    ranks = [*said.get("members", ()), *([said["rank"]] if "rank" in facts else ())]
+    ranks = [*message.get("members", ()), *([message["rank"]] if "rank" in fields else ())]
     return all(type(each) is int and 0 <= each < size for each in ranks)
+
+
+def failure_fields(
+    rank: int, host: str, code: int | None, description: str | None = None, *, silent: bool
+) -> Message:
+    """The fields of "failed"; `silent`: the rank could not report its failure itself."""
+    description = describe_exit(code) if description is None else description
+    return {
+        "rank": rank,
+        "host": host,
+        "code": code,
+        "description": description,
+        "silent": silent,
+    }

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.scopes import can_pickle, format_traceback
+from instep.distributed.communication.scopes import can_pickle, format_exception
 from instep.distributed.communication.transport import Pending
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import group_ranks
@@ -147,7 +147,7 @@ def _describe_batch(header: ExchangeHeader) -> str:
 def _make_header(rows: LoadedRows | Exception, plan: LoadPlan, rank: int) -> ExchangeHeader:
     checksum = plan.checksum()
     if isinstance(rows, Exception):
-        trace = format_traceback(rows)
+        trace = format_exception(rows)
         error = rows if can_pickle(rows) else LoadingError(rank, type(rows).__name__, trace)
         return ExchangeHeader(checksum, error=pickle.dumps(error), trace=trace)
     return ExchangeHeader(
