@@ -15,7 +15,7 @@ from torch import Tensor
 from instep.compat.horovod.allreduce import NamedReduction, SparseHandle, sparse_allreduce_async
 from instep.compat.horovod.basics import ProcessSet
 from instep.compat.horovod.compression import Compressor
-from instep.compat.horovod.errors import OutOfTurnError
+from instep.compat.horovod.errors import CallOrderError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
 from instep.process.patching import PatchHandle
@@ -127,7 +127,12 @@ class Averaging:
             return  # a later optimizer has taken it over
         if self._done[index] >= self.passes:
             name = self._names[parameter]
-            raise OutOfTurnError.too_many_passes(name, self.passes)
+            raise CallOrderError(
+                f"the gradient of {name} was computed more than "
+                f"backward_passes_per_step={self.passes} times since the last step(). Call step() "
+                "or synchronize() before the next backward, or raise backward_passes_per_step to "
+                "accumulate."
+            )
         if not self.under_way:
             self._plan()
         self._done[index] += 1

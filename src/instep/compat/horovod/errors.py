@@ -5,7 +5,7 @@ InstepError
 ├── UnsupportedFeatureError  (NotImplementedError, AttributeError) a part that instep does not have
 ├── WrongArgumentError       (ValueError) names, splits, groups, process sets
 ├── UnsupportedOpError       (ValueError, RuntimeError) a reduction that a collective cannot make
-└── OutOfTurnError           (AssertionError) backward, zero_grad, step in an order that loses data
+└── CallOrderError           (AssertionError) backward, zero_grad, step in an order that loses data
 
 The built-in types are those that Horovod raises, so scripts that catch them still do.
 """
@@ -73,14 +73,5 @@ class UnsupportedOpError(InstepError, ValueError, RuntimeError):
         super().__init__(f"{collective} does not make {op}; it makes {', '.join(known)}.")
 
 
-class OutOfTurnError(InstepError, AssertionError):
+class CallOrderError(InstepError, AssertionError):
     """A training loop in an order that would lose gradients."""
-
-    @classmethod
-    def too_many_passes(cls, name: str, passes: int) -> OutOfTurnError:
-        """One backward more than was announced."""
-        return cls(
-            f"the gradient of {name} was computed more than backward_passes_per_step={passes} "
-            "times since the last step(). Call step() or synchronize() before the next backward, "
-            "or raise backward_passes_per_step to accumulate."
-        )

@@ -36,6 +36,8 @@ class Handle:
             self._finished = True
         return self._result
 
+    wait = result  # the name in torch.distributed's Work
+
 
 def poll(handle: Handle) -> bool:
     """Whether the collective has ended, so that `synchronize` does not wait."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from instep.compat.horovod.averaging import Averaging, Terms
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session, size
 from instep.compat.horovod.compression import Compression, Compressor
-from instep.compat.horovod.errors import OutOfTurnError, UnsupportedOpError, WrongArgumentError
+from instep.compat.horovod.errors import CallOrderError, UnsupportedOpError, WrongArgumentError
 from instep.compat.horovod.ops import Adasum, Average, Sum, parse_op
 
 Closure = Callable[[], Any]
@@ -147,9 +147,9 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         return synchronizing
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Raises OutOfTurnError between backward and step or synchronize."""
+        """As torch's. Raises CallOrderError between backward and step or synchronize."""
         if self._under_way():
-            raise OutOfTurnError(
+            raise CallOrderError(
                 "zero_grad() between backward() and step() or synchronize(): the gradients are "
                 "being averaged right now. Call it after step(), or before backward()."
             )
@@ -180,8 +180,8 @@ class _AdasumOptimizer(torch.optim.Optimizer):
         """Do nothing: `step` combines the steps."""
 
     def skip_synchronize(self) -> Any:
-        """Raises OutOfTurnError."""
-        raise OutOfTurnError(
+        """Raises CallOrderError."""
+        raise CallOrderError(
             "skip_synchronize() has no meaning with Adasum, which combines whole steps."
         )
 

@@ -58,17 +58,6 @@ class _NegotiatedTransport:
         """Every rank's tensor."""
         return list(allgather(tensor.detach()[None], "sync_batch_norm.statistics"))
 
-    def all_reduce(self, tensor: Tensor, op: str) -> _Work:
+    def all_reduce(self, tensor: Tensor, op: str) -> Handle:
         """The sum, in place."""
-        return _Work(allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum))
-
-
-class _Work:
-    """A handle with the `wait` of torch.distributed's Work."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def wait(self) -> object:
-        """Return when the tensor holds the sum."""
-        return self._handle.result()
+        return allreduce_async_(tensor, name="sync_batch_norm.sums", op=Sum)
