@@ -1,4 +1,4 @@
-"""The command `instep`: read the command line, hand it to whoever does the work."""
+"""The command `instep`: find the subcommand and run it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ COMMANDS = {
     "env": "instep.launch.env.command",
     "slurm": "instep.launch.slurm.command",
 }
-"""Where each command lives. Only the one that is asked for is imported: starting a job waits for
-nothing that it does not need."""
+"""The module of each command. It defines `add_command`, which adds a parser to the subparsers of
+`instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.
+Only the module of the command in question is imported, so that a job starts fast."""
 
 WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm")
-"""Commands at whose end the user's program stands, with arguments of its own. Their homes say in
-WITH_VALUE which of their options take the next word as their value."""
+"""Commands that end with the user's program and its arguments. WITH_VALUE of their modules lists
+the options that take the next word as their value."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Raises CommandLineError, which is printed in one line, instead of printing the usage."""
 
     def parse_known_args(self, *given: Any, **named: Any) -> tuple[Any, list[str]]:
-        """As argparse does, but an option that does not exist is an error, with the nearest one."""
+        """As argparse does, but an unknown option is an error that names the nearest known one."""
         asked, unknown = super().parse_known_args(*given, **named)
         if unknown and unknown[0].startswith("-"):
             word = unknown[0].partition("=")[0]
@@ -49,11 +50,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; 2 when it cannot be done as asked.
+    """Run one command and return its exit code; 2 if the command line is wrong.
 
-    `script.py args…` or `-m module args…` instead of a command, perhaps after `--plain`, is run in
-    this process, as a rank of whoever started it (`mpirun -n 2 python -m instep script.py`); what
-    it raises escapes.
+    `script.py args…` or `-m module args…` in place of a command, optionally after `--plain`, runs
+    in this process as a rank of the launcher that started it (`mpirun -n 2 python -m instep
+    script.py`). The script's exceptions escape.
     """
     _open_missing_streams()
     words = local_rank_argument.without(sys.argv[1:] if argv is None else argv)
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Where this process was started without stdin, stdout or stderr (`2>&-`), /dev/null is there:
-    else the next file that is opened would be it, and what is for the user would go there."""
+    """Open /dev/null for each standard stream that is missing (`2>&-`). Otherwise the next file to
+    be opened would get its number, and messages for the user would be written into that file."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
@@ -87,7 +88,7 @@ def _open_missing_streams() -> None:
 
 def _run_here(words: Sequence[str], plain: bool) -> int:
     from instep.launch.job import check_script
-    from instep.launch.worker import (  # the supervisor of ranks does without
+    from instep.launch.worker import (  # the supervisor does not need them
         external_launcher,
         program,
     )
@@ -99,7 +100,7 @@ def _run_here(words: Sequence[str], plain: bool) -> int:
     except LaunchError as error:
         return _refuse(error)
     if not sys.flags.safe_path:
-        del sys.path[0]  # this command's own folder
+        del sys.path[0]  # the folder of this command itself
     try:
         program.run_program(words, plain=plain)
     except SystemExit as leaving:  # no sys.excepthook hears of it
@@ -115,9 +116,9 @@ def _refuse(error: Exception) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Our words, and the user's program: `script.py args…` or `-m module args…`.
+    """Split into our own arguments and the user's program: `script.py args…` or `-m module args…`.
 
-    Not argparse's work: its REMAINDER loses a `--` among the program's arguments.
+    argparse.REMAINDER would lose a `--` among the program's arguments.
     """
     with_value = import_module(COMMANDS[argv[0]]).WITH_VALUE
     at = 1
@@ -128,7 +129,7 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """A parser for the command of this name; for all of them where there is none."""
+    """A parser for the command of this name, or for all commands if there is none of this name."""
     parser = _Parser("instep", description="Write for one process, run on many.")
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)

@@ -1,5 +1,5 @@
-"""Starting ranks: `instep run`, its supervisor, the ranks' entry point, several hosts.
+"""Start the ranks of a job and supervise them: `instep run`, `spawn`, `slurm`, `horovodrun`, `env`.
 
-It leans on everything below it, but starting a job imports no PyTorch. Begin with `command` (the
-options), `supervisor` (start, wait, end) and `worker.entry` (what a rank runs first).
+It leans on every package below it, but the supervisor imports no PyTorch. Begin with `command`
+(the options), `supervisor` (start, wait, end) and `worker.entry` (what a rank runs first).
 """

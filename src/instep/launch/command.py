@@ -24,35 +24,39 @@ from instep.launch.worker import static_opt_out
 from instep.process import settings
 
 RUN = """\
-Run a script on N processes of this host, as `python script.py` would on one.
+Run a script on N processes (ranks) of this host, as `python script.py` runs it on one.
 
-On several hosts, start it on each: `--nnodes 2 --node-rank K --master HOST:PORT`, or one task per
-host by srun or mpirun, which say all that themselves.
+A script that was written for one process needs no change. Every rank runs it, each call of a
+module is divided among the ranks, and the script sees, prints and writes what one process would.
+A script that uses instep or torch.distributed itself runs as it is on every rank, and so does any
+script with --plain. It reads its rank from the usual variables (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, ...).
 
-The script may be one that was written for one process: every rank runs it, its calls of modules
-are divided among them, and it sees, prints and writes what one process would. A script that uses
-instep or torch.distributed itself runs as it is on every rank, as any script does with --plain,
-and finds its place in the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...).
-When a rank fails, the others are stopped and its traceback is printed, once and last; the exit
-code is that of the rank that failed first. Everything after the script's name belongs to the
-script. `-m module` runs a module, as `python -m module` would.
+If a rank fails, the other ranks are stopped and its traceback is printed once, at the end. The
+exit code is that of the rank that failed first.
+
+To run on several hosts, start the command on each of them with `--nnodes 2 --node-rank K --master
+HOST:PORT`, or start one task per host with srun or mpirun, which need none of these options.
+
+Arguments after the script's name belong to the script. `-m module` runs a module, as `python -m
+module` does.
 """
 OUTPUT = """\
-what becomes of the other ranks' output; rank 0 has this terminal. A rank of an unedited script
-prints what rank 0 prints, so that nothing is heard of the others.
-prefix (the default): each line, with the rank before it, like "[1] loss 0.5".
-rank0: nothing, except the traceback of the rank that failed.
-DIR: files rank0.out, rank0.err, rank1.out, ... in this directory, for every rank, rank 0 too"""
+where the output of ranks other than 0 goes; rank 0 writes to this terminal. All ranks of an
+unedited script print the same, so only rank 0's output is shown.
+prefix (the default): to this terminal, each line after its rank, as in "[1] loss 0.5".
+rank0: nowhere; only the traceback of a rank that failed is printed.
+DIR: to the files rank0.out, rank0.err, rank1.out, ... in this folder, also for rank 0"""
 
 LOAD = """\
-what each rank loads of every batch of an unedited script.
-own (the default): its rows; what is random in a sample does not depend on who loads it.
-whole: everything, with the random numbers of plain Python"""
+which samples of a batch each rank of an unedited script loads.
+own (the default): its own rows; random augmentation of a sample does not depend on the rank.
+whole: all of them, with the same random numbers as plain Python"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
-"""The number of ranks, as other launchers call it too."""
+"""The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
-"""Ranks for each core: with more, the start takes so long that a line says why."""
+"""Ranks per core; with more of them the start takes long, and a line says why."""
 WITH_VALUE = (*_RANKS, "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
 """Options that take the next word as their value."""
 
@@ -61,7 +65,7 @@ def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
     parser = commands.add_parser(
         "run",
-        help="run a script on several processes of this host",
+        help="run a script on several processes",
         description=RUN,
         usage="instep run -n N [--plain] [--load own|whole] [--output prefix|rank0|DIR] "
         "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
@@ -71,25 +75,32 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(command=run)
     parser.add_argument(
-        *_RANKS, dest="n", type=_number_of_ranks, metavar="N", help="how many ranks on this host"
+        *_RANKS, dest="n", type=_number_of_ranks, metavar="N", help="number of ranks on this host"
     )
-    parser.add_argument("--plain", action="store_true", help="divide nothing of the script")
+    parser.add_argument(
+        "--plain", action="store_true", help="run the script as it is, and divide nothing"
+    )
     parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
     parser.add_argument(
-        "--nnodes", type=int, metavar="M", help="how many hosts; 1 also inside srun or mpirun"
+        "--nnodes",
+        type=int,
+        metavar="M",
+        help="number of hosts; 1: only this host, also inside srun or mpirun",
     )
-    parser.add_argument("--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    parser.add_argument("--node-rank", type=int, metavar="K", help="number of this host, from 0")
     parser.add_argument(
-        "--master", metavar="HOST:PORT", help="where they meet: an address of host 0, a free port"
+        "--master", metavar="HOST:PORT", help="an address of host 0 and a free port there"
     )
     parser.add_argument(
-        "--dist-file", metavar="FILE", help="or where they meet: a new file that all of them see"
+        "--dist-file",
+        metavar="FILE",
+        help="instead of --master: a new file on a file system that all hosts share",
     )
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do it and return the exit code. Raises LaunchError."""
+    """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None:
         raise _no_number_of_ranks(program)
     load = {settings.LOAD.name: asked.load} if asked.load else {}
@@ -114,7 +125,7 @@ def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
 
 
 def _hosts(asked: argparse.Namespace) -> NodeConfig:
-    """What the options say, and where they do not, the launcher around this one."""
+    """The hosts by the options, or by the launcher that started this command."""
     if asked.nnodes == 1:
         return ONE_NODE
     if asked.nnodes is None and asked.node_rank is None:
@@ -133,7 +144,7 @@ def _hosts(asked: argparse.Namespace) -> NodeConfig:
 
 
 def _mention_few_cores(ranks: int) -> None:
-    """One line where it takes long until all ranks have started, as each imports torch."""
+    """Print one line if the start will take long, because every rank imports torch."""
     count = count_cores()
     if ranks > _CROWDED * count:
         print(
@@ -145,13 +156,13 @@ def _mention_few_cores(ranks: int) -> None:
 
 
 def _mention_findings(job: Job) -> None:
-    """One line where the script shows a severe mistake; read while the ranks start.
+    """Print one line if the script has a mistake of severity error; called while the ranks start.
 
-    What an unedited script does is done once.
+    Unedited scripts are not checked: they behave as one process.
     """
     if not job.plain and static_opt_out.find_opt_out(job.command) is None:
         return
-    from instep.check.checker import find_errors  # costs what a start should not wait for
+    from instep.check.checker import find_errors  # takes time that the start must not wait for
 
     script = job.command[0]
     findings = find_errors(script) if job.hosts.node == 0 else []

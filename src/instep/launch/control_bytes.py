@@ -1,8 +1,8 @@
-"""The words that a supervisor and a rank say on the line between them: one byte each."""
+"""The messages on the socket between the supervisor and a rank: one byte each."""
 
 GO = b"g"
-"""To the rank: the guard answers for it now, its program may begin."""
+"""To the rank: the reaper knows it, its program may start."""
 READY = b"r"
-"""From the rank: it takes an interrupt quietly from now on."""
+"""From the rank: it handles SIGINT now."""
 FAILED = b"f"
-"""From the rank: its failure file is written."""
+"""From the rank: it has written its failure file."""

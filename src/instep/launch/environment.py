@@ -1,4 +1,4 @@
-"""The environment of each rank: what it is told, and what it must not hear."""
+"""The environment variables of each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instep.process import settings
 
 
 def world_variables(world: World) -> dict[str, str]:
-    """The world in torch's names."""
+    """A world in the variables that torch reads."""
     place = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -35,7 +35,7 @@ def rank_environment(
     failure_file: Path,
     store_fd: int | None,
 ) -> dict[str, str]:
-    """The user's environment as rank `local_rank` of this host shall see it."""
+    """The user's environment for one rank of this host, without an outer launcher's variables."""
     kept = {name: value for name, value in environ.items() if not is_launcher_variable(name)}
     here = job_info.sizes[job_info.node]
     threads = str(threads_per_rank(here))
@@ -64,12 +64,12 @@ def rank_environment(
 
 
 def threads_per_rank(size: int) -> int:
-    """The cores that this process may use, divided among `size` ranks; at least 1."""
+    """The cores that this process may use, divided by `size` ranks; at least 1."""
     return max(1, count_cores() // size)
 
 
 def count_cores() -> int:
-    """Cores by affinity, or fewer where a container's quota says so."""
+    """The cores of this process by its CPU affinity and its container's quota."""
     count_cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

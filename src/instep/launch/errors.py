@@ -1,4 +1,4 @@
-"""Ranks that could not be started, or failed, and values that cannot be sent to them."""
+"""Errors of starting ranks, and of sending values to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`instep horovodrun`: Horovod's command line, for ranks on this host."""
+"""`instep horovodrun`: Horovod's command line for ranks on this host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from instep.launch.job import Job
 from instep.process import settings
 
 DESCRIPTION = """\
-Run a Python program on N processes of this host, as Horovod's command of that name would.
+Run a Python program on N processes of this host, as Horovod's command of the same name does.
 
-`import horovod.torch as hvd` finds instep.compat.horovod there, unless Horovod is installed. The
-output of other ranks than 0 carries the rank; --output-filename DIR gets files rank0.out,
-rank0.err, rank1.out, ... Flags that tune Horovod's own engine are taken, named and not used.
+In the program `import horovod.torch as hvd` imports instep.compat.horovod, unless Horovod is
+installed. Each line of output of ranks other than 0 begins with the rank; with --output-filename
+DIR every rank writes to files rank0.out, rank0.err, rank1.out, ... in DIR. Flags that tune
+Horovod's engine are accepted and listed as not used.
 """
 
 _MEANT = ("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename")
@@ -31,7 +32,7 @@ _VARIABLES = {
     "--fusion-threshold-mb": settings.BUCKET_MIB.name,
     "--gloo-timeout-seconds": settings.TIMEOUT.name,
 }
-"""Flags with a value that the ranks read from their environment."""
+"""Flags with a value, and the environment variable in which the ranks read it."""
 _UNUSED = (
     *("--disable-cache", "--tcp", "--mpi", "--jsrun", "--mpi-threads-disable", "--autotune"),
     *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
@@ -47,14 +48,15 @@ _UNUSED_VALUES = (
     *("--binding-args", "--num-nccl-streams", "--thread-affinity", "--log-level"),
     *("--start-timeout",),
 )
-"""What these tune is not there; the numbers are the same without."""
+"""Flags that are accepted and not used: they tune parts that instep does not have, and do not
+change the numbers."""
 _ABSENT = ("--timeline-mark-cycles",)
 _ABSENT_VALUES = (
     *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--slots"),
     *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range", "--config-file"),
     *("--host-discovery-script", "--timeline-filename"),
 )
-"""What a job would be different with: an error."""
+"""Flags that are an error, because the job would not do what they ask for."""
 WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES)
 """Options that take the next word as their value."""
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
@@ -71,14 +73,20 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(command=run)
-    parser.add_argument("-np", "--num-proc", metavar="N", help="how many ranks")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N", help="this host, and its slots")
-    parser.add_argument("--hostfile", metavar="FILE", help="lines like: localhost slots=4")
-    parser.add_argument("--output-filename", default="prefix", metavar="DIR", help="for the output")
-    parser.add_argument("--verbose", action="store_true", help="say what is started")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="say what is there")
-    parser.add_argument("--gloo", action="store_true", help="what is used anyway")
-    parser.add_argument("--no-stall-check", action="store_true", help="do not name late ranks")
+    parser.add_argument("-np", "--num-proc", metavar="N", help="number of ranks")
+    parser.add_argument("-H", "--hosts", metavar="HOST:N", help="this host and its slots")
+    parser.add_argument(
+        "--hostfile", metavar="FILE", help="file with lines such as: localhost slots=4"
+    )
+    parser.add_argument(
+        "--output-filename", default="prefix", metavar="DIR", help="folder for the output"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the command that is started")
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="print the available features"
+    )
+    parser.add_argument("--gloo", action="store_true", help="accepted; Gloo is used anyway")
+    parser.add_argument("--no-stall-check", action="store_true", help="do not report late ranks")
     for flag in _VARIABLES:
         parser.add_argument(flag, metavar="X")
     for flag in (*_UNUSED, *_ABSENT):
@@ -88,7 +96,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do it and return the exit code. Raises CommandLineError, StartError."""
+    """Run the program and return the exit code. Raises CommandLineError, StartError."""
     given = vars(asked)
     if asked.check_build:
         return _print_build()
@@ -116,14 +124,14 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _horovod_variables(rank: int, size: int) -> dict[str, str]:
-    """What Horovod's workers find in their environment."""
+    """The variables in which Horovod's workers read their rank."""
     numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
     numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
     return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """What the flags mean for the ranks."""
+    """The environment variables that the flags stand for."""
     variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if given["no_stall_check"] else {}
     for flag, name in _VARIABLES.items():
         value = given[flag.lstrip("-").replace("-", "_")]
@@ -136,7 +144,7 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(asked: argparse.Namespace) -> int:
-    """How many ranks. Raises CommandLineError where this host has not so many slots."""
+    """The number of ranks. Raises CommandLineError if this host has fewer slots."""
     slots = _slots(asked)
     if asked.num_proc is None and slots is not None:
         return slots
@@ -154,7 +162,7 @@ def _size(asked: argparse.Namespace) -> int:
 
 
 def _slots(asked: argparse.Namespace) -> int | None:
-    """How many ranks the hosts may have; None where nobody says."""
+    """The number of slots of the hosts; None if the options do not give it."""
     if asked.hosts is not None:
         entries = [entry.partition(":")[::2] for entry in asked.hosts.split(",")]
     elif asked.hostfile is not None:
@@ -186,11 +194,11 @@ def _read_hosts(path: str) -> list[tuple[str, str]]:
 
 
 def _script(program: Sequence[str]) -> tuple[str, ...]:
-    """`python [-u] script.py args…` or `python -m module args…`, less the interpreter."""
+    """`python [-u] script.py args…` or `python -m module args…` without the interpreter."""
     words = list(program)
     if words and (_PYTHON.match(os.path.basename(words[0])) or words[0] == sys.executable):
         words.pop(0)
-        while words[:1] == ["-u"]:  # each line goes out at once anyway
+        while words[:1] == ["-u"]:  # every line is flushed anyway
             words.pop(0)
         if words and words[0].startswith("-") and words[0] != "-m":
             raise CommandLineError(
@@ -204,7 +212,7 @@ def _script(program: Sequence[str]) -> tuple[str, ...]:
 
 
 def _print_build() -> int:
-    import torch  # costs seconds, and only this question needs it
+    import torch  # takes seconds, and only --check-build needs it
 
     cuda = torch.cuda.is_available()
     print("Frameworks: [X] PyTorch  [ ] TensorFlow  [ ] MXNet")

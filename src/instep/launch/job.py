@@ -1,4 +1,4 @@
-"""Job: what `instep run` was asked to do, checked before anything starts."""
+"""The options of one job on this host, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from instep.launch.multihost.hosts import ONE_NODE, NodeConfig
 
 @dataclass(frozen=True)
 class Job:
-    """One program on several ranks. Raises CommandLineError for what cannot run."""
+    """One program on several ranks. Raises CommandLineError if it cannot run."""
 
     size: int
-    """How many ranks on this host; more than there are cores is allowed."""
+    """The number of ranks on this host; it may exceed the number of cores."""
     command: tuple[str, ...]
     """As the interpreter would take it: `script.py args…` or `-m package.module args…`."""
     output: str = "prefix"
     """`prefix`, `rank0`, or the folder for one file per rank and stream."""
     plain: bool = False
-    """Whether the program runs as it is, with nothing of it divided."""
+    """Whether the program runs as it is, and nothing of it is divided."""
     variables: Callable[[int], Mapping[str, str]] = lambda rank: {}
-    """What each rank finds in its environment besides its place."""
+    """Additional environment variables of each rank, by its number."""
     hosts: NodeConfig = ONE_NODE
-    """Where else it runs."""
+    """The other hosts of the job."""
     card: JobFingerprint | None = None
     """What the other hosts are shown; unless given, that of the command."""
 
@@ -62,7 +62,7 @@ def _cannot_run(path: str, why: str, advice: str = "Name a Python script.") -> C
 
 
 def _advise(path: str) -> str:
-    """What to do about a program that is no file."""
+    """Advice for a program that is not a file."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(path)):
         return f"Leave {path} out: the script's name comes first."
     module = os.path.join(*path.split("."))

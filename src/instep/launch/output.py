@@ -1,7 +1,7 @@
-"""Where the ranks' output goes: one way per value of `--output`.
+"""The ranks' output: one class for each value of `--output`.
 
-Rank 0 writes straight to the user's stdout and stderr, so that a terminal stays a terminal; only
-a folder takes its output too.
+Rank 0 inherits the user's stdout and stderr, so that a terminal stays a terminal. Only with a
+folder does rank 0 write to files as well.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from instep.process.failure import Failure
 
 STDOUT, STDERR = 1, 2
 INHERITED = None
-"""For Popen: the child writes where this process writes."""
+"""For Popen: the child inherits this process's stream."""
 Streams = tuple[int | None, int | None]
 """stdout and stderr of a rank, as Popen takes them."""
 
 
 class OutputMode(Protocol):
-    """One way to treat what the ranks print."""
+    """What is done with the output of the ranks."""
 
     def streams(self, rank: int) -> Streams:
-        """Where `rank` shall write."""
+        """The streams for this rank."""
 
     def start(self) -> None:
-        """All ranks have started."""
+        """Begin to forward output; all ranks have been started."""
 
     def finish(self, failures: Sequence[Failure]) -> None:
-        """No rank writes any more: bring out what is still on its way."""
+        """Forward the rest; all ranks have ended."""
 
 
 def choose_output(name: str) -> OutputMode:
@@ -45,10 +45,10 @@ def choose_output(name: str) -> OutputMode:
 
 
 class Rank0Output:
-    """Rank 0 prints, the others are not heard."""
+    """Rank 0 prints; the output of the other ranks is discarded."""
 
     def streams(self, rank: int) -> Streams:
-        """Rank 0 untouched, nothing for the others."""
+        """Rank 0 inherits; /dev/null for the others."""
         return (INHERITED, INHERITED) if rank == 0 else (subprocess.DEVNULL, subprocess.DEVNULL)
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ def _cannot_write(path: Path, why: str) -> CommandLineError:
 
 
 class FolderOutput:
-    """Every rank writes to files of its own, rank1.out and rank1.err; earlier ones go."""
+    """Every rank writes to its own files, rank1.out and rank1.err, which replace older ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,26 +91,25 @@ class FolderOutput:
         return fd
 
     def start(self) -> None:
-        """The ranks hold the files now."""
+        """Close this process's descriptors: the ranks have theirs."""
         for fd in self._opened:
             os.close(fd)
 
     def finish(self, failures: Sequence[Failure]) -> None:
-        """Every rank's own traceback belongs to its file, whoever failed first."""
+        """Append every failed rank's traceback to its own file."""
         for failure in failures:
             path = self._path / f"rank{failure.rank}.err"
             try:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(failure.text)
-            except OSError as error:  # the disk is full: the report on the terminal says the rest
+            except OSError as error:  # the disk is full; the report on the terminal has the rest
                 os.write(STDERR, f"instep: cannot write {path}: {error.strerror}\n".encode())
 
 
 class PrefixedOutput:
-    """Rank 0 untouched; each line of the others with `[1] ` before it, on the same stream.
+    """Rank 0 prints; the lines of the other ranks follow on the same stream after `[1] `.
 
-    A thread carries the lines, so that a reader who does not read (a pager) cannot keep the
-    supervisor from its work.
+    A thread forwards the lines, so that a pager that does not read cannot block the supervisor.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class PrefixedOutput:
         )
 
     def streams(self, rank: int) -> Streams:
-        """Rank 0 untouched, two pipes for any other."""
+        """Rank 0 inherits; two pipes for each other rank."""
         if rank == 0:
             return INHERITED, INHERITED
         return self._pipe(rank, STDOUT), self._pipe(rank, STDERR)
@@ -135,14 +134,14 @@ class PrefixedOutput:
         return theirs
 
     def start(self) -> None:
-        """The ranks hold the writing ends now; carry what comes."""
+        """Close the writing ends, which the ranks have, and start the thread."""
         for fd in self._child_ends:
             os.close(fd)
         self._selector.register(self._stop, selectors.EVENT_READ)
         self._thread.start()
 
     def finish(self, failures: Sequence[Failure]) -> None:
-        """Bring out what is in the pipes, even if somebody still holds one open."""
+        """Forward what is in the pipes, even if a process still holds one open."""
         os.close(self._stopper)
         if self._thread.ident is not None:
             self._thread.join()
@@ -162,16 +161,16 @@ class PrefixedOutput:
 
 
 class _LineForwarder:
-    """The lines of one stream of one rank."""
+    """Forwards one stream of one rank, line by line."""
 
     def __init__(self, rank: int, target: int) -> None:
         self._prefix = f"[{rank}] ".encode()
         self._target = target
         self._partial: list[bytes] = []
-        """A line that has not ended yet, in pieces."""
+        """The pieces of a line that has not ended yet."""
 
     def forward(self, source: int) -> bool:
-        """Carry what there is to read; False when there is nothing any more."""
+        """Forward what can be read now. False at the end of the stream."""
         try:
             data = os.read(source, 65536)
         except BlockingIOError:

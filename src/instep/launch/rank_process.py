@@ -1,4 +1,4 @@
-"""Rank: the process of one rank, as its supervisor sees it."""
+"""The process of one rank, as its supervisor sees it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instep.process.pending_writes import marker_path
 
 
 class RankProcess:
-    """A started rank: a session of its own, a line to it, and how it ended."""
+    """A started rank: a session of its own, a socket to it, and how it ended."""
 
     def __init__(
         self, number: int, process: subprocess.Popen[bytes], line: socket.socket, mark: Path
@@ -35,12 +35,12 @@ class RankProcess:
         self._ready = False
 
     def send_go(self) -> None:
-        """Let the program begin."""
+        """Let the rank's program start."""
         with suppress(BrokenPipeError):
             self.line.send(GO)
 
     def receive(self) -> bytes:
-        """What the rank says: READY, FAILED, both, or nothing when it hung up."""
+        """Read READY, FAILED, both, or nothing if the rank has closed its end."""
         try:
             encode_message = self.line.recv(16)
         except ConnectionResetError:
@@ -49,18 +49,18 @@ class RankProcess:
         return encode_message
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number`. A rank that has not begun knows no SIGINT: it gets SIGTERM instead."""
+        """Send a signal. A rank that does not handle SIGINT yet gets SIGTERM instead."""
         if number is signal.SIGINT and not self._is_ready():
             number = signal.SIGTERM
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def has_unfinished_file(self) -> bool:
-        """Whether it is there and says that it writes a file which must not be torn."""
+        """Whether it runs and is writing a file that must be whole or absent."""
         return self.end is None and self._mark.exists()
 
     def _is_ready(self) -> bool:
-        """Whether it has said so, also where nobody has listened yet."""
+        """Whether READY has been read, or is waiting to be read."""
         if not self._ready:
             with suppress(BlockingIOError, ConnectionResetError):
                 encode_message = self.line.recv(16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -68,10 +68,10 @@ class RankProcess:
         return self._ready
 
     def record_end(self, *, stopped: bool) -> RankExit:
-        """Note how it ended, once `pidfd` is readable.
+        """Record how it ended; call when `pidfd` is readable.
 
-        It is not reaped: until it is, its process id and thereby its session belong to nobody
-        else, and what is left of that session can be ended without hitting a stranger.
+        The process is not reaped yet. Until it is, no other process can get its id and its
+        session, so that the rest of that session can be ended safely.
         """
         seen = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert seen is not None
@@ -80,7 +80,7 @@ class RankProcess:
         return self.end
 
     def reap(self) -> None:
-        """Let the process id go. Returns when the process has ended."""
+        """Wait for the process, and release its id."""
         self._process.wait()
         os.close(self.pidfd)
         self.line.close()
@@ -95,9 +95,9 @@ def start_rank(
     *,
     plain: bool,
 ) -> RankProcess:
-    """Start one rank; it waits for `go`. `store` is the listening socket, for rank 0 only.
+    """Start one rank, which waits for GO. `store` is the listening socket, for rank 0 only.
 
-    Raises OSError when the system refuses.
+    Raises OSError if the operating system refuses.
     """
     ours, theirs = socket.socketpair()
     buffering = "untouched" if streams[0] is None else "lines"

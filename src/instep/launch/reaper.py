@@ -1,9 +1,8 @@
-"""Nothing of a job is left behind: find its processes, end them; and the guard that does so
-when the supervisor itself was killed.
+"""End all processes of a job: by the supervisor, or by the reaper if the supervisor was killed.
 
-This module is also the guard's program. It runs isolated from the user's Python path, so that it
-imports only the standard library, and little of that, since it starts beside the ranks; and under
-a name of its own, so that `pkill -f "instep run"` does not end it together with the supervisor.
+This module is also the reaper's program. It runs isolated from the user's Python path and imports
+little, because it starts beside the ranks. It has a process name of its own, so that
+`pkill -f "instep run"` does not end it together with the supervisor.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from instep.process import isolated_command
 from instep.process.procfs import read_environ, read_stat, set_process_name
 
 TERM_TIMEOUT = 0.5
-"""Seconds that what a rank left behind has to end after SIGTERM."""
+"""Seconds that processes which a rank left behind have to end after SIGTERM."""
 KILL_TIMEOUT = 5.0
-"""Seconds within which SIGKILL takes effect, or the process is stuck in the kernel."""
+"""Seconds after SIGKILL, after which the process counts as stuck in the kernel."""
 DONE = b"done"
 
 
 def end_ranks(leaders: Iterable[int], job: str) -> None:
-    """Kill the ranks, then end whatever else is of this job: SIGTERM first, soon SIGKILL.
+    """Kill the ranks, then end all other processes of the job: first SIGTERM, then SIGKILL.
 
-    A process is of the job if it is in the session of one of its `leaders`, or was started with
-    INSTEP_JOB of this job or of a job inside it. Returns when there is none.
+    A process belongs to the job if its session has one of the `leaders`, or if its INSTEP_JOB
+    names this job or a job inside of it. Returns when none is left.
     """
     sessions = frozenset(leaders)
     _signal_all(_open_pidfds(sessions), signal.SIGKILL, KILL_TIMEOUT)
@@ -51,7 +50,7 @@ def _open_pidfds(pids: Iterable[int]) -> list[int]:
 
 
 def _find_processes(sessions: frozenset[int], job: str) -> list[int]:
-    """The processes of the job that are alive, each as a file descriptor."""
+    """A file descriptor for each living process of the job."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         for pidfd in _open_pidfds([int(name)]):
@@ -75,7 +74,7 @@ def _is_alive_member(pid: str, sessions: frozenset[int], job: str) -> bool:
 
 
 def _signal_all(pidfds: list[int], number: int, timeout: float) -> bool:
-    """Send, then wait until all have ended; False when there was none or one did not end."""
+    """Send a signal and wait until all have ended. False if there was none, or one did not end."""
     poll = select.poll()
     for pidfd in pidfds:
         with suppress(ProcessLookupError, PermissionError):
@@ -93,10 +92,10 @@ def _signal_all(pidfds: list[int], number: int, timeout: float) -> bool:
 
 
 class Reaper:
-    """A small process that outlives the supervisor's sudden death, and nothing else."""
+    """A small process that ends the job's processes if the supervisor is killed."""
 
     def __init__(self, job: str, folder: os.PathLike[str]) -> None:
-        """Start it. Should the supervisor die, it ends the job and removes `folder`."""
+        """Start the process; it also removes `folder` if the supervisor dies."""
         import subprocess
 
         self._process = subprocess.Popen(
@@ -110,22 +109,22 @@ class Reaper:
         )
 
     def add(self, leader: int) -> None:
-        """From now on it also answers for the session of this rank."""
+        """Add the session of this rank to those that the reaper ends."""
         self._write(f"{leader}\n".encode())
 
     def stop(self) -> None:
-        """The job is over and nothing of it is left. Returns when the guard has ended."""
+        """Tell the reaper that nothing of the job is left. Returns when the reaper has ended."""
         self._write(DONE)
         self._process.communicate()
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody killed the guard: the job goes on without it
+        with suppress(BrokenPipeError):  # the reaper was killed: the job goes on without it
             self._process.stdin.write(line)
 
 
 def main(job: str, folder: str) -> None:
-    """The guard's program: wait for the supervisor's end, and do what it could not do."""
+    """The reaper's program: wait for the supervisor's end, then end what is left of the job."""
     set_process_name("instep-reaper")
     leaders = sys.stdin.buffer.read().split()
     if DONE not in leaders:

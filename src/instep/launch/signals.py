@@ -1,4 +1,4 @@
-"""Signals to a command of instep's: what a selector can wait for, or an exception."""
+"""Signals that ask a command to end: queued for a selector, or raised as SystemExit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalQueue:
-    """While it is open, signals that ask this process to end are collected, not obeyed.
+    """A context manager that queues termination signals instead of letting them end this process.
 
-    One that was ignored (by nohup, or for a shell's background job) stays ignored. In another
-    thread than the main one, to which Python brings them, none is collected. A context manager.
+    A signal that was ignored (by nohup, or by a shell for a background job) stays ignored. Python
+    delivers signals to the main thread, so that in another thread none is queued.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class SignalQueue:
         return self
 
     def fileno(self) -> int:
-        """Readable when there is a signal."""
+        """For a selector: readable if a signal is queued."""
         return self._receiver.fileno()
 
     def pop_all(self) -> list[signal.Signals]:
-        """The signals that came since the last time, in their order."""
+        """The queued signals, in the order of their arrival."""
         try:
             return [signal.Signals(n) for n in self._receiver.recv(4096) if n in self._kept]
         except BlockingIOError:
             return []
 
     def restore_defaults(self) -> None:
-        """From now on each of them simply ends this process: nothing is left to look after."""
+        """Let each of them end this process again, because nothing is left to clean up."""
         for number in self._kept:
             signal.signal(number, signal.SIG_DFL)
 
@@ -60,15 +60,15 @@ class SignalQueue:
 
 
 def _ignore_handled(number: int, frame: FrameType | None) -> None:
-    """The wakeup file descriptor has taken it already."""
+    """Do nothing: the signal is in the queue through the wakeup file descriptor."""
 
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Inside, a signal that asks this process to end raises SystemExit with the code that a shell
-    would report, so that what it has started is ended and what it has put down is removed.
+    """Inside, a termination signal raises SystemExit with the code that a shell would report, so
+    that started processes are ended and temporary files are removed.
 
-    One that was ignored stays ignored. To be entered in the main thread.
+    A signal that was ignored stays ignored. Enter it in the main thread.
     """
     before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
     for number, handler in before.items():

@@ -30,21 +30,21 @@ def spawn(
     """Call `fn(i, *args)` on `nprocs` new processes of this host, as torch's mp.spawn does.
 
     Args:
-        fn: any function, one of a notebook's cell too; `i` is the local rank, from 0. It finds
-            its world in place: `instep.rank`, and init_process_group's variables.
-        args: what else it is called with. Function and arguments are copied to the ranks.
-        nprocs: how many ranks.
+        fn: any function, also one of a notebook's cell; `i` is the local rank, from 0. In it
+            `instep.rank` and the variables of init_process_group are set.
+        args: further arguments. The function and its arguments are copied to the ranks.
+        nprocs: the number of ranks.
         output: `prefix`, `rank0` or a folder, as `--output` of `instep run`.
 
     Returns:
-        What the ranks of this host returned, in their order.
+        The results of this host's ranks, in the order of their numbers.
 
-    Under a launcher that started one task per host (`srun --ntasks-per-node=1`), the job is all
-    hosts' and `instep.rank` counts through: the task's number times `nprocs` plus `i`.
+    Under a launcher that started one task per host (`srun --ntasks-per-node=1`), one job runs on
+    all hosts, and `instep.rank` is the task's number times `nprocs` plus `i`.
 
     When it returns or raises, no process of the job is left on this host. Raises RankFailedError
-    with the traceback of the rank that failed first; CannotSendError; LaunchError where the job
-    cannot start; KeyboardInterrupt when this process gets SIGINT.
+    with the traceback of the rank that failed first, CannotSendError, LaunchError if the job
+    cannot start, and KeyboardInterrupt if this process gets SIGINT.
     """
     with tempfile.TemporaryDirectory(prefix="instep-") as name:
         folder = Path(name)
@@ -66,8 +66,8 @@ def spawn(
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """First what the ranks need to find modules, then the call."""
-    import cloudpickle  # costs what `instep run` should not wait for
+    """Pickle what the ranks need to find modules, and then the call."""
+    import cloudpickle  # takes time that `instep run` must not wait for
 
     cells = {name: entry for name, entry in linecache.cache.items() if _is_in_memory_only(entry)}
     try:
@@ -79,12 +79,12 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _is_in_memory_only(entry: tuple[Any, ...]) -> bool:
-    """The text of a notebook's cell, which a traceback quotes."""
+    """Whether it is the text of a notebook's cell, which tracebacks quote."""
     return len(entry) == 4 and entry[1] is None
 
 
 def _raise_signal(number: signal.Signals) -> None:
-    """What the signal would have done to this process, had it not waited for the ranks."""
+    """Do what the signal would have done if this process had not been waiting for its ranks."""
     if number is signal.SIGINT:
         raise KeyboardInterrupt
     signal.raise_signal(number)

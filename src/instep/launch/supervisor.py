@@ -1,4 +1,4 @@
-"""The supervisor of a job on this host: start the ranks, wait, end them together."""
+"""The supervisor of a job on this host: start the ranks, wait for them, end them together."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from instep.process.last_position import LastPosition
 
 @dataclass(frozen=True)
 class EndStep:
-    """One step of ending a job."""
+    """One step of ending a job: a signal, then a wait."""
 
     signal: signal.Signals | None
-    """What every rank that is still there gets; None: nothing yet."""
+    """The signal to every rank that still runs; None: no signal."""
     timeout: float
     """Seconds until the next step."""
 
 
 KILL = EndStep(signal.SIGKILL, float("inf"))
 POLL_INTERVAL = 0.05
-"""Seconds between two looks whether a rank has written its file."""
+"""Seconds between two checks whether a rank has finished its file."""
 AFTER_FAILURE = (
-    EndStep(None, 0.1),  # those who fail for the same reason may still say so
+    EndStep(None, 0.1),  # ranks that fail for the same reason may still report it
     EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
 AFTER_INTERRUPT = (
-    EndStep(None, 30.0),  # one rank has ended by it; another may still write a checkpoint
+    EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
     EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
 AFTER_SIGNAL = {
-    # The script may catch it and go on, as long as it likes, or until the second.
+    # The script may catch it and continue, until a second SIGINT.
     signal.SIGINT: (EndStep(signal.SIGINT, float("inf")), EndStep(signal.SIGTERM, 1.0), KILL),
     signal.SIGTERM: (EndStep(signal.SIGTERM, 30.0), KILL),  # time to write a checkpoint
     signal.SIGHUP: (EndStep(signal.SIGTERM, 30.0), KILL),
@@ -64,7 +64,7 @@ AFTER_SIGNAL = {
 
 
 INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGTERM)
-"""How a rank ends that was interrupted; the last, if it had not begun."""
+"""Exit codes of an interrupted rank; the last one of a rank that had not started its program."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class JobResult:
     """How a job ended."""
 
     code: int
-    """For the shell."""
+    """The exit code for the shell."""
     first: Failure | None = None
-    """The failure that the others followed from."""
+    """The failure that caused the others."""
     report: str = ""
-    """What to say of it on this host."""
+    """The message about it for this host's stderr."""
     requested_signal: signal.Signals | None = None
-    """The signal that asked this process, or that of another host, to end."""
+    """The signal by which this supervisor, or that of another host, was asked to end."""
 
     def print_report(self) -> int:
-        """The code, once what is to be said was printed."""
+        """Print the report to stderr and return the exit code."""
         sys.stderr.write(self.report)
         sys.stderr.flush()
         return self.code
@@ -90,13 +90,16 @@ class JobResult:
 def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> JobResult:
     """Run `job` to its end.
 
-    `started` is called once, when all ranks of this host have been started. `folder` is for the
-    job's own files, removed with it should this process be killed; unless given, a new one.
+    Args:
+        job: the program, the number of ranks and their options.
+        started: called once, after all ranks of this host have been started.
+        folder: for the job's own files; by default a new one. The reaper removes it if this
+            process is killed.
 
-    The code is 0 when every rank, on every host, ended with 0; that of the rank that failed
-    first, or 128 + n where signal n ended it; 128 + n also when this process was asked to end by
-    signal n. Raises LaunchError when the job cannot be started. When it returns, no process of
-    the job is left on this host.
+    The result's code is 0 if every rank on every host ended with 0. Otherwise it is the code of
+    the rank that failed first, or 128 + n if signal n ended that rank or asked this process to
+    end. Raises LaunchError if the job cannot be started. When it returns, no process of the job
+    is left on this host.
     """
     settings.check_variables()
     output = choose_output(job.output)
@@ -118,7 +121,7 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
 
 
 def _add_details(end: RankExit, seen: LastPosition) -> RankExit:
-    """With what the rank's files say of its end."""
+    """Add what the rank's files say about its end."""
     return replace(end, details=seen.describe(end.code, end.time), finished=seen.has_finished())
 
 
@@ -134,7 +137,7 @@ def _run_ranks(
     files: Sequence[Path],
     started: Callable[[], None],
 ) -> None:
-    """Start the ranks and wait for their end; nothing of them is left, whatever happens."""
+    """Start the ranks and wait for their end. No process of theirs is left, even on an error."""
     reaper = Reaper(job_info.name, files[0].parent)
     ranks: list[RankProcess] = []
     try:
@@ -157,7 +160,7 @@ def _run_ranks(
 def _start_ranks(
     job: Job, job_info: JobInfo, output: OutputMode, files: Sequence[Path]
 ) -> Iterator[RankProcess]:
-    """Each rank in its turn, waiting for its `go`."""
+    """Start one rank after the other; each waits for GO."""
     for local_rank, file in enumerate(files):
         number = job_info.first + local_rank
         held = job_info.store if number == 0 else None
@@ -191,41 +194,41 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         return JobResult(0, requested_signal=requested_signal)
     text = format_report(first, result.ends, job_info.size)
     here = job_info.first <= first.rank < job_info.first + job.size
-    if not (here or job.hosts.by_hand):  # who started the hosts shows the traceback once
+    if not (here or job.hosts.by_hand):  # the launcher's one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"
     return JobResult(first.exit_code, first, text, requested_signal)
 
 
 class Supervisor:
-    """Wait for the ranks, and end them when one fails or when we are asked to end."""
+    """Waits for the ranks, and ends them if one fails or if the job is asked to end."""
 
     def __init__(self, signal_queue: SignalQueue, connections: SupervisorConnections) -> None:
         self.connections = connections
         self.requested_signal: signal.Signals | None = None
-        """The signal that asked this job to end, before any rank had failed."""
+        """The signal that asked this job to end before any rank had failed."""
         self.signalled_again = False
-        """Whether it was asked by more than one SIGINT, which a script may survive."""
+        """Whether the job must end: by another signal than SIGINT, or by a second signal."""
         self._ranks: Sequence[RankProcess] = ()
         self._steps: list[EndStep] | None = None
-        """What is still to be done to end the job; None while it shall go on."""
+        """The remaining steps of ending the job; None while it runs."""
         self._may_survive = False
-        """Whether the ranks were interrupted, once, and nothing has failed for another reason."""
+        """Whether the ranks got one SIGINT, and none has failed for another reason."""
         self._stopping = False
-        """Whether any rank was told to end."""
+        """Whether the ranks got a signal that ends them."""
         self._deadline = float("inf")
         self._patient_until = 0.0
-        """Until when ranks that are writing a file are not told to end."""
+        """Until this time ranks that are writing a file get no signal."""
         self._selector = selectors.DefaultSelector()
         self._signal_queue = signal_queue
         self._on(signal_queue, self._on_signal)
 
     @property
     def ends(self) -> list[RankExit]:
-        """How the ranks ended, in their order."""
+        """How the ranks ended, by their numbers."""
         return [rank.end for rank in self._ranks if rank.end is not None]
 
     def wait(self, ranks: Sequence[RankProcess]) -> None:
-        """Return when all `ranks` have ended."""
+        """Return after all `ranks` have ended."""
         self._ranks = ranks
         for rank in ranks:
             self._on(rank.pidfd, partial(self._on_rank_end, rank))
@@ -239,7 +242,7 @@ class Supervisor:
                 self._next_step()
 
     def _waits_for_file(self) -> bool:
-        """Whether a rank is writing a file that it may finish before the next step."""
+        """Whether the next step waits because a rank is writing a file."""
         now = time.monotonic()
         if now < self._patient_until and any(rank.has_unfinished_file() for rank in self._ranks):
             self._deadline = now + POLL_INTERVAL
@@ -294,7 +297,7 @@ class Supervisor:
             self._end_job(AFTER_SIGNAL[number], connections.end_request(number))
 
     def _on_failure(self, after_interrupt: Sequence[EndStep]) -> None:
-        """A rank has failed. After a SIGINT, which the others may have survived, these steps."""
+        """A rank has failed. If the others may have survived a SIGINT, follow these steps."""
         if not self._may_survive:
             self._end_job(AFTER_FAILURE)
         elif after_interrupt is AFTER_FAILURE or self._deadline == float("inf"):
@@ -303,7 +306,7 @@ class Supervisor:
             self._next_step()
 
     def _end_job(self, steps: Sequence[EndStep], why: Message = connections.FAILING) -> None:
-        """Begin with the first of `steps`, unless the end has begun already."""
+        """Begin with the first of `steps`, unless the job is already ending."""
         if self._steps is None:
             self._steps = list(steps)
             if steps is AFTER_FAILURE:

@@ -1,1 +1,1 @@
-"""`instep env`: who this job's ranks are, what they have, and whether they can talk."""
+"""`instep env`: a report on this job's ranks, and a test of every collective among them."""

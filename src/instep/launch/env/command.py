@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 ENV = """\
-Say what this job's processes are and have, and try every collective among them.
+Print a report on the ranks of this job, and test every collective among them.
 
 Start it as you start your script: `mpirun -n 4 instep env`, `srun instep env`, `torchrun
 --no-python --nproc-per-node 4 instep env`, `instep run -n 4 -m instep env`. Rank 0 prints a
-table to paste into an issue. The exit code is 1 where a collective gave a wrong result.
+table that can be pasted into an issue. The exit code is 1 if a collective fails or gives a wrong
+result.
 """
 
 
@@ -20,7 +21,7 @@ def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
     parser = commands.add_parser(
         "env",
-        help="say what the ranks are and have, and try every collective",
+        help="report on the ranks of a job, and test every collective",
         description=ENV,
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -30,7 +31,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do it, on every rank. Raises LaunchError where the ranks cannot meet."""
+    """Run it on every rank. Raises LaunchError if the ranks cannot reach each other."""
     from instep.distributed.communication.objects import gather_object
     from instep.distributed.rendezvous.bootstrap import init
     from instep.launch.env import (  # torch: `instep env --help` does without

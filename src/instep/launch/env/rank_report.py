@@ -1,4 +1,4 @@
-"""What one rank knows about itself and its host."""
+"""What one rank reports about itself, its host and its job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
 
 
 def describe_rank() -> Facts:
-    """What may differ from rank to rank."""
+    """The part of the report that may differ by rank."""
     world = bootstrap.current()
     return {
         "rank": world.rank,
@@ -50,7 +50,7 @@ def describe_rank() -> Facts:
 
 
 def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
-    """What is the same on all ranks, or should be: seen by the rank that asks."""
+    """The part of the report that should be the same on all ranks."""
     world = bootstrap.current()
     return {
         "launcher": world.source,
@@ -72,14 +72,14 @@ def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def find_device() -> torch.device:
-    """Where this rank computes."""
+    """The device on which this rank computes."""
     if str(settings.DEVICE) != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which the launcher was known."""
+    """The variables by which the launcher was recognised."""
     for row in launchers.LAUNCHERS:
         if row.describes(environ):
             names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)

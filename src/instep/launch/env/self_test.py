@@ -1,4 +1,4 @@
-"""Every collective once, on small tensors, with the result compared. Collective."""
+"""Run every collective once on small tensors and check the result. Collective."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Test = Callable[[torch.device, int, int], bool]
 
 
 def run_collectives(device: torch.device) -> list[tuple[str, str, float]]:
-    """For each collective its name, "ok" or what is wrong, and the milliseconds it took."""
+    """For each collective: its name, "ok" or the error, and the time in milliseconds."""
     world = current()
     found = []
     for name, test in TESTS.items():
         begun = time.perf_counter()
         try:
             verdict = "ok" if test(device, world.rank, world.size) else "WRONG RESULT"
-        except Exception as error:  # whatever is broken here is what the user wants to know
+        except Exception as error:  # any error is a result here
             verdict = f"{type(error).__name__}: {error}"
         found.append((name, verdict, (time.perf_counter() - begun) * 1e3))
         if verdict != "ok":

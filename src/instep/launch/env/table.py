@@ -1,4 +1,4 @@
-"""The facts as a table to paste into an issue (pure)."""
+"""Format the report as a table (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RANK_COLUMNS = ("rank", "local_rank", "host", "pid", "cores", "threads", "device
 
 
 def format_report(report: Facts) -> str:
-    """The whole report."""
+    """Format the whole report."""
     job, ranks = report["job"], report["ranks"]
     why = _assignments(job["why"]) or "no launcher's variables are set"
     lines = [
@@ -32,7 +32,7 @@ def format_report(report: Facts) -> str:
 
 
 def _by_rank(ranks: Sequence[Facts], name: str) -> Iterable[str]:
-    """What the ranks have, once where it is the same on all."""
+    """The ranks' values; one line if all are the same."""
     seen: dict[str, list[int]] = {}
     for rank in ranks:
         seen.setdefault(_format_value(rank[name]), []).append(rank["rank"])
@@ -54,7 +54,7 @@ def _assignments(values: dict[str, str]) -> str:
 
 
 def _tests(tests: Sequence[Sequence[tuple[str, str, float]]]) -> list[tuple[str, str, str]]:
-    """One row for each collective: the slowest rank's time, and what any rank found wrong."""
+    """One row for each collective: the slowest rank's time, and the errors of all ranks."""
     rows = []
     for outcomes in zip(*tests, strict=False):
         wrong = [f"rank {k}: {said}" for k, (_, said, _) in enumerate(outcomes) if said != "ok"]

@@ -10,7 +10,7 @@ ENDED_BY_SIGTERM = 128 + 15
 
 @dataclass(frozen=True)
 class Batch:
-    """What is asked of Slurm, and for which program."""
+    """The options of a Slurm job, and its program."""
 
     python: str
     """The interpreter, on every node."""
@@ -19,27 +19,27 @@ class Batch:
     name: str
     """The job's name."""
     nodes: int = 1
-    """How many hosts."""
+    """Number of hosts."""
     tasks: int = 1
-    """How many ranks on each of them."""
+    """Number of ranks on each host."""
     gpus: bool = False
     """Whether each rank has a GPU."""
     cpus: int | None = None
-    """Cores for each rank; None: as the cluster has it."""
+    """Cores for each rank; None: the cluster's default."""
     time: str | None = None
-    """The limit, as Slurm writes it: 1-12:00:00."""
+    """The time limit in Slurm's format: 1-12:00:00."""
     signal: int = 120
     """Seconds before the limit at which the ranks get SIGTERM; 0: never."""
     requeue: bool = False
-    """Whether a job that was ended so is queued again."""
+    """Whether a job that this SIGTERM ended is queued again."""
     output: str = "logs"
     """The folder for one file per rank."""
     extra_options: tuple[str, ...] = ()
-    """Further options of sbatch, as `partition=gpu`."""
+    """Further options of sbatch, such as `partition=gpu`."""
 
 
 def format_script(batch: Batch) -> str:
-    """A script for sbatch: options, one srun, and what follows from its exit code."""
+    """The text of a script for sbatch: options, one srun, and the handling of its exit code."""
     options = [
         f"job-name={batch.name}",
         f"nodes={batch.nodes}",

@@ -14,16 +14,17 @@ from instep.launch.job import Job
 from instep.launch.slurm.batch import Batch, format_script
 
 SLURM = """\
-Print a batch script that runs a script on one rank per GPU or core, or submit it.
+Print a Slurm batch script that runs a script on one rank per GPU or core, or submit it.
 
     instep slurm --nodes 2 --gpus-per-node 4 --time 12:00:00 train.py --epochs 90 > job.sh
     instep slurm --nodes 2 --tasks-per-node 16 --set partition=cpu --submit train.py
 
-Each rank writes to a file of its own. Before the time limit every rank gets SIGTERM: time to save.
+Each rank writes to a file of its own. Every rank gets SIGTERM before the time limit, so that the
+script can save a checkpoint.
 """
-SIGNAL = "how long before the limit the ranks get SIGTERM; 0: never (default: 120)"
-REQUEUE = "queue the job again when its ranks ended by that; the script must resume"
-SET = "any other option of sbatch, such as partition=gpu; again for more"
+SIGNAL = "send SIGTERM to the ranks so long before the limit; 0: never (default: 120)"
+REQUEUE = "queue the job again if that SIGTERM ended it; the script must resume by itself"
+SET = "any other option of sbatch, such as partition=gpu; may be repeated"
 
 
 WITH_VALUE = (
@@ -48,23 +49,28 @@ def add_command(commands: Any) -> None:
     add("--nodes", type=_count, default=1, metavar="N", help="hosts (default: 1)")
     per_node = parser.add_mutually_exclusive_group()
     per_node.add_argument(
-        "--gpus-per-node", type=_count, metavar="G", help="GPUs of each host; one rank for each"
+        "--gpus-per-node", type=_count, metavar="G", help="GPUs on each host; one rank for each GPU"
     )
     per_node.add_argument(
-        "--tasks-per-node", type=_count, metavar="T", help="ranks on each host, without GPUs"
+        "--tasks-per-node", type=_count, metavar="T", help="ranks on each host if there are no GPUs"
     )
     add("--cpus-per-task", type=_count, metavar="C", help="cores for each rank")
     add("--time", metavar="LIMIT", help="the time limit, as in 1-12:00:00")
     add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL)
     add("--requeue-at-limit", action="store_true", help=REQUEUE)
     add("--name", metavar="NAME", help="the job's name (default: the script's)")
-    add("--output", default="logs", metavar="DIR", help="one file per rank (default: logs)")
+    add(
+        "--output",
+        default="logs",
+        metavar="DIR",
+        help="folder for the ranks' output (default: logs)",
+    )
     add("--set", action="append", default=[], metavar="OPTION", help=SET)
-    add("--submit", action="store_true", help="hand it to sbatch instead of printing it")
+    add("--submit", action="store_true", help="submit it with sbatch instead of printing it")
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do it and return the exit code. Raises CommandLineError."""
+    """Print or submit the batch script. Raises CommandLineError."""
     job = Job(1, tuple(program))
     name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
     text = format_script(

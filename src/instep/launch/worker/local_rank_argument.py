@@ -42,7 +42,7 @@ def _parse_known_args(
     words = sys.argv[1:] if args is None else list(args)
     declared = [name for name in SPELLINGS if name in parser._option_string_actions]
     if declared and words == sys.argv[1:] and not any(map(_GIVEN.fullmatch, words)):
-        from instep.unedited import session  # the supervisor of ranks does without
+        from instep.unedited import session  # the supervisor does not need them
 
         session.opt_out(f"it takes {declared[0]}")
         words = [f"{declared[0]}={local_rank}", *words]
