@@ -127,8 +127,8 @@ def come(place, *members, seconds=5.0):
             assembly = join_rendezvous(
                 place, member, lambda all_: {"ranks": [m.ranks for m in all_]}, seconds
             )
-            heard[key] = assembly.facts
-            for line in assembly.lines.values():
+            heard[key] = assembly.values
+            for line in assembly.connections.values():
                 line.close()
         except (MixedJobError, RendezvousError) as error:
             heard[key] = str(error)

@@ -413,9 +413,9 @@ def test_members_meet_in_spite_of_strangers(monkeypatch, secret):
         held = pester(port, 500, seed=20)
         other = join_rendezvous(place, Participant(1, 2, card, 1), lambda _: {}, 60.0, "host")
         found = first.result(30)
-    assert found.facts == other.facts == {"said": 1}
+    assert found.values == other.values == {"said": 1}
     assert found.secret == other.secret
-    for line in [*held, *found.lines.values(), *other.lines.values()]:
+    for line in [*held, *found.connections.values(), *other.connections.values()]:
         line.close()
 
 

@@ -50,7 +50,7 @@ def rank_environment(
         node_rank=job_info.node,
         nodes=len(job_info.sizes),
     )
-    told = {
+    assigned = {
         "MASTER_ADDR": job_info.master,
         "MASTER_PORT": str(job_info.port),
         JOB: job_info.name,
@@ -58,9 +58,9 @@ def rank_environment(
         settings.SECRET.name: job_info.secret.hex(),
     }
     if store_fd is not None:
-        told[STORE_FD] = str(store_fd)
+        assigned[STORE_FD] = str(store_fd)
     interface = interface_variables(job_info.master, one_host=job_info.one_host)
-    return defaults | interface | kept | world_variables(world) | told
+    return defaults | interface | kept | world_variables(world) | assigned
 
 
 def threads_per_rank(size: int) -> int:

@@ -28,7 +28,7 @@ class Job:
     """Additional environment variables of each rank, by its number."""
     hosts: NodeConfig = ONE_NODE
     """The other hosts of the job."""
-    card: JobFingerprint | None = None
+    fingerprint: JobFingerprint | None = None
     """What the other hosts are shown; unless given, that of the command."""
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ def spawn(
             output,
             plain=True,
             hosts=detect_nodes(os.environ, nprocs),
-            card=JobFingerprint.of_this_process(),
+            fingerprint=JobFingerprint.of_this_process(),
         )
         result = supervisor.run_job(job, started=lambda: None, folder=folder)
         if result.requested_signal is not None:

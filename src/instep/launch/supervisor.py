@@ -103,7 +103,9 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
     """
     settings.check_variables()
     output = choose_output(job.output)
-    job_info = join_hosts(job.hosts, job.size, job.card or JobFingerprint.of_command(job.command))
+    job_info = join_hosts(
+        job.hosts, job.size, job.fingerprint or JobFingerprint.of_command(job.command)
+    )
     with SignalQueue() as signal_queue:
         supervisor = Supervisor(signal_queue, SupervisorConnections(job_info))
         with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
@@ -193,8 +195,10 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
     if first is None:
         return JobResult(0, requested_signal=requested_signal)
     text = format_report(first, result.ends, job_info.size)
-    here = job_info.first <= first.rank < job_info.first + job.size
-    if not (here or job.hosts.by_hand):  # the launcher's one terminal shows the traceback once
+    is_here = job_info.first <= first.rank < job_info.first + job.size
+    if not (
+        is_here or job.hosts.has_own_terminal
+    ):  # the launcher's one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"
     return JobResult(first.exit_code, first, text, requested_signal)
 
@@ -233,7 +237,7 @@ class Supervisor:
         for rank in ranks:
             self._on(rank.pidfd, partial(self._on_rank_end, rank))
             self._on(rank.line, partial(self._on_rank_message, rank))
-        for node, line in self.connections.lines.items():
+        for node, line in self.connections.connections.items():
             self._on(line, partial(self._on_supervisor_message, node, line))
         while len(self.ends) < len(ranks):
             for key, _ in self._selector.select(self._time_left()):
@@ -271,7 +275,7 @@ class Supervisor:
 
     def _on_supervisor_message(self, node: int, line: socket.socket) -> None:
         messages = self.connections.receive(node)
-        if node not in self.connections.lines:
+        if node not in self.connections.connections:
             self._selector.unregister(line)
         for message in messages:
             if "asked" in message:

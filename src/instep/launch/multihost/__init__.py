@@ -1,1 +1,1 @@
-"""One job on several hosts: supervisors meet, agree on the job, and exchange its outcome."""
+"""One job on several hosts: the rendezvous of its supervisors, and their messages."""

@@ -1,4 +1,4 @@
-"""The hosts of a job: which of them this is, where their supervisors meet, what they agree on."""
+"""The hosts of a job: their numbers, and the rendezvous of their supervisors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from instep.distributed.rendezvous import listening, port_file
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
 from instep.launch.multihost.master import choose_master
-from instep.launch.multihost.supervisor_rendezvous import Facts, Participant, join_rendezvous
+from instep.launch.multihost.supervisor_rendezvous import Participant, Values, join_rendezvous
 from instep.process import settings
 
-_NOWHERE_ELSE = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
+_LOCAL_ENDPOINT = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """One of the hosts on which `instep run` was started for one job."""
+    """This host's place among the hosts of a job."""
 
     node: int = 0
-    """Which of them, from 0."""
+    """The number of this host, from 0."""
     nodes: int = 1
-    """How many."""
-    place: endpoints.Endpoint = _NOWHERE_ELSE
-    """Where the supervisors meet."""
-    by_hand: bool = True
-    """Whether every host has a terminal of its own, and not that of a launcher."""
+    """The number of hosts."""
+    endpoint: endpoints.Endpoint = _LOCAL_ENDPOINT
+    """The endpoint of the supervisors' rendezvous."""
+    has_own_terminal: bool = True
+    """Whether the user started each host by hand, in a terminal of its own, without a launcher."""
 
 
 ONE_NODE = NodeConfig()
@@ -39,32 +39,32 @@ ONE_NODE = NodeConfig()
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job all of whose hosts have met."""
+    """What every supervisor knows of the job after the rendezvous."""
 
     name: str
-    """The job's name on this host, which no other job has."""
+    """The job's unique name on this host."""
     sizes: tuple[int, ...]
-    """How many ranks each host has."""
+    """The number of ranks on each host."""
     node: int
-    """Which host this is."""
+    """The number of this host."""
     master: str
     """An address of the first host."""
     port: int
-    """A port of it that is free."""
+    """A free port there."""
     one_host: bool
-    """Whether the ranks can talk over the loopback interface."""
+    """Whether all ranks run on one host, and use the loopback interface."""
     secret: bytes
-    """What only the ranks of this job are told."""
+    """The secret that only the ranks of this job get."""
     store: socket.socket | None = None
-    """On the first host: bound to that port."""
+    """On the first host: the socket that is bound to that port."""
     names: tuple[str, ...] = ()
-    """The hosts' names."""
-    lines: Mapping[int, socket.socket] = field(default_factory=dict)
-    """To the other supervisors: from the first host to all, from the others to the first."""
+    """The names of the hosts."""
+    connections: Mapping[int, socket.socket] = field(default_factory=dict)
+    """Connections to other supervisors: the first host has one to each, the others one to it."""
 
     @property
     def size(self) -> int:
-        """How many ranks the job has."""
+        """The number of ranks of the job."""
         return sum(self.sizes)
 
     @property
@@ -74,10 +74,10 @@ class JobInfo:
 
 
 def detect_nodes(environ: Mapping[str, str], ranks: int) -> NodeConfig:
-    """The hosts of a launcher that started one task on each, as in `srun … instep run`.
+    """The hosts, if a launcher started one task on each of them, as `srun … instep run` does.
 
-    One host where there is no such launcher. Raises LaunchError where it started more than one
-    task on this host, or does not say where they meet.
+    Otherwise one host. Raises LaunchError if the launcher started several tasks on this host, or
+    if its variables give no endpoint.
     """
     world = launchers.detect_tasks(environ)
     if world.size == 1:
@@ -90,10 +90,12 @@ def detect_nodes(environ: Mapping[str, str], ranks: int) -> NodeConfig:
         )
     both = ("MASTER_ADDR", "MASTER_PORT")
     if all(name in environ for name in both):
-        place: endpoints.Endpoint = parse_address("{}:{}".format(*(environ[name] for name in both)))
+        endpoint: endpoints.Endpoint = parse_address(
+            "{}:{}".format(*(environ[name] for name in both))
+        )
     else:
-        place = launchers.endpoint(world, environ)
-    return NodeConfig(world.rank, world.size, place, by_hand=False)
+        endpoint = launchers.endpoint(world, environ)
+    return NodeConfig(world.rank, world.size, endpoint, has_own_terminal=False)
 
 
 def wrong_hosts(why: str) -> CommandLineError:
@@ -116,14 +118,14 @@ def parse_address(text: str) -> endpoints.Address:
     return endpoints.Address(host, port, "")
 
 
-def join_hosts(hosts: NodeConfig, ranks: int, card: JobFingerprint) -> JobInfo:
-    """Meet the supervisors of the other hosts; returns at once on one host. Raises LaunchError."""
+def join_hosts(hosts: NodeConfig, ranks: int, fingerprint: JobFingerprint) -> JobInfo:
+    """Rendezvous with the supervisors of the other hosts, if any. Raises LaunchError."""
     job = os.urandom(8).hex()
     if hosts.nodes == 1:
         store = listening.bind(port_file.LOOPBACK_HOST)
         port = store.getsockname()[1]
         return JobInfo(
-            _inside(job),
+            _nested_name(job),
             (ranks,),
             0,
             port_file.LOOPBACK_HOST,
@@ -134,30 +136,36 @@ def join_hosts(hosts: NodeConfig, ranks: int, card: JobFingerprint) -> JobInfo:
         )
     held: list[socket.socket] = []
 
-    def decide(participants: Sequence[Participant]) -> Facts:
-        facts, store = choose_master(hosts.place, participants)
+    def decide(participants: Sequence[Participant]) -> Values:
+        values, store = choose_master(hosts.endpoint, participants)
         held.append(store)
         sizes = [participant.ranks for participant in participants]
-        return facts | {"job": job, "sizes": sizes, "names": [m.card.host for m in participants]}
+        return values | {
+            "job": job,
+            "sizes": sizes,
+            "names": [m.fingerprint.host for m in participants],
+        }
 
-    mine = Participant(hosts.node, hosts.nodes, card, ranks)
-    result = join_rendezvous(hosts.place, mine, decide, float(int(settings.TIMEOUT)), "host")
-    facts = result.facts
+    participant = Participant(hosts.node, hosts.nodes, fingerprint, ranks)
+    result = join_rendezvous(
+        hosts.endpoint, participant, decide, float(int(settings.TIMEOUT)), "host"
+    )
+    values = result.values
     return JobInfo(
-        name=_inside(f"{facts['job']}-{hosts.node}"),
-        sizes=tuple(facts["sizes"]),
+        name=_nested_name(f"{values['job']}-{hosts.node}"),
+        sizes=tuple(values["sizes"]),
         node=hosts.node,
-        master=facts["master"],
-        port=facts["port"],
-        one_host=facts["one_host"],
+        master=values["master"],
+        port=values["port"],
+        one_host=values["one_host"],
         secret=result.secret,
         store=next(iter(held), None),
-        names=tuple(facts["names"]),
-        lines=result.lines,
+        names=tuple(values["names"]),
+        connections=result.connections,
     )
 
 
-def _inside(name: str) -> str:
-    """A job started inside another one's rank carries that job's name in front."""
+def _nested_name(name: str) -> str:
+    """A job inside another job's rank has a name that begins with that job's name."""
     outer = os.environ.get(launchers.JOB)
     return name if outer is None else f"{outer}.{name}"

@@ -1,10 +1,10 @@
-"""The members of a job meet before anything starts: one listens, the others come to it.
+"""The rendezvous before ranks start: the first participant listens, the others connect to it.
 
-Members are the supervisors of several hosts, or ranks that a launcher started with
-`python -m instep`. The first one tells whoever connects a number of its own. Each sends one line,
-who it is and its card; the first member looks through the cards and answers each with one line,
-what all shall know, or why the job cannot be. Where they have a secret in common, each line bears a
-mark over itself and the other's number, so that nobody else can say it, or say it again.
+Participants are the supervisors of several hosts, or ranks that a launcher started with
+`python -m instep`. The first one sends a nonce to each client. Each client sends one line: its
+number and its job's fingerprint. The first participant compares the fingerprints and answers each
+with one line: the values that all need, or the error. If they share a secret, each line is signed
+together with the receiver's nonce, so that no stranger can write or replay it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import LaunchError
 from instep.launch.multihost.clients import (
-    PATIENCE,
+    MESSAGE_TIMEOUT,
     REFUSED,
     ClientListener,
     JoinRequest,
     encode_message,
-    read,
+    read_message,
 )
 
-_ANSWER = 2.0
-"""Seconds within which an address of another host answers."""
-_LONGEST_ANSWER = 1 << 24
+_CONNECT_TIMEOUT = 2.0
+"""Seconds within which another host's address must accept a connection."""
+_MAX_ANSWER = 1 << 24
 """Bytes."""
-_KINDS = {
+_ERRORS = {
     kind.__name__: kind
     for kind in (LaunchError, MixedJobError, RendezvousError, AuthenticationError)
 }
@@ -45,88 +45,88 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Participant:
-    """One of those who meet."""
+    """One participant of the rendezvous."""
 
     number: int
-    """Its place, from 0."""
+    """Its number, from 0."""
     count: int
-    """How many it expects in all."""
-    card: JobFingerprint
+    """The number of participants that it expects."""
+    fingerprint: JobFingerprint
     ranks: int
-    """How many ranks it stands for."""
+    """The number of its ranks."""
     master: str = ""
-    """The address at which it has found the first member."""
+    """The address at which it reached the first participant."""
 
 
-Facts = dict[str, Any]
-"""What the first member tells all: as JSON has it."""
+Values = dict[str, Any]
+"""What the first participant sends to all: a JSON object."""
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """All have met."""
+    """The result of a rendezvous, on each participant."""
 
-    facts: Facts
-    lines: Mapping[int, socket.socket]
-    """To whom this member has a connection: the first one to all, the others to the first."""
+    values: Values
+    connections: Mapping[int, socket.socket]
+    """Connections by number: the first participant has one to each, the others one to it."""
     secret: bytes
-    """What only the members know: made of the secret that they had in common and a number of this
-    job; where they had none, told by the first member."""
+    """The job's secret: derived from the secret that they share and a nonce, or, if they share
+    none, chosen by the first participant."""
 
 
 def join_rendezvous(
-    place: endpoints.Endpoint,
+    endpoint: endpoints.Endpoint,
     mine: Participant,
-    decide: Callable[[Sequence[Participant]], Facts],
+    decide: Callable[[Sequence[Participant]], Values],
     seconds: float,
     noun: str = "rank",
 ) -> RendezvousResult:
-    """Return when all have come; `decide`, on the first member, says what all shall know.
+    """Wait for all participants. On the first one `decide` returns the values for all.
 
-    Raises the same LaunchError on every member that came: RendezvousError, MixedJobError,
-    PortInUseError.
+    Raises the same LaunchError on every participant that came: RendezvousError, MixedJobError,
+    PortInUseError. `noun` names a participant in messages: rank or host.
     """
     if mine.number != 0:
-        return _join_as_client(place, mine, seconds, noun)
+        return _join_as_client(endpoint, mine, seconds, noun)
     requests: dict[int, JoinRequest] = {}
     secret: bytes | None = None
     with ExitStack() as failed:
         failed.callback(_close, requests)
         try:
-            with _listen(place) as (listener, secret):
-                vigil = ArrivalWait(mine.count, seconds, members=noun)
+            with _listen(endpoint) as (listener, secret):
+                arrival_wait = ArrivalWait(mine.count, seconds, members=noun)
                 clients = ClientListener(listener, secret)
                 failed.callback(clients.close)
-                joined = _receive(clients, _job(place), mine, requests, vigil, noun)
+                joined = _receive(clients, _job_name(endpoint), mine, requests, arrival_wait, noun)
                 clients.close()
-            facts = decide([joined[number] for number in range(mine.count)])
+            values = decide([joined[number] for number in range(mine.count)])
         except (MixedJobError, RendezvousError, AuthenticationError) as error:
             _answer_all(requests, {"error": [type(error).__name__, str(error)]}, secret)
             raise
-        drawn = make_secret().hex()
-        _answer_all(requests, {"facts": facts, "drawn": drawn}, secret)
+        nonce = make_secret().hex()
+        _answer_all(requests, {"values": values, "nonce": nonce}, secret)
         failed.pop_all()
-    lines = {number: request.line for number, request in requests.items()}
-    return RendezvousResult(facts, lines, _job_secret(secret, drawn))
+    connections = {number: request.connection for number, request in requests.items()}
+    return RendezvousResult(values, connections, _job_secret(secret, nonce))
 
 
-def _job_secret(secret: bytes | None, drawn: str) -> bytes:
-    return bytes.fromhex(drawn) if secret is None else derive_key(secret, "assembly", drawn)
+def _job_secret(secret: bytes | None, nonce: str) -> bytes:
+    return bytes.fromhex(nonce) if secret is None else derive_key(secret, "assembly", nonce)
 
 
-# ------------------------------------------------------------------------------ the first member
+# ------------------------------------------------------------------------- the first participant
 
 
-def _job(place: endpoints.Endpoint) -> str:
-    """What tells those who belong here from others that come to the same port."""
-    return place.job if isinstance(place, endpoints.Address) else place.path
+def _job_name(endpoint: endpoints.Endpoint) -> str:
+    """A name that tells this job's clients from others that connect to the same port."""
+    return endpoint.job if isinstance(endpoint, endpoints.Address) else endpoint.path
 
 
 @contextmanager
-def _listen(place: endpoints.Endpoint) -> Iterator[tuple[socket.socket, bytes | None]]:
-    """Where it listens, and the secret of those who may come."""
+def _listen(endpoint: endpoints.Endpoint) -> Iterator[tuple[socket.socket, bytes | None]]:
+    """The listening socket, and the secret of the clients."""
     given = read_secret()
-    match place:
+    match endpoint:
         case endpoints.Address(host, port):
             with listening.listen(host, port, one_host=False) as listener:
                 yield listener, given
@@ -154,49 +154,51 @@ def _receive(
     job: str,
     mine: Participant,
     requests: dict[int, JoinRequest],
-    vigil: ArrivalWait,
+    arrival_wait: ArrivalWait,
     noun: str,
 ) -> dict[int, Participant]:
-    """Everybody, by number; `calls` are filled with the connections."""
+    """All participants by number; fills `requests` with their connections."""
     joined = {mine.number: mine}
 
     def arrived() -> Mapping[int, str]:
-        return {number: participant.card.host for number, participant in sorted(joined.items())}
+        return {
+            number: participant.fingerprint.host for number, participant in sorted(joined.items())
+        }
 
     while len(joined) < mine.count:
-        request = vigil.until(clients.next_request, arrived)
+        request = arrival_wait.until(clients.next_request, arrived)
         participant = _parse_participant(request.message, job)
         if participant is None:
-            request.line.close()
+            request.connection.close()
             continue
         held = joined.get(participant.number)
         requests[participant.number if held is None else -1] = request
         if held is not None:
             raise RendezvousError(
-                f"{noun} {participant.number} has come twice, from {held.card.host} and from "
-                f"{participant.card.host}. Each {noun} needs a number of its own, from 0 up."
+                f"{noun} {participant.number} has come twice, from {held.fingerprint.host} and "
+                f"from {participant.fingerprint.host}. Each {noun} needs its own number, from 0 up."
             )
         if participant.count != mine.count or not 0 < participant.number < mine.count:
             raise RendezvousError(
-                f"{noun} 0 expects {mine.count} {noun}s, but {participant.card.host} came as "
-                f"{noun} {participant.number} of {participant.count}. Start all of them with the "
-                "same number."
+                f"{noun} 0 expects {mine.count} {noun}s, but {participant.fingerprint.host} came "
+                f"as {noun} {participant.number} of {participant.count}. Start all of them with "
+                "the same number."
             )
         joined[participant.number] = participant
     job_fingerprint.check_same_job(
-        {number: participant.card for number, participant in joined.items()}, noun
+        {number: participant.fingerprint for number, participant in joined.items()}, noun
     )
     return joined
 
 
-def _parse_participant(told: Facts, job: str) -> Participant | None:
-    """Who says so; None for who belongs to another job, or to none."""
-    if told.get("job") != job:
+def _parse_participant(message: Values, job: str) -> Participant | None:
+    """The participant that sent this message; None if it is not of this job."""
+    if message.get("job") != job:
         return None
     try:
-        card = JobFingerprint.from_json(told["card"])
+        fingerprint = JobFingerprint.from_json(message["fingerprint"])
         participant = Participant(
-            told["number"], told["count"], card, told["ranks"], told["master"]
+            message["number"], message["count"], fingerprint, message["ranks"], message["master"]
         )
     except (KeyError, TypeError):
         return None
@@ -207,72 +209,74 @@ def _parse_participant(told: Facts, job: str) -> Participant | None:
 
 def _close(requests: Mapping[int, JoinRequest]) -> None:
     for request in requests.values():
-        request.line.close()
+        request.connection.close()
 
 
-def _answer_all(requests: Mapping[int, JoinRequest], answer: Facts, secret: bytes | None) -> None:
+def _answer_all(requests: Mapping[int, JoinRequest], answer: Values, secret: bytes | None) -> None:
     for request in requests.values():
-        request.line.settimeout(PATIENCE)
-        with suppress(OSError):  # one that is gone is missed later
-            request.line.sendall(encode_message(answer, secret, str(request.message.get("drawn"))))
-        request.line.settimeout(None)
+        request.connection.settimeout(MESSAGE_TIMEOUT)
+        with suppress(OSError):  # a client that is gone is reported later
+            request.connection.sendall(
+                encode_message(answer, secret, str(request.message.get("nonce")))
+            )
+        request.connection.settimeout(None)
 
 
 # ----------------------------------------------------------------------------------- the others
 
 
 def _join_as_client(
-    place: endpoints.Endpoint, mine: Participant, seconds: float, noun: str
+    endpoint: endpoints.Endpoint, mine: Participant, seconds: float, noun: str
 ) -> RendezvousResult:
-    vigil = ArrivalWait(mine.count, seconds, members=noun, speaks=mine.number == 1)
-    line, master, secret = vigil.until(partial(_connect, place))
-    drawn = make_secret().hex()
-    me = {
-        "job": _job(place),
+    arrival_wait = ArrivalWait(mine.count, seconds, members=noun, speaks=mine.number == 1)
+    connection, master, secret = arrival_wait.until(partial(_connect, endpoint))
+    nonce = make_secret().hex()
+    message = {
+        "job": _job_name(endpoint),
         "number": mine.number,
         "count": mine.count,
-        "card": mine.card.to_json(),
+        "fingerprint": mine.fingerprint.to_json(),
         "ranks": mine.ranks,
         "master": master,
-        "drawn": drawn,
+        "nonce": nonce,
     }
-    end = monotonic() + seconds + PATIENCE
+    end = monotonic() + seconds + MESSAGE_TIMEOUT
     try:
-        theirs = read(line, end, _LONGEST_ANSWER, None, "")["drawn"]
-        line.sendall(encode_message(me, secret, str(theirs)))
-        answer = read(line, end, _LONGEST_ANSWER, secret, drawn)
+        theirs = read_message(connection, end, _MAX_ANSWER, None, "")["nonce"]
+        connection.sendall(encode_message(message, secret, str(theirs)))
+        answer = read_message(connection, end, _MAX_ANSWER, secret, nonce)
         if answer == REFUSED:
             raise AuthenticationError.secret_missing()
-        error, facts = answer.get("error"), answer.get("facts")
+        error, values = answer.get("error"), answer.get("values")
         if error is None:
-            job = _job_secret(secret, answer["drawn"])
+            job = _job_secret(secret, answer["nonce"])
         else:
             kind, sentence = map(str, error)
     except (OSError, ValueError, TypeError, KeyError):
-        line.close()
+        connection.close()
         raise RendezvousError.absent([0], mine.count, seconds, members=noun) from None
     except AuthenticationError:
-        line.close()
+        connection.close()
         raise
     if error is not None:
-        line.close()
-        raise _KINDS.get(kind, LaunchError)(sentence)
-    line.settimeout(None)
-    return RendezvousResult(facts or {}, {0: line}, job)
+        connection.close()
+        raise _ERRORS.get(kind, LaunchError)(sentence)
+    connection.settimeout(None)
+    return RendezvousResult(values or {}, {0: connection}, job)
 
 
-def _connect(place: endpoints.Endpoint) -> tuple[socket.socket, str, bytes | None] | None:
-    """A connection to the first member, the name by which it was found, and the secret of those
-    who come there, if it is there."""
-    if isinstance(place, endpoints.Address):
-        listening.resolve(place.host, place.port)
-        host, port, noted = place.host, place.port, None
+def _connect(endpoint: endpoints.Endpoint) -> tuple[socket.socket, str, bytes | None] | None:
+    """A connection to the first participant, its address, and the secret; None if it is not there
+    yet."""
+    if isinstance(endpoint, endpoints.Address):
+        listening.resolve(endpoint.host, endpoint.port)
+        host, port, noted = endpoint.host, endpoint.port, None
     else:
-        note = port_file.read(place.path)
+        note = port_file.read(endpoint.path)
         if note is None:
             return None
         host, port, noted = note
     with suppress(OSError):
-        line = socket.create_connection((host, port), _ANSWER)
-        return line, host, read_secret() or noted
+        connection = socket.create_connection((host, port), _CONNECT_TIMEOUT)
+        return connection, host, read_secret() or noted
     return None

@@ -1,1 +1,1 @@
-"""Inside of a rank that `instep run` has started: prepare the process and run the program."""
+"""Inside of a rank: prepare the process and run the user's program."""

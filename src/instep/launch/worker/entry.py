@@ -1,7 +1,7 @@
-"""The entry of each rank: run the user's program, and keep what escapes from it.
+"""The entry point of each rank: run the user's program and report to the supervisor how it ended.
 
-`python -P -m instep.launch.worker.entry LINE lines|untouched unedited|plain script.py args…`,
-where LINE is a socket to the supervisor.
+`python -P -m instep.launch.worker.entry FD lines|untouched unedited|plain script.py args…`, where
+FD is a socket to the supervisor.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from instep.process.tracebacks import (
 )
 
 LINES = "lines"
-"""The supervisor reads this rank's output: send each line as it is printed."""
+"""The supervisor reads this rank's output, so that stdout is flushed after each line."""
 PLAIN = "plain"
-"""Run the script as it is, and divide nothing."""
+"""The script runs as it is, and nothing is divided."""
 
 
 def main(line: str, buffering: str, way: str, *command: str) -> None:
-    """Run `command` and exit as it would, except that what it raises is written, not printed."""
+    """Run `command` and exit as it would, but write its exception to a file instead of stderr."""
     hook = sys.excepthook = ExceptHook()
     leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
-        # No file object: heap.spare_torch() looks for those that are open for writing.
+        # No file object: gc_tuning looks for file objects that are open for writing.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
@@ -67,10 +67,10 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
 
 
 class ExceptHook:
-    """The innermost sys.excepthook: does not print again what is written already.
+    """The innermost sys.excepthook: does not print an exception that is already in the file.
 
-    A library's hook is called as under plain Python. torch.distributed sets one that prints what
-    the hook before it prints, on every rank that a failed peer takes along.
+    A library's hook is called as under plain Python. The one of torch.distributed prints what the
+    hook before it prints, on every rank that a failed peer takes along.
     """
 
     written: BaseException | None = None
@@ -78,7 +78,7 @@ class ExceptHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        """Print what a script shows it."""
+        """Print an exception for which the script itself called the hook."""
         if error is not self.written:
             sys.__excepthook__(kind, error, frames)
 
@@ -87,22 +87,22 @@ def _wait_for_go(line: int) -> None:
     os.set_inheritable(line, False)
     if STORE_FD in os.environ:
         os.set_inheritable(int(os.environ[STORE_FD]), False)
-    with suppress(BrokenPipeError):  # said below
+    with suppress(BrokenPipeError):  # handled below
         os.write(line, READY)
     if os.read(line, 1) != GO:
-        os._exit(1)  # the supervisor was killed before the guard knew of this rank
+        os._exit(1)  # the supervisor was killed before the reaper knew this rank
 
 
 @dataclass(frozen=True)
 class ExitReporter:
-    """How this rank says that it failed."""
+    """Writes how this rank ended, for the supervisor."""
 
     line: int
     rank: int
     file: Path
 
     def report_exit(self, leaving: SystemExit) -> int:
-        """What SystemExit means to the interpreter, with the message left to the supervisor."""
+        """Report SystemExit and return its exit code; the supervisor prints its message."""
         meant = leaving.code
         if meant is None or isinstance(meant, int):
             code, text = (meant or 0) & 0xFF, ""
@@ -115,11 +115,10 @@ class ExitReporter:
         return code
 
     def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
-        """What escaped from the script."""
+        """Report an exception that escaped from the script."""
         self._write(error, code, format_traceback(error), raised)
 
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
-        """To the supervisor."""
         follows = is_caused_by_another_rank(error)
         missed = getattr(root_cause(error), "rank", None) if follows else None
         report_failure = Failure(
@@ -127,11 +126,11 @@ class ExitReporter:
         )
         with program.real_files():
             report_failure.write(self.file)
-        with suppress(BrokenPipeError):  # no supervisor any more: the guard ends this rank
+        with suppress(BrokenPipeError):  # the supervisor is gone: the reaper ends this rank
             os.write(self.line, FAILED)
 
     def report_success(self, line: str) -> None:
-        """With exit code 0, which others may still have to hear of."""
+        """Write the line at which the rank ended with code 0, for ranks that still wait for it."""
         with program.real_files(), open(LastPosition(self.file).finished_file, "w") as file:
             file.write(line)
 
@@ -139,7 +138,7 @@ class ExitReporter:
 def _print_nothing(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """The supervisor says it, unless the user pressed Ctrl-C and knows."""
+    """Print nothing: the supervisor reports an interrupt, unless the user pressed Ctrl-C."""
 
 
 if __name__ == "__main__":

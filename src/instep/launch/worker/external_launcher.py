@@ -1,7 +1,7 @@
-"""A rank that another launcher has started as `python -m instep script.py`.
+"""A rank that another launcher started as `python -m instep script.py`.
 
-Its script finds what `instep run` would have told it: RANK, WORLD_SIZE, MASTER_ADDR and so on, so
-that one which calls init_process_group itself works under mpirun and srun too.
+Its environment gets the variables that `instep run` would set (RANK, WORLD_SIZE, MASTER_ADDR and
+so on), so that scripts which call init_process_group themselves work under mpirun and srun too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.environment import world_variables
 from instep.launch.multihost.master import choose_master, interface_variables, master_variables
 from instep.launch.multihost.supervisor_rendezvous import (
-    Facts,
     Participant,
     RendezvousResult,
+    Values,
     join_rendezvous,
 )
 from instep.process import settings
@@ -30,11 +30,10 @@ _TORCHS = {"RANK", "WORLD_SIZE", *_MASTER}
 
 
 def prepare(command: Sequence[str]) -> None:
-    """Make this process what a rank of `instep run` is. Leaves one that nobody launched alone.
+    """Set this process's environment as `instep run` sets that of a rank, if there is a launcher.
 
-    Writes this process's environment. Waits for the other ranks where the launcher does not say
-    where they meet. Starts this program again where strings would hash differently on the ranks.
-    Raises LaunchError.
+    Waits for the other ranks if the launcher gives no MASTER_ADDR. Starts this program again if
+    strings would hash differently on the ranks. Raises LaunchError.
     """
     settings.check_variables()
     world = launchers.detect()
@@ -42,38 +41,38 @@ def prepare(command: Sequence[str]) -> None:
         return
     if world.size > 1:
         session.fix_hash_seed()
-    told, drawn = world_variables(world), {}
+    variables, secret = world_variables(world), {}
     one_host = world.one_host
     if not os.environ.keys() >= _TORCHS:
-        told[launchers.SOURCE] = world.source
+        variables[launchers.SOURCE] = world.source
     if not os.environ.keys() & _MASTER:
         result, store = _rendezvous(world, JobFingerprint.of_command(command))
-        facts = result.facts
-        told |= master_variables(facts)
-        drawn[settings.SECRET.name] = result.secret.hex()
-        one_host = facts["one_host"]
+        values = result.values
+        variables |= master_variables(values)
+        secret[settings.SECRET.name] = result.secret.hex()
+        one_host = values["one_host"]
         if store is not None:
-            told[launchers.STORE_FD] = str(store.detach())
-    if master := (told | os.environ).get("MASTER_ADDR"):
-        told |= interface_variables(master, one_host=one_host)
-    os.environ.update(told | os.environ | drawn)
+            variables[launchers.STORE_FD] = str(store.detach())
+    if master := (variables | os.environ).get("MASTER_ADDR"):
+        variables |= interface_variables(master, one_host=one_host)
+    os.environ.update(variables | os.environ | secret)
 
 
 def _rendezvous(
-    world: World, card: JobFingerprint
+    world: World, fingerprint: JobFingerprint
 ) -> tuple[RendezvousResult, socket.socket | None]:
-    """The ranks meet, and rank 0 says where they will meet again; it holds the socket for it."""
-    alone = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
-    place = launchers.endpoint(world) if world.size > 1 else alone
+    """Let the ranks agree on a master; rank 0 also gets the socket that is bound to it."""
+    local = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")
+    endpoint = launchers.endpoint(world) if world.size > 1 else local
     held: list[socket.socket] = []
 
-    def decide(participants: Sequence[Participant]) -> Facts:
-        facts, store = choose_master(place, participants)
+    def decide(participants: Sequence[Participant]) -> Values:
+        values, store = choose_master(endpoint, participants)
         held.append(store)
-        return facts
+        return values
 
-    mine = Participant(world.rank, world.size, card, ranks=1)
-    result = join_rendezvous(place, mine, decide, float(int(settings.TIMEOUT)))
-    for line in result.lines.values():
-        line.close()
+    participant = Participant(world.rank, world.size, fingerprint, ranks=1)
+    result = join_rendezvous(endpoint, participant, decide, float(int(settings.TIMEOUT)))
+    for connection in result.connections.values():
+        connection.close()
     return result, next(iter(held), None)

@@ -1,7 +1,7 @@
-"""Importing torch makes 170,000 objects that stay: the garbage collector need not look at them.
+"""Keep the garbage collector from the 170,000 permanent objects that importing torch makes.
 
-It would while they are made, in every full collection of a training, and several times when the
-interpreter ends: of the 1.6 s in which a process imports torch and ends, that is 0.45 s.
+It would traverse them during the import, in every full collection of a training, and several times
+when the interpreter ends: 0.45 s of the 1.6 s in which a process imports torch and ends.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from instep.process.import_hooks import during_import
 
 
 def freeze_torch_objects() -> None:
-    """Import torch, whenever that will be, without collections, and make permanent what is there.
+    """When torch is imported, do it without collections, and freeze all objects afterwards.
 
-    Not where a file is open for writing by then: if it is in a cycle, only a collection as the
-    interpreter ends writes the rest of it.
+    Nothing is frozen if a file is open for writing by then: if it is in a cycle, only a collection
+    at the end of the interpreter flushes it.
     """
     during_import("torch", _without_collections)
 
@@ -38,9 +38,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def _is_open_for_writing(thing: object) -> bool:
-    """Whether it is an open file, but for the standard streams."""
+    """Whether it is a file that is open for writing, other than a standard stream."""
     if not isinstance(thing, io.BufferedWriter | io.BufferedRandom):
         return False
-    with suppress(ValueError):  # it is detached, or there is no file beneath it
+    with suppress(ValueError):  # it is detached, or has no descriptor
         return not thing.closed and thing.fileno() > 2
     return False

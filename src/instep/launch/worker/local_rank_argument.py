@@ -1,7 +1,7 @@
-"""`--local_rank`: the argument by which torch.distributed.launch told a script its place.
+"""`--local_rank`: the argument by which torch.distributed.launch passed the local rank to a script.
 
-A script that declares it, in one spelling or the other, gets it; one that does not never sees it.
-One that does was written for several processes, and is left alone.
+A script that declares it, in either spelling, gets it, and runs as it is, because it was written
+for several processes. A script that does not declare it never sees it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _GIVEN = re.compile("--local[-_]rank(=.*)?")
 
 
 def provide(world: World) -> None:
-    """To whoever parses this rank's command line with argparse from now on."""
+    """Give the local rank to every parser of argparse that declares the argument."""
     if world != World():
         parse = partial(_parse_known_args, world.local_rank)
         PatchHandle([Patch("argparse:ArgumentParser", "parse_known_args", parse)])
 
 
 def without(words: Sequence[str]) -> Sequence[str]:
-    """`words` less the argument that torch.distributed.launch has put before them."""
+    """`words` without the leading argument that torch.distributed.launch has inserted."""
     return words[1:] if words and re.fullmatch("--local[-_]rank=[0-9]+", words[0]) else words
 
 

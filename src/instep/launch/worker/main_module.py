@@ -16,12 +16,12 @@ from instep.compat import finder
 
 
 def run_as_main(command: Sequence[str]) -> None:
-    """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
+    """Run `script.py args…` or `-m package.module args…`. Its exceptions escape.
 
     Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's
-    names), sys.argv and the first entry of sys.path, and leaves them: the program's threads and
-    exit handlers still need them. Names of other libraries that are not installed are found in
-    `instep.compat`.
+    names), sys.argv and the first entry of sys.path, and does not restore them, because the
+    program's threads and exit handlers still need them. Libraries that are not installed are found
+    in `instep.compat`.
     """
     finder.install()
     if command[0] == "-m":

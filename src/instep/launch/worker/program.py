@@ -1,4 +1,4 @@
-"""The user's program in this process, as one rank of several: divided, or left alone."""
+"""Run the user's program in this process, as one of several ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ failing, explain = session.reports_failure, session.add_notes
 
 
 def run_program(command: Sequence[str], *, plain: bool = False) -> None:
-    """Run `script.py args…` or `-m package.module args…` to its end; what it raises escapes.
+    """Run `script.py args…` or `-m package.module args…`. Its exceptions escape.
 
-    Unless it is `plain`, or a script that speaks to the other ranks itself, it runs unedited: it
-    sees one process, and its work is divided until this process ends.
+    It runs unedited, seeing one process and with its work divided, unless `plain` is set or its
+    text opts out.
     """
     if not _is_instep_entry(command):
         job_fingerprint.announce(command)
@@ -37,7 +37,7 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
 
 
 def start_session(command: Sequence[str]) -> None:
-    """Let `command`, which follows, run unedited, if it is not to be left alone."""
+    """Start the unedited session for `command`, or print why its text opts out."""
     if _is_instep_entry(command):
         return
     reason = static_opt_out.find_opt_out(command)
@@ -48,5 +48,5 @@ def start_session(command: Sequence[str]) -> None:
 
 
 def _is_instep_entry(command: Sequence[str]) -> bool:
-    """Whether this is an entry of instep's, which brings the user's program itself."""
+    """Whether this is a module of instep, which runs the user's program itself."""
     return command[0] == "-m" and command[1].partition(".")[0] == "instep"

@@ -1,4 +1,4 @@
-"""A rank of `instep.spawn`: make the call that lies in a folder, leave the result there."""
+"""A rank of `instep.spawn`: read a call from a folder, make it, and write the result there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CALL = "call"
 
 
 def result_file(folder: Path, local_rank: int) -> Path:
-    """Where a rank leaves what the function returned."""
+    """The file with the result of one rank."""
     return folder / f"result{local_rank}"
 
 
 def main(name: str) -> None:
-    """Be one rank. What the function raises escapes."""
+    """Run one rank. The function's exceptions escape."""
     import cloudpickle
 
     folder, local_rank = Path(name), int(os.environ["LOCAL_RANK"])

@@ -1,8 +1,8 @@
-"""Scripts that call torch.distributed.init_process_group themselves.
+"""Patches for scripts that call torch.distributed.init_process_group themselves.
 
-torch's own store listens on every interface of the host. Here it listens at the address that the
-ranks were told, on the socket that `instep run` holds if that is the one. A backend that cannot be
-is answered with what to do.
+torch's TCPStore listens on every interface of the host. Here it listens on MASTER_ADDR only, if
+possible on the socket that `instep run` has bound. A backend that this host does not have is an
+error with advice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from instep.process.patching import Patch, PatchHandle
 
 
 def install_patches() -> None:
-    """Answer for torch's functions as soon as the script has imported torch.distributed, which
-    takes their names from these modules a little later."""
+    """Patch torch.distributed as soon as the script imports it."""
     PatchHandle(
         [
             Patch("torch.distributed.rendezvous", "TCPStore", _open_store),
@@ -29,7 +28,7 @@ def install_patches() -> None:
 
 
 def _open_store(store: Callable[..., Any], **options: Any) -> Any:
-    """TCPStore as torch's rendezvous calls it: by keywords."""
+    """TCPStore, as torch's rendezvous calls it with keywords."""
     from instep.distributed.rendezvous import stores  # needs torch, which the script has imported
 
     if (met_before := stores.reopen(options["host_name"], options["port"])) is not None:
@@ -38,9 +37,9 @@ def _open_store(store: Callable[..., Any], **options: Any) -> Any:
         return store(**options)
     try:
         listener = _listener(options["host_name"], options["port"])
-    except RendezvousError:  # the address of a gateway, say: only torch's way can be right
+    except RendezvousError:  # such as the address of a gateway: leave it to torch
         return store(**options)
-    except PortInUseError as error:  # by an earlier store of this process, perhaps
+    except PortInUseError as error:  # perhaps by an earlier store of this process
         try:
             return store(**options)
         except RuntimeError:
@@ -72,12 +71,12 @@ def _check_backend(backend: str | None) -> None:
     if "nccl" in asked and not torch.cuda.is_available():
         raise BackendError(
             f"the backend 'nccl' needs GPUs, and torch {torch.__version__} sees none on this host. "
-            "Say 'gloo' for CPUs, or no backend at all: then torch takes what the host has. "
-            "On a GPU host, look at CUDA_VISIBLE_DEVICES and at which build of torch this is."
+            "Pass 'gloo' for CPUs, or no backend: then torch chooses by the host's devices. "
+            "On a GPU host, check CUDA_VISIBLE_DEVICES and the build of torch."
         )
     if "mpi" in asked and not torch.distributed.is_mpi_available():
         raise BackendError(
             "the backend 'mpi' needs a torch that was built from source with MPI; torch "
-            f"{torch.__version__} was not. Say 'nccl' (GPUs) or 'gloo' (CPUs): mpirun may start "
-            "the ranks all the same."
+            f"{torch.__version__} was not. Pass 'nccl' (GPUs) or 'gloo' (CPUs); mpirun can "
+            "still start the ranks."
         )
