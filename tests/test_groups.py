@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.distributed.communication.groups import Group, release
+from instep.distributed.communication.groups import Group, destroy_group
 from instep.distributed.communication.transport import get_transport
 from instep.errors import DisagreementError, NotAMemberError, RendezvousError
 from pool import ranks, talking_over
@@ -120,7 +120,7 @@ def a_group_comes_to_its_end():
     pair = instep.group([0, 1])
     way = get_transport(pair)
     assert way.all_gather(torch.ones(1)) == [torch.ones(1)] * 2
-    release(pair)
+    destroy_group(pair)
     del pair
     gc.collect()
     for use in (way.all_gather, lambda x: way.all_reduce(x, "sum"), lambda x: way.broadcast(x, 0)):

@@ -15,12 +15,12 @@ import pytest
 
 import components
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.interrupt_agreement import (
+from instep.distributed.watchdog.interrupt_coordinator import (
     NO_COLLECTIVE_POLLS,
     SAME_LINE_POLLS,
     STALLED_NOW_POLLS,
     STALLED_POLLS,
-    InterruptAgreement,
+    InterruptCoordinator,
 )
 from launching import LAUNCHER_VARIABLES, Launch
 
@@ -208,7 +208,7 @@ def test_open_mpi_ends_the_job_at_ctrl_c(launch: Launch) -> None:
 
 
 class Told:
-    """What an agreement says to two ranks."""
+    """What an coordinator says to two ranks."""
 
     def __init__(self, came: bool = True) -> None:
         self.words: list[tuple[str, Any]] = []
@@ -229,20 +229,20 @@ class Told:
         self.text = text
 
 
-def begun(told: Told, *counts: int) -> InterruptAgreement:
-    agreement = InterruptAgreement(EventLoop(), told)
-    agreement.handle(1, "interrupt", {})
-    agreement.handle(0, "interrupt", {})
+def begun(told: Told, *counts: int) -> InterruptCoordinator:
+    coordinator = InterruptCoordinator(EventLoop(), told)
+    coordinator.handle(1, "interrupt", {})
+    coordinator.handle(0, "interrupt", {})
     for rank, count in enumerate(counts):
-        agreement.handle(rank, "paused", {"count": count})
-    return agreement
+        coordinator.handle(rank, "paused", {"count": count})
+    return coordinator
 
 
-def looks(agreement: InterruptAgreement, count: int, *points: tuple[int, str]) -> None:
+def looks(coordinator: InterruptCoordinator, count: int, *points: tuple[int, str]) -> None:
     for _ in range(count):
         for rank, (number, line) in enumerate(points):
-            agreement.handle(rank, "progress", {"count": number, "line": line})
-        agreement._poll()
+            coordinator.handle(rank, "progress", {"count": number, "line": line})
+        coordinator._poll()
 
 
 def test_ranks_are_interrupted_at_a_collective_that_none_has_begun() -> None:

@@ -23,7 +23,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import client
-from instep.distributed.watchdog.stack_inspection import wait_at_exit
+from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error

@@ -21,7 +21,7 @@ from instep.distributed.negotiation.coordinator import StallCheck
 from instep.distributed.negotiation.message_table import Request
 from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap
-from instep.distributed.watchdog.stack_inspection import script_line
+from instep.distributed.watchdog.call_stack import script_line
 
 
 class HorovodSession:

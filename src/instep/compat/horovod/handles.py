@@ -12,7 +12,7 @@ from instep.compat.horovod.errors import WrongArgumentError
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.negotiation.message_table import JOIN, Request, Response
 from instep.distributed.negotiation.negotiator import Task
-from instep.distributed.watchdog.stack_inspection import script_line
+from instep.distributed.watchdog.call_stack import script_line
 
 Finish = Callable[[Response, list[Tensor]], Any]
 

@@ -1,1 +1,4 @@
-"""Collectives, on tensors and on values: typed, out of place, and differentiable."""
+"""Collectives on tensors and values: typed, out of place and differentiable.
+
+It leans on `rendezvous`, `watchdog` and `shm`. Begin reading with `transport`.
+"""

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from instep.distributed.communication.errors import InsideScopeError
-from instep.distributed.watchdog.stack_inspection import script_line
+from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
 
 _COLLECTIVES = (

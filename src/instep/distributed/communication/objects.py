@@ -1,8 +1,9 @@
-"""Python values between ranks, pickled."""
+"""Collectives of Python values, which are pickled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from instep.distributed.communication.groups import Group
@@ -34,20 +35,18 @@ def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> lis
 
     Raises ValueError for a root that does not exist, NotAMemberError.
     """
-    transport, place = get_transport(group), group_rank(root, "root", group)
+    transport, root_rank = get_transport(group), group_rank(root, "root", group)
     values = transport.all_gather_object(value)
-    return values if transport.rank == place else None
+    return values if transport.rank == root_rank else None
 
 
 def check_same_on_all_ranks(values: Sequence[tuple[str, object]], advice: str) -> None:
-    """Raise DisagreementError on all ranks unless each named value is the same on all, as text.
+    """Raise DisagreementError on all ranks unless each named value has the same text on all.
 
-    The error shows the first that differs. Collective.
+    The error shows the first value that differs. Collective.
     """
-    everybody = get_transport().all_gather_object([(name, str(value)) for name, value in values])
-    longest = max(map(len, everybody))
-    for k in range(longest):
-        entries = [theirs[k] if k < len(theirs) else ("nothing", "nothing") for theirs in everybody]
+    gathered = get_transport().all_gather_object([(name, str(value)) for name, value in values])
+    for entries in zip_longest(*gathered, fillvalue=("nothing", "nothing")):
         if len(set(entries)) > 1:
             names = dict.fromkeys(name for name, _ in entries if name != "nothing")
             seen = group_ranks([f"{name} {value}" for name, value in entries])

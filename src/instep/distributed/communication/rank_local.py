@@ -1,7 +1,7 @@
-"""Where ranks do different work: inside a sharded call, and while they load their own rows.
+"""Rank-local sections, in which ranks do different work: sharded calls, and the loading of rows.
 
-Elsewhere all ranks take the same path. What one rank does for all (a child process, a line of
-standard input) is only known to be asked for by all of them there.
+Elsewhere all ranks take the same path. So only there an operation that rank 0 does for all ranks
+(a child process, a line of standard input) is certain to be requested by all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _depth = _Depth()
 
 @contextmanager
 def rank_local() -> Iterator[None]:
-    """In here, this thread of this rank may do something else than the other ranks."""
+    """Inside, this thread may do different work than the other ranks."""
     _depth.value += 1
     try:
         yield
@@ -30,12 +30,12 @@ def rank_local() -> Iterator[None]:
 
 
 def is_rank_local() -> bool:
-    """Whether this thread is in there; always so in a process that a rank forked."""
+    """Whether this thread is in a rank-local section, or in a process that a rank forked."""
     return is_thread_rank_local() or _rank not in (None, os.getpid())
 
 
 def is_thread_rank_local() -> bool:
-    """Whether this thread is in there, in whichever process."""
+    """Whether this thread is in a rank-local section."""
     return _depth.value > 0
 
 
@@ -43,12 +43,12 @@ _rank: int | None = None
 
 
 def register_rank() -> None:
-    """From here on, processes that this one forks are apart."""
+    """From now on the processes that this one forks are rank-local."""
     global _rank
     _rank = os.getpid()
 
 
 def unregister_rank() -> None:
-    """And from here on they are not."""
+    """End of `register_rank`."""
     global _rank
     _rank = None

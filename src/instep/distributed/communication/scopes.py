@@ -20,7 +20,7 @@ from instep.distributed.communication.forbid_collectives import (
 )
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.rendezvous import bootstrap
-from instep.distributed.watchdog.stack_inspection import script_line
+from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
 from instep.process.procfs import ProcessHandle, process_address
 
@@ -46,7 +46,7 @@ def single_process_scope(rank: int = 0) -> Scope:
         data = here.value
 
     Decorated, the function's value is returned on every rank. Python cannot skip the body of a
-    `with`, so there the condition is written out; an error says where it was forgotten.
+    `with`, so the condition is written out; an error tells the line where it is missing.
 
     An exception is raised on every rank, with the traceback of the rank that ran it as a note.
     Value and exception are pickled; one that cannot be becomes a RunOnceError on all ranks, with
@@ -160,7 +160,7 @@ class _SharedScope:
             yield
 
     def finish(self, error: BaseException | None) -> None:
-        """All ranks get the value, or all raise. Returns where `error` goes on being raised."""
+        """All ranks get the value, or all raise. Returns if `error` is to be raised again."""
         if self._runs:
             self._send_result(error)
         elif error is None:
@@ -231,7 +231,7 @@ class _SharedScope:
         """Wait a little for `key`."""
         try:
             self._store.wait([key], _POLL)
-        except RuntimeError:  # a timeout, which each store words differently
+        except RuntimeError:  # a timeout, whose message differs between stores
             try:
                 return self._store.check([key])
             except RuntimeError as error:

@@ -1,8 +1,7 @@
-"""Python values as bytes that travel between ranks: pickled, behind a mark of this job's key.
+"""Python values as pickles that are signed with this job's key.
 
-Whoever may write a pickle may run code where it is read. What a rank reads comes over connections
-that Gloo or NCCL have opened without asking who is there, so it is unpickled only if a rank of this
-job has written it.
+The writer of a pickle can run code in the process that reads it, and Gloo and NCCL open their
+connections without authentication. So a pickle is read only if a rank of this job has signed it.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from typing import Any
 from instep.distributed.identity.authentication import derive_key, sign, verify
 from instep.distributed.rendezvous import bootstrap
 
-_WHAT = "an object of another rank"
+_NAME = "an object of another rank"
 
 
 def dumps(value: object) -> bytes:
-    """The value. Raises what pickle raises for one that cannot travel."""
-    return sign(_key(), pickle.dumps(value), _WHAT)
+    """The signed pickle of a value. Raises what pickle.dumps raises."""
+    return sign(_key(), pickle.dumps(value), _NAME)
 
 
 def loads(received: bytes | memoryview) -> Any:
     """The value that a rank of this job has sent. Raises AuthenticationError for anything else."""
-    return pickle.loads(verify(_key(), bytes(received), _WHAT))
+    return pickle.loads(verify(_key(), bytes(received), _NAME))
 
 
 def _key() -> bytes:

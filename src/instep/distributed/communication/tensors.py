@@ -11,7 +11,7 @@ from instep.distributed.communication.errors import UnsuitableTensorError, Wrong
 
 
 def check_reachable(tensor: Tensor) -> None:
-    """Raise WrongDeviceError unless this job's ranks can exchange `tensor` where it lies.
+    """Raise WrongDeviceError unless this job's ranks can exchange `tensor` on its device.
 
     Raises UnsuitableTensorError for anything but a dense tensor.
     """

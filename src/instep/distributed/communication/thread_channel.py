@@ -1,4 +1,4 @@
-"""Ways between all ranks for threads, beside what the script itself sends."""
+"""Communication between the threads of different ranks, in tagged messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _All:
+class _Works:
     works: Sequence[dist.Work | None]
 
     def wait(self) -> None:
@@ -27,8 +27,9 @@ class _All:
 
 
 class ThreadChannel:
-    """A way of its own between all ranks, for one thread at a time: what goes on in other lanes, or
-    outside of them, may come in another order on each rank.
+    """Messages with a tag of their own between all ranks, for one thread at a time.
+
+    Each rank may use other channels, or none, in a different order meanwhile.
     """
 
     def __init__(self, number: int) -> None:
@@ -39,22 +40,22 @@ class ThreadChannel:
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, pickled."""
-        mine = torch.frombuffer(bytearray(signed_pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.tensor([mine.numel()]) for _ in range(self.size)]
-        self._swap(sizes)
-        texts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        texts[self.rank] = mine
-        self._swap(texts)
-        return [signed_pickle.loads(text.numpy().data) for text in texts]
+        own = torch.frombuffer(bytearray(signed_pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.tensor([own.numel()]) for _ in range(self.size)]
+        self._all_gather(sizes)
+        pickled = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        pickled[self.rank] = own
+        self._all_gather(pickled)
+        return [signed_pickle.loads(part.numpy().data) for part in pickled]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start to overwrite a contiguous `tensor` with root's."""
         if self.rank != root:
-            return _All([dist.irecv(tensor, root, tag=self._tag)])
-        return _All([dist.isend(tensor, other, tag=self._tag) for other in self._others])
+            return _Works([dist.irecv(tensor, root, tag=self._tag)])
+        return _Works([dist.isend(tensor, other, tag=self._tag) for other in self._others])
 
-    def _swap(self, parts: Sequence[Tensor]) -> None:
-        """Overwrite each other rank's part with what it sends."""
+    def _all_gather(self, parts: Sequence[Tensor]) -> None:
+        """Send the own part; overwrite the others with those of the other ranks."""
         works = [dist.isend(parts[self.rank], other, tag=self._tag) for other in self._others]
         works += [dist.irecv(parts[other], other, tag=self._tag) for other in self._others]
-        _All(works).wait()
+        _Works(works).wait()

@@ -22,7 +22,7 @@ from instep.distributed.communication.tensors import as_bytes, current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
-from instep.distributed.watchdog.stack_inspection import TrackedWork
+from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.process import settings
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _OPS = {
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective that may not have ended yet."""
 
     def wait(self) -> object:
         """Return when the tensor holds the result."""

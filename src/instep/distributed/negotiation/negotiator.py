@@ -82,7 +82,7 @@ class Negotiator:
 
     def remove_group(self, ranks: tuple[int, ...]) -> None:
         """Allow none among these ranks any more. None of theirs is in flight."""
-        groups.release(self._groups.pop(ranks))
+        groups.destroy_group(self._groups.pop(ranks))
 
     def submit(self, task: Task) -> Task:
         """Report that this rank is ready for `task`; returns it at once. From any thread.
@@ -112,7 +112,7 @@ class Negotiator:
             self._thread.join()
             self._link.close()
         for group in self._groups.values():
-            groups.release(group)
+            groups.destroy_group(group)
 
     def _send(self, message: Request | None) -> None:
         if self._link is not None:

@@ -28,12 +28,12 @@ from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
 from instep.distributed.watchdog import interrupts
-from instep.distributed.watchdog.connection import Connection, Message
-from instep.distributed.watchdog.stack_inspection import (
+from instep.distributed.watchdog.call_stack import (
     format_main_thread_stack,
     main_thread_line,
     main_thread_wait,
 )
+from instep.distributed.watchdog.connection import Connection, Message
 from instep.process import isolated_command, pending_writes, settings
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler, write_position

@@ -12,7 +12,7 @@ from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.deadlock import find_deadlock, format_waits
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.first_failure import find_first_failure
-from instep.distributed.watchdog.interrupt_agreement import InterruptAgreement
+from instep.distributed.watchdog.interrupt_coordinator import InterruptCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
 from instep.process.exit_status import describe_early_exit, format_failure
 
@@ -58,7 +58,7 @@ class Hub:
         self._postponed = 0
         self._ending_others = self._over = False
         """Whether the other ranks were told to exit; whether the hub's work is done."""
-        self._agreement = InterruptAgreement(loop, self)
+        self._interrupts = InterruptCoordinator(loop, self)
         self._waits: dict[int, Message] = {}
         """The collectives of the ranks that make no progress."""
         listener.setblocking(False)
@@ -149,7 +149,7 @@ class Hub:
         elif message_type == "resumed":
             self._waits.pop(rank, None)
         else:
-            self._agreement.handle(rank, message_type, message)
+            self._interrupts.handle(rank, message_type, message)
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""

@@ -5,7 +5,7 @@ once, one might have entered a collective that another never enters. So a rank t
 only reports it. The hub lets all ranks pause before their next collective, collects how many each
 has entered, and chooses one that none has entered: the exception is raised at the script's next
 line after that one. If no collective follows, the hub lets it be raised where the ranks are
-(`interrupt_agreement`).
+(`interrupt_coordinator`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _on_sigint(number: int, frame: FrameType | None) -> None:
         _on_sigint_in_child(frame)
     elif _pending is not None and _pending.now and not _pending.over:
         _pending.now, _pending.armed = False, True
-        script, inside = interruptible_frame(frame)
+        script, inside = interrupt_frame(frame)
         if inside and script is not None:
             _interrupt_at_next_line(frame)
         else:
@@ -200,7 +200,7 @@ def _interrupt_at_next_line(frame: FrameType | None) -> None:
         return trace
 
     def follow(frame: FrameType | None) -> None:
-        script, _ = interruptible_frame(frame)
+        script, _ = interrupt_frame(frame)
         if script is None:
             sys.settrace(before)
         else:
@@ -210,7 +210,7 @@ def _interrupt_at_next_line(frame: FrameType | None) -> None:
     follow(frame)
 
 
-def interruptible_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+def interrupt_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
     """The script's innermost frame that may be interrupted, or None outside of the script.
 
     Also returns whether that frame has called code that must run to its end.

@@ -1,4 +1,4 @@
-"""In the hub: the agreement on the point of the program at which a Ctrl-C takes effect."""
+"""In the hub: the choice of the point of the program at which a Ctrl-C takes effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ranks may be interrupted where they are."""
 
 
 class Job(Protocol):
-    """The part of the hub that an agreement uses."""
+    """The part of the hub that is used here."""
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every rank."""
@@ -34,7 +34,7 @@ class Job(Protocol):
         """End the job."""
 
 
-class InterruptAgreement:
+class InterruptCoordinator:
     """One Ctrl-C, from the first rank that reports it until it has taken effect on all."""
 
     def __init__(self, loop: EventLoop, job: Job) -> None:
