@@ -6,13 +6,14 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.distributed.communication.scopes import can_pickle, format_exception
-from instep.distributed.communication.transport import Pending
+from instep.distributed.communication.thread_channel import ThreadChannel
+from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import DisagreementError
 from instep.distributed.rendezvous.bootstrap import group_ranks
 from instep.training.blocks import Block
@@ -21,20 +22,7 @@ from instep.unedited.data.row_loading import LoadedRows, LoadPlan
 from instep.unedited.data.sample_schema import SampleSchema, extract_sample, unflatten_collated
 from instep.unedited.errors import LoadingError
 
-T = TypeVar("T")
-
-
-class ExchangeTransport(Protocol):
-    """The part of a Transport that is needed here."""
-
-    rank: int
-    size: int
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """As in Transport."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        """As in Transport."""
+ExchangeTransport = Transport | ThreadChannel
 
 
 @dataclass(frozen=True)
@@ -52,16 +40,11 @@ class ExchangeHeader:
 
     plan_checksum: int | None = None
     """Of the batch that the rank loads; None if it has no batch left."""
-    count: int = 0
-    seconds: float = 0.0
+    rows: LoadedRows = field(default_factory=LoadedRows)
+    """Its rows without their memory: in `leaves` a RowType takes the place of each tensor."""
     nbytes: int = 0
-    schema: SampleSchema | None = None
-    leaves: list[Any] = field(default_factory=list)
-    """Of collated samples: the RowType of each tensor, and each list of texts."""
     pickled: bytes = b""
-    cannot_pack: str = ""
-    first_checksum: bytes | None = None
-    other_checksum: bytes | None = None
+    """Of packed samples."""
     error: bytes = b""
     trace: str = ""
 
@@ -80,15 +63,18 @@ class ExchangedBatch:
     @property
     def cannot_pack(self) -> str:
         """Why some rank cannot send its rows, so that each has to load the whole batch."""
-        return next((header.cannot_pack for header in self.headers if header.cannot_pack), "")
+        return next(
+            (header.rows.cannot_pack for header in self.headers if header.rows.cannot_pack), ""
+        )
 
     @property
     def is_consistent(self) -> bool:
         """Whether every sample that two ranks have loaded is the same on both."""
-        for rank, header in enumerate(self.headers):
-            others = self.headers[rank + 1 :] + self.headers
-            expected = next((other.first_checksum for other in others if other.count), None)
-            if None not in (header.other_checksum, expected) and header.other_checksum != expected:
+        ranks = [header.rows for header in self.headers]
+        for rank, rows in enumerate(ranks):
+            later = (other for other in ranks[rank + 1 :] + ranks if other.count)
+            expected = next((other.first_checksum for other in later), None)
+            if None not in (rows.other_checksum, expected) and rows.other_checksum != expected:
                 return False
         return True
 
@@ -110,7 +96,7 @@ def exchange_rows(
     if schema is not None:
         leaves = _gather_leaves(rows, headers, plan, transport)
         return replace(batch, collated=unflatten_collated(schema, leaves))
-    if any(header.schema is not None for header in headers):  # on some ranks only
+    if any(header.rows.schema is not None for header in headers):  # on some ranks only
         rows = LoadedRows(rows.count, rows.seconds, packed=pack(_samples_of(rows)))
         headers = transport.all_gather_object(_make_header(rows, plan, transport.rank))
     return replace(batch, samples=_gather_samples(rows, headers, transport))
@@ -118,7 +104,7 @@ def exchange_rows(
 
 def _common_schema(headers: Sequence[ExchangeHeader]) -> SampleSchema | None:
     """The schema of all samples of a batch, if every rank has collated its rows in the same way."""
-    found = {(header.schema, _layout(header)) for header in headers if header.count}
+    found = {(header.rows.schema, _layout(header)) for header in headers if header.rows.count}
     return next(iter(found))[0] if len(found) == 1 else None
 
 
@@ -150,18 +136,9 @@ def _make_header(rows: LoadedRows | Exception, plan: LoadPlan, rank: int) -> Exc
         trace = format_exception(rows)
         error = rows if can_pickle(rows) else LoadingError(rank, type(rows).__name__, trace)
         return ExchangeHeader(checksum, error=pickle.dumps(error), trace=trace)
-    return ExchangeHeader(
-        checksum,
-        rows.count,
-        rows.seconds,
-        _nbytes(rows),
-        rows.schema,
-        [_describe_leaf(leaf) for leaf in rows.leaves],
-        rows.packed.pickled if rows.packed else b"",
-        rows.cannot_pack,
-        rows.first_checksum,
-        rows.other_checksum,
-    )
+    described = replace(rows, leaves=[_describe_leaf(leaf) for leaf in rows.leaves], packed=None)
+    pickled = rows.packed.pickled if rows.packed else b""
+    return ExchangeHeader(checksum, described, _nbytes(rows), pickled)
 
 
 def _nbytes(rows: LoadedRows) -> int:
@@ -204,7 +181,7 @@ def _with_rows_in_order(leaf: Tensor) -> Tensor:
 
 def _layout(header: ExchangeHeader) -> tuple[RowType | None, ...]:
     """What the leaves of two ranks must have in common to be joined."""
-    return tuple(leaf if isinstance(leaf, RowType) else None for leaf in header.leaves)
+    return tuple(leaf if isinstance(leaf, RowType) else None for leaf in header.rows.leaves)
 
 
 def _gather_leaves(
@@ -214,7 +191,7 @@ def _gather_leaves(
     transport: ExchangeTransport,
 ) -> Iterator[Any]:
     """The leaves of the whole batch. Texts are in the headers; rows of tensors are broadcast."""
-    given = [header.leaves for header in headers if header.count]
+    given = [header.rows.leaves for header in headers if header.rows.count]
     for k, (first, *rest) in enumerate(zip(*given, strict=True)):
         if isinstance(first, RowType):
             own = rows.leaves[k] if rows.count else None

@@ -219,6 +219,6 @@ class WholeBatchIterator:
             self._policy.force(exchange=False)
             reason = f"a sample cannot be sent, {batch.cannot_pack}"
             _warn(self._loader, f"each rank loads all of it: {reason}.")
-        seconds = sum(header.seconds for header in batch.headers)
+        seconds = sum(header.rows.seconds for header in batch.headers)
         nbytes = sum(header.nbytes for header in batch.headers)
         self._policy.update(plan.block.total, seconds, nbytes)

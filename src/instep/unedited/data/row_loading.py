@@ -134,8 +134,8 @@ class LoadedSamples:
 class LoadedRows:
     """This rank's rows of a batch, ready to be sent."""
 
-    count: int
-    seconds: float
+    count: int = 0
+    seconds: float = 0.0
     """How long they took to load."""
     schema: SampleSchema | None = None
     """The schema of the samples if they have one in common and default_collate has collated them:

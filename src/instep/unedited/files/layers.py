@@ -103,7 +103,7 @@ class Layer:
     def remove(self, path: str) -> None:
         """Remove `path` and everything below it from this layer, and set a whiteout."""
         location = self._files + path
-        if os.path.isdir(location) and not os.path.islink(location):
+        if is_directory(location):
             shutil.rmtree(location)
         elif os.path.lexists(location):
             os.unlink(location)
@@ -165,6 +165,11 @@ def _names(directory: str) -> set[str]:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         return set()
+
+
+def is_directory(location: str) -> bool:
+    """Whether a directory is there, and not a link to one."""
+    return os.path.isdir(location) and not os.path.islink(location)
 
 
 def copy(source: str, target: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from instep.unedited.errors import UneditedError
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer, copy
+from instep.unedited.files.layers import MISSING, Layer, copy, is_directory
 from instep.unedited.files.paths import PathResolver, StrOrBytesPath, path_error
 
 CHECKPOINT_BYTES = 2 << 30
@@ -134,7 +134,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(resolved):
             return False
         found = self._existing(resolved, path)
-        if _is_directory(found):
+        if is_directory(found):
             raise path_error(errno.EISDIR, path)
         self._remove(resolved, path)
         return True
@@ -146,7 +146,7 @@ class OverlayFiles(PathResolver):
         if self.is_private(resolved):
             return False
         found = self._existing(resolved, path)
-        if not _is_directory(found):
+        if not is_directory(found):
             raise path_error(errno.ENOTDIR, path)
         if self.names(resolved):
             raise path_error(errno.ENOTEMPTY, path)
@@ -183,12 +183,12 @@ class OverlayFiles(PathResolver):
         if old.startswith(f"{new}/"):
             raise path_error(errno.ENOTEMPTY, old)
         there = self.find(new)
-        if _is_directory(self.find(old)):
-            if there != MISSING and not _is_directory(there):
+        if is_directory(self.find(old)):
+            if there != MISSING and not is_directory(there):
                 raise path_error(errno.ENOTDIR, old)
             if there != MISSING and self.names(new):
                 raise path_error(errno.ENOTEMPTY, old)
-        elif _is_directory(there):
+        elif is_directory(there):
             raise path_error(errno.EISDIR, old)
 
     def _is_same_file(self, *paths: str) -> bool:
@@ -198,14 +198,14 @@ class OverlayFiles(PathResolver):
 
     def _rename(self, old: str, new: str) -> None:
         found = self.find(old)
-        if _is_directory(found):
+        if is_directory(found):
             self._put(found, new)
             for name in self.names(old):
                 self._rename(os.path.join(old, name), os.path.join(new, name))
         else:
             self._put(found if self.is_private(new) else self._copy_up(old), new)
         if self.is_private(old):
-            os.rmdir(old) if _is_directory(old) else os.unlink(old)
+            os.rmdir(old) if is_directory(old) else os.unlink(old)
         else:
             self._rank_layer.remove(old)
 
@@ -215,7 +215,7 @@ class OverlayFiles(PathResolver):
             copy(location, new)
             return
         self._rank_layer.remove(new)
-        if _is_directory(location):
+        if is_directory(location):
             copy(location, self._rank_layer.add_directory(new))
             return
         target = self._rank_layer.add_file(new)
@@ -231,7 +231,7 @@ class OverlayFiles(PathResolver):
         found = self._existing(old, source)
         new = self.resolve_parents(target)
         self._check_new(new, target)
-        if _is_directory(found):
+        if is_directory(found):
             raise path_error(errno.EPERM, source)
         self._put(self._copy_up(old), new)
 
@@ -258,7 +258,7 @@ class OverlayFiles(PathResolver):
     def names(self, resolved: str) -> list[str]:
         """The names in a directory: first those of the real one, in their order."""
         names: dict[str, None] = {}
-        if _is_directory(resolved) and self._parents_unchanged(resolved):
+        if is_directory(resolved) and self._parents_unchanged(resolved):
             names = dict.fromkeys(os.listdir(resolved))
         if not self.is_private(resolved):
             for layer in reversed(self.layers):
@@ -324,7 +324,3 @@ class OverlayFiles(PathResolver):
                 os.unlink(location)
             self._check_content(resolved, kept)
             copy(kept, location)
-
-
-def _is_directory(location: str) -> bool:
-    return os.path.isdir(location) and not os.path.islink(location)

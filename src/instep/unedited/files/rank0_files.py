@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable
 
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import MISSING, Layer, clone, copy
+from instep.unedited.files.layers import MISSING, Layer, clone, copy, is_directory
 from instep.unedited.files.paths import PathResolver, StrOrBytesPath
 
 KEPT_BYTES = 1 << 30
@@ -79,7 +79,7 @@ class Rank0Files(PathResolver):
             return
         elif self._before.is_metadata_only(resolved, location):
             layer.copy_metadata(resolved)
-        elif os.path.isdir(location) and not os.path.islink(location):
+        elif is_directory(location):
             layer.copy_directory(resolved)
         else:
             target = layer.add_file(resolved)
@@ -91,7 +91,7 @@ class Rank0Files(PathResolver):
         """Keep what is at both paths and below them, before one is renamed to the other."""
         self.keep(source, follow=False)
         self.keep(target, follow=False)
-        if os.path.isdir(source) and not os.path.islink(source):
+        if is_directory(os.fsdecode(source)):
             for name in os.listdir(os.fsdecode(source)):
                 below = (os.path.join(os.fsdecode(path), name) for path in (source, target))
                 self.keep_rename(*below)

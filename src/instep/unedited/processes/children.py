@@ -21,7 +21,7 @@ from instep.unedited.errors import UneditedError
 from instep.unedited.files import os_functions
 from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.overlay import OverlayFiles
-from instep.unedited.processes.command_files import CommandFiles, GenerationChange
+from instep.unedited.processes.command_files import CommandFiles, GenerationChange, file_identity
 from instep.unedited.rank0_relay import Relay
 
 T = TypeVar("T")
@@ -226,24 +226,16 @@ def with_rank0_pipes(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def check_handles(handles: Iterable[int]) -> None:
     """Raise UneditedError if one of these files is a pipe or socket of the script's own."""
-    standard = [_identity(fd) for fd in range(3)]
+    standard = [file_identity(fd) for fd in range(3)]
     for fd in handles:
         mode = os.fstat(fd).st_mode
-        if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and _identity(fd) not in standard:
+        if (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)) and file_identity(fd) not in standard:
             raise UneditedError(
                 f"this script gives a command a pipe or a socket of its own (file descriptor "
                 f"{fd}). Only rank 0 starts the command, so the other ranks would read nothing "
                 "from it. Use subprocess.PIPE or a file; or run this script with one rank (-n 1), "
                 "or with --plain."
             )
-
-
-def _identity(fd: int) -> tuple[int, int] | None:
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 # --------------------------------------------------------------------------------- the caller

@@ -25,7 +25,7 @@ from instep.unedited.files.generations import (
     delete_files,
     generations_in_use,
 )
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers import Layer, is_directory
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 
@@ -125,13 +125,13 @@ class _Transfer:
                 continue
             if not location or location == path:  # the file at the path itself is right
                 continue
-            is_directory = os.path.isdir(location) and not os.path.islink(location)
-            if is_directory and not self._old.is_opaque(path):
+            is_dir = is_directory(location)
+            if is_dir and not self._old.is_opaque(path):
                 self.move(path)
             elif not self._before.has_entry(path) and not os.path.lexists(path):
-                add = self._new.add_directory if is_directory else self._new.add_file
+                add = self._new.add_directory if is_dir else self._new.add_file
                 os.rename(location, add(path))
-            elif is_directory:
+            elif is_dir:
                 self.move(path)
             elif path in self._open and path in self._state.open:
                 if self._state.open[path]:
@@ -157,7 +157,7 @@ class CommandFiles:
     ) -> None:
         self._change = change
         self._new_generation = new_generation
-        self._handles = [(fd, _identity(fd)) for fd in handles]
+        self._handles = [(fd, file_identity(fd, only_regular=True)) for fd in handles]
         self.temporary = change.files.temporary_in(text)
         """The temporary files of this rank that the command names."""
         self._temporary0: list[str] = []
@@ -190,7 +190,7 @@ class CommandFiles:
         if state.generation >= 0:
             self._change.start(state)
         for (fd, identity), handle in zip(self._handles, state.handles, strict=True):
-            if handle is not None and _identity(fd) == identity:
+            if handle is not None and file_identity(fd) == identity:
                 _set_handle(fd, *handle)
 
     def with_own_names(self, value: Any) -> Any:
@@ -209,7 +209,7 @@ class CommandFiles:
 
     @bypass_overlay()
     def _handle(self, fd: int, identity: Stamp | None) -> tuple[int, bytes | None] | None:
-        if identity is None or _identity(fd) != identity:
+        if identity is None or file_identity(fd) != identity:
             return None
         path = os.readlink(f"/proc/self/fd/{fd}")
         content = None
@@ -219,13 +219,15 @@ class CommandFiles:
         return os.lseek(fd, 0, os.SEEK_CUR), content
 
 
-def _identity(fd: int) -> Stamp | None:
-    """Device and inode of a regular file; None for anything else."""
+def file_identity(fd: int, *, only_regular: bool = False) -> Stamp | None:
+    """Device and inode of an open file; None if it is closed, or not regular but has to be."""
     try:
         status = os.fstat(fd)
     except OSError:
         return None
-    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+    if only_regular and not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _set_handle(fd: int, offset: int, content: bytes | None) -> None:
@@ -294,7 +296,7 @@ def _mirror_directory(source: str, target: str) -> None:
         one, other = os.path.join(source, name), os.path.join(target, name)
         if _file_type(one) != _file_type(other):
             _remove(other)
-        if os.path.isdir(one) and not os.path.islink(one):
+        if is_directory(one):
             _mirror_directory(one, other)
         elif os.path.islink(one):
             _remove(other)
@@ -320,7 +322,7 @@ def _file_type(path: str) -> int | None:
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
+    if is_directory(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
