@@ -222,7 +222,7 @@ def test_a_state_of_other_losses_is_loaded_as_far_as_it_goes(capsys):
     amp.load_state_dict(state)
     assert "3 loss scales saved, 1 losses here" in capsys.readouterr().out
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
-    with pytest.raises(RuntimeError, match="holds model, which no loss scale is called"):
+    with pytest.raises(RuntimeError, match="holds model, which are no loss scales"):
         amp.load_state_dict({"model": {}})
 
 

@@ -452,7 +452,7 @@ def test_mistakes_are_named():
     ):
         pass
     with (
-        pytest.raises(PrecisionError, match="loss 1 does not exist: 1 announced"),
+        pytest.raises(PrecisionError, match="loss 1 does not exist: num_losses is 1"),
         amp.scale(torch.ones(()), loss_id=1),
     ):
         pass

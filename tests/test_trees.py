@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.training.pytree import (
-    Unchanged,
+    ValueSnapshot,
     contents,
     find_tensors,
     flatten,
@@ -164,7 +164,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_has_changed_in_a_value_is_seen(what: str) -> None:
     value, change = CHANGES[what]
-    given = Unchanged((value,))
-    assert given
+    given = ValueSnapshot((value,))
+    assert given.is_current()
     change(value)
-    assert not given
+    assert not given.is_current()

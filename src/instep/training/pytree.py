@@ -31,14 +31,14 @@ _NO_CONTENTS = (*_VALUES, Tensor, nn.Module, type, types.FunctionType, types.Mod
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A nested value without its leaves. A leaf's place is None."""
+    """A nested value without its leaves. Among the children, a leaf is None."""
 
-    kind: type
+    type: type
     keys: Any
-    """What tells two of this kind apart, beside the children."""
+    """How values of this type with equal children can differ."""
     children: tuple[Node | None, ...]
     build: Callable[[list[Any]], Any] = field(compare=False)
-    """Makes such a value from its children."""
+    """Makes a value of this type from its children."""
 
 
 Structure = Node | None
@@ -95,8 +95,8 @@ def find_tensors(value: Any) -> list[Tensor]:
 def contents(value: Any) -> list[Any]:
     """What can be reached from a value, itself first, each once; at most MAX_OBJECTS objects.
 
-    Looks into containers and the attributes of objects, but not into tensors and modules. Of a
-    generator its state is told, of an array its bytes.
+    Looks into containers and the attributes of objects, but not into tensors and modules. For a
+    generator its state is returned, for an array a checksum of its bytes.
     """
     found: list[Any] = []
     known = {id(value)}
@@ -115,15 +115,15 @@ def contents(value: Any) -> list[Any]:
     return found
 
 
-class Unchanged:
-    """What is in a value now, to be compared with later."""
+class ValueSnapshot:
+    """The contents of a value now, to be compared with its contents later."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
         self._found = contents(value)
         self._versions = versions(self._found)
 
-    def __bool__(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the value still contains the same objects, and its tensors the same numbers."""
         now = contents(self._value)
         return (
@@ -156,41 +156,41 @@ _Parts = tuple[Any, list[Any], Callable[[list[Any]], Any]]
 
 
 def _parts(value: Any) -> _Parts | None:
-    """Of a container its keys, its children, and how to make another one; None for a leaf."""
-    kind = type(value)
-    if kind in (list, tuple):
-        return len(value), list(value), kind
-    if kind is dict:
+    """The keys and children of a container, and a function that builds one; None for a leaf."""
+    cls = type(value)
+    if cls in (list, tuple):
+        return len(value), list(value), cls
+    if cls is dict:
         names = tuple(value)
         return names, list(value.values()), lambda new: dict(zip(names, new, strict=True))
     children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     if not spec.is_leaf():
         return spec, children, lambda new: tree_unflatten(new, spec)
-    return _of_object(value) if _is_container(kind) else None
+    return _object_parts(value) if _is_container(cls) else None
 
 
-def _is_container(kind: type) -> bool:
-    if issubclass(kind, nn.Module) or _hides_something(kind):
+def _is_container(cls: type) -> bool:
+    if issubclass(cls, nn.Module) or _has_hidden_state(cls):
         return False
     return (
-        is_dataclass(kind)
-        or hasattr(kind, "__attrs_attrs__")
-        or issubclass(kind, types.SimpleNamespace | dict | list | tuple)
+        is_dataclass(cls)
+        or hasattr(cls, "__attrs_attrs__")
+        or issubclass(cls, types.SimpleNamespace | dict | list | tuple)
     )
 
 
-def _hides_something(kind: type) -> bool:
-    """Whether a class written in C is among its bases, whose state cannot be seen from Python."""
+def _has_hidden_state(cls: type) -> bool:
+    """Whether a base class is written in C, so that its state cannot be seen from Python."""
     made_by_python = 1 << 9  # Py_TPFLAGS_HEAPTYPE
     return any(
         base not in (*_BASES, Generic) and not base.__flags__ & made_by_python
-        for base in kind.__mro__
+        for base in cls.__mro__
     )
 
 
-def _of_object(value: Any) -> _Parts:
-    """Of an object of a class written in Python: its items, and then its attributes."""
-    kind = type(value)
+def _object_parts(value: Any) -> _Parts:
+    """As `_parts`, for an object of a class written in Python: its items, then its attributes."""
+    cls = type(value)
     items: list[Any] = []
     if isinstance(value, dict):
         items = list(dict.values(value))
@@ -199,12 +199,12 @@ def _of_object(value: Any) -> _Parts:
     names = tuple(value) if isinstance(value, dict) else len(items)
     place_of = {id(item): k for k, item in enumerate(items) if not is_value(item)}
     attributes = _attributes(value)
-    # A dict whose items are attributes too shall hold one object, not two.
+    # A dict whose items are attributes too must hold one object for both, not two.
     mirrored = {name: place_of[id(v)] for name, v in attributes.items() if id(v) in place_of}
     own = [name for name in attributes if name not in mirrored]
 
     def build(children: list[Any]) -> Any:
-        new = _with_items(value, children[: len(items)])
+        new = _copy_items(value, children[: len(items)])
         places = [*range(len(items), len(children)), *mirrored.values()]
         for name, place in zip((*own, *mirrored), places, strict=True):
             if name in getattr(value, "__dict__", ()):
@@ -213,14 +213,14 @@ def _of_object(value: Any) -> _Parts:
                 object.__setattr__(new, name, children[place])
         return new
 
-    keys = (kind, names, tuple(own), tuple(mirrored.items()))
+    keys = (cls, names, tuple(own), tuple(mirrored.items()))
     return keys, [*items, *(attributes[name] for name in own)], build
 
 
-def _with_items(like: Any, items: list[Any]) -> Any:
+def _copy_items(like: Any, items: list[Any]) -> Any:
     """An object of the same class with these items, and no attributes yet.
 
-    Its class is not asked: it may want arguments, count what is set, or forbid it.
+    The class's own methods are not called: they may need arguments, count or forbid changes.
     """
     base: Any = next(base for base in _BASES if isinstance(like, base))
     if base is tuple:
@@ -237,12 +237,12 @@ def _with_items(like: Any, items: list[Any]) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its own dictionary and in the slots of its classes."""
+    """The attributes in an object's dictionary and in the slots of its classes."""
     found = dict(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{kind.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if _is_private(slot) else slot
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     return found
@@ -286,9 +286,9 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 def versions(values: Iterable[Any]) -> list[int]:
-    """How often the tensors among these were changed in place; of inference tensors nobody knows.
+    """How often the tensors among these were changed in place; inference tensors do not count it.
 
-    A subclass is not asked, which may have to communicate first.
+    Methods of subclasses are not called: they may have to communicate first.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]

@@ -169,7 +169,10 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     mixed = _initialized()
     unknown = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unknown:
-        raise PrecisionError.unknown_keys(unknown)
+        raise PrecisionError(
+            f"this state holds {', '.join(unknown)}, which are no loss scales. "
+            "Load what amp.state_dict() returned."
+        )
     if len(state_dict) != len(mixed.scalers):
         _print_on_rank0(
             1, f"amp: {len(state_dict)} loss scales saved, {len(mixed.scalers)} losses here."
@@ -179,7 +182,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 def _initialized() -> Mixed:
     if _mixed is None:
-        raise PrecisionError.not_initialized()
+        raise PrecisionError(
+            "amp.initialize(model, optimizer, opt_level=...) must come before this."
+        )
     return _mixed
 
 

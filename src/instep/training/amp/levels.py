@@ -63,7 +63,10 @@ def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: 
         raise PrecisionError.option("dtype", dtype, "torch.float16 or torch.bfloat16")
     table = levels(dtype)
     if level not in get_args(Level):
-        raise PrecisionError.unknown_level(level, table)
+        raise PrecisionError(
+            f"unknown level {level!r}; known are {', '.join(table)} "
+            "(the letter O and a digit, not two digits)."
+        )
     given = {name: value for name, value in overrides.items() if value is not None}
     for name, value in given.items():
         _check_override(level, name, value)
@@ -85,7 +88,7 @@ def _check_override(level: str, name: str, value: object) -> None:
     elif name == "patch_torch_functions" and value:
         why = "only O1 casts functions. Choose O1."
     if why:
-        raise PrecisionError.contradiction(level, name, value, why)
+        raise PrecisionError(f"{name}={value!r} contradicts level {level}: {why}")
 
 
 def _parse_dtype(value: object) -> torch.dtype:

@@ -151,7 +151,10 @@ class Mixed:
     def scaler(self, loss_id: int) -> LossScaler:
         """The scale of one loss. Raises PrecisionError if there are fewer losses."""
         if loss_id not in range(len(self.scalers)):
-            raise PrecisionError.no_such_loss(loss_id, len(self.scalers))
+            raise PrecisionError(
+                f"loss {loss_id!r} does not exist: num_losses is {len(self.scalers)}, and losses "
+                "are counted from 0. Set num_losses with the precision."
+            )
         return self.scalers[loss_id]
 
     def state_dict(self) -> dict[str, dict[str, float]]:

@@ -24,7 +24,10 @@ _ATTRIBUTE = "_instep_steps"
 def steps_of(optimizer: object) -> OptimizerSteps:
     """The state of an optimizer whose precision is set. Raises PrecisionError for others."""
     if not is_prepared(optimizer):
-        raise PrecisionError.not_prepared()
+        raise PrecisionError(
+            "this optimizer's precision was never set; pass it to the same call as its model "
+            "before scaling a loss for it."
+        )
     steps: OptimizerSteps = getattr(optimizer, _ATTRIBUTE)
     return steps
 
@@ -121,9 +124,16 @@ class OptimizerSteps:
         """The optimizer's own step, or nothing where gradients have overflowed."""
         closure = kwargs.get("closure", args[0] if args else None)
         if closure is not None and self._options.scales:
-            raise PrecisionError.closure()
+            raise PrecisionError(
+                "optimizer.step(closure) under loss scaling: the closure's gradients would be "
+                "neither scaled nor unscaled. Compute the gradients first and call step() without "
+                "a closure; LBFGS needs level O0."
+            )
         if self._scale is not None:
-            raise PrecisionError.still_scaled()
+            raise PrecisionError(
+                "optimizer.step() while the gradients are still scaled: the last scale_loss had "
+                "delay_unscale=True. Leave that out in the last backward before a step."
+            )
         if self._skip is not None:
             self._tell(self._skip)
             self._skip = None

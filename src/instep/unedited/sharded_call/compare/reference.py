@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.training.pytree import Unchanged, find_tensors, flatten, leaves_of
+from instep.training.pytree import ValueSnapshot, find_tensors, flatten, leaves_of
 from instep.unedited.sharded_call.compare.rounding import (
     MAX_ERROR,
     MAX_GRADIENT_ERROR,
@@ -47,11 +47,11 @@ class Reference:
 
     def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
-        unchanged = Unchanged((call.args, call.kwargs))
+        arguments = ValueSnapshot((call.args, call.kwargs))
         self.value = call.run_whole()
         self.after = Snapshot(call.module, call.leaves)
         self.outputs, self.structure = flatten(self.value)
-        self.changes_arguments = not unchanged
+        self.changes_arguments = not arguments.is_current()
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.vjp: VectorJacobianProduct | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
-from instep.training.pytree import Structure, Unchanged, flatten, is_value, unflatten, versions
+from instep.training.pytree import Structure, ValueSnapshot, flatten, is_value, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
@@ -80,11 +80,11 @@ def run_local(
     if torch.is_grad_enabled():
         region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
     args, kwargs = unflatten(leaves, call.structure)
-    unchanged = [Unchanged(x) for x in (*args, *kwargs.values()) if _is_mutable(x)]
+    given = [ValueSnapshot(x) for x in (*args, *kwargs.values()) if _is_mutable(x)]
     before = versions(call.leaves)
     with region.entered(), _aliased_parameters(call.module, region):
         output = call.original(call.module, *args, **kwargs)
-    if not all(unchanged) or before != versions(call.leaves):
+    if not all(snapshot.is_current() for snapshot in given) or before != versions(call.leaves):
         raise ShardedCallError(
             f"{type(call.module).__name__} began to change its arguments in its forward (a cache, "
             "a dict, a tensor in place), which it did not do when its calls were first divided. "
