@@ -10,7 +10,7 @@ from instep.compat.horovod.basics import size
 from instep.compat.horovod.gather_broadcast import allgather
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
-from instep.training import batchnorm
+from instep.compat.sync_batch_norm import normalize
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -30,22 +30,7 @@ class SyncBatchNorm(_BatchNorm):
         if not uses_batch or size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        momentum = self.momentum
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        return batchnorm.batch_norm(
-            input,
-            self.running_mean if self.training else None,
-            self.running_var if self.training else None,
-            self.weight,
-            self.bias,
-            True,
-            momentum or 0.0,
-            self.eps,
-            transport=_NegotiatedTransport(),
-        )
+        return normalize(self, input, _NegotiatedTransport())
 
 
 class _NegotiatedTransport:

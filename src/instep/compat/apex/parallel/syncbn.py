@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, relu
+from torch.nn.functional import relu
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from instep.compat.sync_batch_norm import normalize
 from instep.distributed.communication.groups import Group, group
-from instep.distributed.communication.transport import get_transport, use_transport
+from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
-from instep.training import batchnorm
 
 Ranks = Group | dist.ProcessGroup | None
 
@@ -54,21 +54,9 @@ class SyncBatchNorm(_BatchNorm):
         return relu(output) if self.fuse_relu else output
 
     def _normalize(self, x: Tensor) -> Tensor:
-        training = self.training or self.running_mean is None
-        mean, var = self.running_mean, self.running_var
-        if not training:
-            return batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1.0 / float(self.num_batches_tracked)
-        if not self.training:
-            mean = var = None
-        with use_transport(get_transport(_as_group(self.process_group))):
-            return batchnorm.batch_norm(
-                x, mean, var, self.weight, self.bias, True, momentum, self.eps
-            )
+        if not self.training and self.running_mean is not None:
+            return super().forward(x)
+        return normalize(self, x, get_transport(_as_group(self.process_group)))
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002  (torch's)
         """Any number of dimensions from 2 up."""
