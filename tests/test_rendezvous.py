@@ -168,7 +168,7 @@ def test_ranks_that_never_come_are_named_with_the_hosts_that_did():
     heard = []
     other = threading.Thread(target=hear)
     other.start()
-    store.wait(["instep/card2"])
+    store.wait(["instep/fingerprint2"])
     told = f"ranks 1, 3 of 4 did not come .*; those that came: ranks 0, 2 on {socket.gethostname()}"
     with pytest.raises(RendezvousError, match=told) as raised:
         join_check.check_join(store, World(0, 4, 0, 4), timedelta(seconds=0.2))

@@ -179,7 +179,7 @@ def test_bare_ranks_of_one_host_mark_what_they_write_before_they_have_met(nothin
     keys = {each.key for each in found}
     assert len(keys) == 1
     assert None not in keys
-    written = [found[0].store.get(key) for key in ("instep/card1", "instep/verdict")]
+    written = [found[0].store.get(key) for key in ("instep/fingerprint1", "instep/join")]
     assert [text.startswith(authentication.MAGIC) for text in written] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""While ranks wait for others to arrive: what is seen of those, what is said, and for how long."""
+"""The wait of ranks for others to arrive: how long, and the lines that are printed meanwhile."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from instep.process import settings
 from instep.process.exit_status import format_arrived, format_ranks
 
 T = TypeVar("T")
-_SHORT, _PART, _LONG = 0.002, 0.02, 0.2
-"""Seconds between two attempts: a part of what was waited so far, but not less and not more."""
+_MIN_PAUSE, _PAUSE_RATIO, _MAX_PAUSE = 0.002, 0.02, 0.2
+"""Seconds between two attempts: a part of the time waited so far, but not less and not more."""
 
 
 def _nobody() -> Mapping[int, str]:
@@ -23,43 +23,44 @@ def _nobody() -> Mapping[int, str]:
 
 
 class ArrivalWait:
-    """One wait for others."""
+    """One wait for other ranks, or hosts."""
 
     def __init__(
         self,
         count: int,
         seconds: float,
-        siblings: LocalRanks | None = None,
+        local_ranks: LocalRanks | None = None,
         *,
         members: str = "rank",
-        speaks: bool = True,
+        prints: bool = True,
         grace: float = 0.0,
     ) -> None:
-        """For `count` members at most `seconds`, and `grace` more to hear what came of it."""
+        """For `count` members at most `seconds`, and `grace` more to be told the outcome."""
         self._count, self._seconds, self._members = count, seconds, members
-        self._siblings = siblings
-        self._speaks = speaks
-        self._notice = float(int(settings.ARRIVAL_NOTICE))
+        self._local_ranks = local_ranks
+        self._prints = prints
+        self._next_line = float(int(settings.ARRIVAL_NOTICE))
         self._begin = time.monotonic()
         self._grace = grace
 
     def until(
-        self, attempt: Callable[[], T | None], came: Callable[[], Mapping[int, str]] = _nobody
+        self, attempt: Callable[[], T | None], arrived: Callable[[], Mapping[int, str]] = _nobody
     ) -> T:
-        """The first answer of `attempt`, which is asked again and again.
+        """The first result of `attempt`, which is called again and again.
 
-        `came` says who is there, and on which host; by default this one waits for the first
-        member. Raises RendezvousError when time is over, or one that did not come has ended, or the
-        process that started this one as a child of multiprocessing.
+        `arrived` returns the members that have arrived, with their hosts; by default this one
+        waits for the first member. Raises RendezvousError when time is over, when one that did not
+        arrive has ended, and when the process has ended that started this one as a child of
+        multiprocessing.
         """
         while (found := attempt()) is None:
-            self.look(came)
-            time.sleep(min(max(_PART * self._waited(), _SHORT), _LONG))
+            self.check(arrived)
+            time.sleep(min(max(_PAUSE_RATIO * self._waited(), _MIN_PAUSE), _MAX_PAUSE))
         return found
 
-    def look(self, came: Callable[[], Mapping[int, str]] = _nobody) -> None:
+    def check(self, arrived: Callable[[], Mapping[int, str]] = _nobody) -> None:
         """Between two attempts. Raises as `until` does."""
-        if self._siblings is not None and (ended := self._siblings.ended()):
+        if self._local_ranks is not None and (ended := self._local_ranks.ended()):
             raise RendezvousError.ended(ended, self._count, socket.gethostname())
         if is_orphan():
             raise RendezvousError(
@@ -68,25 +69,25 @@ class ArrivalWait:
             )
         waited = self._waited()
         if waited >= self._seconds + self._grace:
-            there = came()
+            hosts = arrived()
             raise RendezvousError.absent(
-                self._absent(there), self._count, self._seconds, there, self._members
+                self._absent(hosts), self._count, self._seconds, hosts, self._members
             )
-        if self._speaks and waited >= self._notice:
-            self._notice = max(2 * waited, 1.0)
-            os.write(2, f"instep: {self._waits(waited, came())}\n".encode())
+        if self._prints and waited >= self._next_line:
+            self._next_line = max(2 * waited, 1.0)
+            os.write(2, f"instep: {self._describe(waited, arrived())}\n".encode())
 
     def _waited(self) -> float:
         return time.monotonic() - self._begin
 
-    def _absent(self, there: Mapping[int, str]) -> list[int]:
-        """Who has found nobody knows of the first one only."""
-        return [k for k in range(self._count) if k not in there] if there else [0]
+    def _absent(self, hosts: Mapping[int, str]) -> list[int]:
+        """A rank that has reached nobody can only name rank 0."""
+        return [k for k in range(self._count) if k not in hosts] if hosts else [0]
 
-    def _waits(self, waited: float, there: Mapping[int, str]) -> str:
-        whom = f"{format_ranks(self._absent(there), self._members)} of {self._count}"
+    def _describe(self, waited: float, hosts: Mapping[int, str]) -> str:
+        absent = f"{format_ranks(self._absent(hosts), self._members)} of {self._count}"
         left = max(self._seconds - waited, 0.0)
         return (
-            f"has waited {waited:.0f} s for {whom} to arrive, and waits {left:.0f} s more"
-            f"{format_arrived(there, self._members)}."
+            f"has waited {waited:.0f} s for {absent} to arrive, and waits {left:.0f} s more"
+            f"{format_arrived(hosts, self._members)}."
         )

@@ -1,4 +1,4 @@
-"""What a process says of itself when it meets the others, and whether all of that is one job."""
+"""The fingerprint of a process's job: two processes with unlike ones are not of one job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from instep.process.exit_status import format_ranks
 from instep.process.procfs import boot_id, namespace
 from instep.version import __version__
 
-_ONES_OWN = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
-"""Arguments by which old launchers tell each rank its place: `--local_rank=1`, `--rank 1`."""
+_RANK_ARGUMENT = re.compile(r"--?(\w+[-_])?(rank|gpu|device)(=.*)?")
+"""Arguments by which old launchers tell each rank its number: `--local_rank=1`, `--rank 1`."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class JobFingerprint:
     host: str
     """The host's name."""
     network: str
-    """What tells its network from every other: processes of one share the loopback interface."""
+    """Equal for processes that share a loopback interface."""
     instep: str
     """The version of instep there."""
     script: str
     """The file's name and the beginning of its SHA-256, since folders differ between hosts."""
     arguments: tuple[str, ...]
-    """What the script was started with, less what only tells a rank its place."""
+    """The script's arguments, without those that tell a rank its number."""
 
     @classmethod
     def of_this_process(cls) -> JobFingerprint:
-        """The card of the program that runs as `__main__`, or that was announced."""
+        """Of the program that runs as `__main__`, or that was announced."""
         if _announced:
             return cls.of_command(_announced)
         path = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -44,24 +44,24 @@ class JobFingerprint:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> JobFingerprint:
-        """The card of a program to be: `script.py args…` or `-m module args…`."""
+        """Of a program that will be started: `script.py args…` or `-m module args…`."""
         program, *arguments = command[1:] if command[0] == "-m" else command
-        return cls(
-            socket.gethostname(), _network(), __version__, _script(program), _common(arguments)
-        )
+        network = f"{boot_id()} {namespace('net')}"
+        return cls(socket.gethostname(), network, __version__, _script(program), _common(arguments))
 
     def to_json(self) -> dict[str, object]:
-        """As it travels."""
+        """For sending."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, object]) -> JobFingerprint:
-        """As it arrives. Raises TypeError where it has other fields, or another kind of value."""
-        card = cls(**told)  # type: ignore[arg-type]
-        card = replace(card, arguments=tuple(card.arguments))
-        if not all(isinstance(each, str) for each in (*astuple(card)[:-1], *card.arguments)):
-            raise TypeError("a card holds text")
-        return card
+    def from_json(cls, received: Mapping[str, object]) -> JobFingerprint:
+        """As received. Raises TypeError for other fields, or values of another type."""
+        fingerprint = cls(**received)  # type: ignore[arg-type]
+        fingerprint = replace(fingerprint, arguments=tuple(fingerprint.arguments))
+        texts = (*astuple(fingerprint)[:-1], *fingerprint.arguments)
+        if not all(isinstance(each, str) for each in texts):
+            raise TypeError("a fingerprint holds text")
+        return fingerprint
 
 
 _announced: list[str] = []
@@ -77,7 +77,7 @@ def check_same_job(fingerprints: Mapping[int, JobFingerprint], members: str) -> 
     for field, problem, advice in _MUST_AGREE:
         holders: dict[str, list[int]] = {}
         for member, fingerprint in sorted(fingerprints.items()):
-            holders.setdefault(str(_shown(getattr(fingerprint, field))), []).append(member)
+            holders.setdefault(_show(getattr(fingerprint, field)), []).append(member)
         if len(holders) > 1:
             sides = "; ".join(
                 f"{value} on {format_ranks(held, members)}" for value, held in holders.items()
@@ -106,12 +106,8 @@ _MUST_AGREE = (
 """Fields of a fingerprint, the problem if they differ, and what to do about it."""
 
 
-def _shown(value: str | tuple[str, ...]) -> str:
+def _show(value: str | tuple[str, ...]) -> str:
     return value if isinstance(value, str) else " ".join(value) or "none"
-
-
-def _network() -> str:
-    return f"{boot_id()} {namespace('net')}"
 
 
 def _script(program: str) -> str:
@@ -122,12 +118,13 @@ def _script(program: str) -> str:
 
 
 def _common(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that all ranks have in common."""
     common: list[str] = []
-    left_out = False
+    skipped_name = False
     for word in arguments:
-        own = _ONES_OWN.fullmatch(word)
-        value = left_out and not word.startswith("-")
-        if not own and not value:
+        match = _RANK_ARGUMENT.fullmatch(word)
+        is_value = skipped_name and not word.startswith("-")
+        if not match and not is_value:
             common.append(word)
-        left_out = own is not None and own[3] is None
+        skipped_name = match is not None and match[3] is None
     return tuple(common)

@@ -1,4 +1,4 @@
-"""The socket at which rank 0 is met: on the one address that it was told, not on all."""
+"""Listening sockets: at the one address that rank 0 was told, not at all addresses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ALL_INTERFACES = "0.0.0.0"
 
 
 def listen_address(hosts: Sequence[str]) -> str:
-    """The one address to listen at; all, where it is not known at which one others will come."""
+    """The one address to listen at; all, where others may connect to any of several."""
     return hosts[0] if len(hosts) == 1 else ALL_INTERFACES
 
 
 def inherited_listener(port: int) -> socket.socket | None:
     """The socket that `instep run` has bound to this port for rank 0.
 
-    Whoever asks again gets none, nor whoever asks for a port that the script has chosen itself.
+    None at a second call, and for a port that the script has chosen itself.
     """
-    told = os.environ.get(launchers.STORE_FD)
-    if told is None:
+    fd = os.environ.get(launchers.STORE_FD)
+    if fd is None:
         return None
     try:
-        listener = socket.socket(fileno=int(told))
+        listener = socket.socket(fileno=int(fd))
     except OSError:  # in a child of rank 0, which has not inherited it
         return None
     if listener.getsockname()[1:2] == (port,):
@@ -42,7 +42,7 @@ def inherited_listener(port: int) -> socket.socket | None:
 def bind(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
     """A socket on `host`, bound to `port` or a free one, but not listening.
 
-    So a script that binds the port itself still can: both allow it (SO_REUSEADDR).
+    A script may then bind the port itself: both allow it (SO_REUSEADDR).
     Raises PortInUseError, or RendezvousError where `host` is not an address of this host.
     """
     family, address = resolve(host, port)
@@ -64,7 +64,7 @@ def bind(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
 
 
 def listen(host: str, port: int = 0, *, one_host: bool = True) -> socket.socket:
-    """As `bind`, and listening: a second one is refused. Raises the same."""
+    """As `bind`, and listening: a second one on the port fails. Raises the same."""
     listener = bind(host, port, one_host=one_host)
     try:
         listener.listen(socket.SOMAXCONN)

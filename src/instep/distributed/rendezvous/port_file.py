@@ -1,8 +1,8 @@
-"""A note for the ranks of one job: at which addresses, and at which port, rank 0 is, and a secret.
+"""The port file of one job: the addresses and the port at which rank 0 listens, and a secret.
 
-Rank 0 writes it, everybody else reads it, and rank 0 takes it down when all have come. A note that
-a killed job left behind points to a port at which nobody listens: it is not believed. Nobody but
-this user can read it.
+Rank 0 writes it, the others read it, and rank 0 removes it when all have joined. A file that a
+killed job left behind has a port at which nobody listens, and is ignored. Only this user can read
+it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from instep.distributed.errors import RendezvousError
 from instep.distributed.identity.authentication import make_secret, read_private_file
 
 LOOPBACK_HOST = "127.0.0.1"
-_KNOCK = 2.0
+_CONNECT_SECONDS = 2.0
 """Seconds within which an address of another host answers."""
 
 
 class PortFile(NamedTuple):
-    """What a note says."""
+    """What a port file says, for one of its addresses."""
 
     host: str
     """An address at which somebody listens."""
     port: int
-    """At this port."""
+    """The port there."""
     secret: bytes
-    """What only who can read the note knows."""
+    """Known to the readers of the file only."""
 
 
 @contextmanager
 def publish(path: str, port: int, hosts: Sequence[str] = (LOOPBACK_HOST,)) -> Iterator[bytes]:
-    """Let the file say `port` for a while; yields the secret that it tells.
+    """Keep the file at `path` for a while; yields the secret in it.
 
     Raises RendezvousError where it cannot be written.
     """
@@ -57,23 +57,23 @@ def publish(path: str, port: int, hosts: Sequence[str] = (LOOPBACK_HOST,)) -> It
 def read(path: str) -> PortFile | None:
     """Host, port and secret, if the file is there and somebody listens.
 
-    Raises RendezvousError for a file that is not this user's own, or no note.
+    Raises RendezvousError for a file that is not this user's own, or no port file.
     """
     try:
         port, secret, *hosts = read_private_file(path).split()
-        notes = [PortFile(host, int(port), bytes.fromhex(secret)) for host in hosts]
+        read = [PortFile(host, int(port), bytes.fromhex(secret)) for host in hosts]
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, str(error.strerror)) from None
     except ValueError:
         raise _unusable(path, "it is no port file of instep's") from None
-    return next((note for note in notes if is_listening(note.host, note.port)), None)
+    return next((each for each in read if is_listening(each.host, each.port)), None)
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
-    with suppress(OSError), socket.create_connection((host, port), _KNOCK):
+    """Whether a process listens there."""
+    with suppress(OSError), socket.create_connection((host, port), _CONNECT_SECONDS):
         return True
     return False
 

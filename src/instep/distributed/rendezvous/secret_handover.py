@@ -1,8 +1,8 @@
-"""Rank 0 hands the job's secret to ranks of its own host, which need no more for it than a port.
+"""The handover of the job's secret from rank 0 to the ranks of its host, which know only a port.
 
-They meet at a Unix socket in the abstract namespace: no folder is needed, it is there for the
-processes of one network namespace, and it goes with the process that holds it. Any user may listen
-or call there; so each side asks the kernel whose process the other one is.
+They connect to a Unix socket in the abstract namespace: it needs no folder, the processes of one
+network namespace see it, and it ends with the process that holds it. Any user may listen or connect
+there; so each side asks the kernel for the user of the other process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from instep.distributed.errors import AuthenticationError
 
 _CREDENTIALS = struct.Struct("iII")
 """`struct ucred`: process, user, group."""
-_ANSWERS = 1.0
-"""Seconds within which rank 0 answers, or is asked again."""
+_REPLY_SECONDS = 1.0
+"""Seconds within which rank 0 replies; then it is asked again."""
 _SECRET_BYTES = 32
 
 
 @contextmanager
 def hand_over(address: str, port: int, secret: bytes) -> Iterator[None]:
-    """Tell this user's processes the `secret` for a while; they know `address` and `port`.
+    """Send the `secret` to processes of this user for a while; they know `address` and `port`.
 
     Raises AuthenticationError where another process listens at that name.
     """
@@ -38,61 +38,61 @@ def hand_over(address: str, port: int, secret: bytes) -> Iterator[None]:
                 raise
             raise _not_rank_0(port) from None
         listener.listen(socket.SOMAXCONN)
-        answering = Thread(target=_answer, args=(listener, secret), daemon=True)
-        answering.start()
+        replying = Thread(target=_reply, args=(listener, secret), daemon=True)
+        replying.start()
         try:
             yield
         finally:
             listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread; to close does not
-            answering.join()
+            replying.join()
 
 
 def request_secret(address: str, port: int) -> bytes | None:
-    """What rank 0 tells; None where it has not answered, and may when it is asked again.
+    """The secret; None where rank 0 has not replied yet.
 
     Raises ConnectionRefusedError where nobody listens, and AuthenticationError where the process
     that listens is another user's.
     """
-    with socket.socket(socket.AF_UNIX) as line:
-        line.settimeout(_ANSWERS)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_REPLY_SECONDS)
         try:
-            line.connect(_name(address, port))
-            if not _is_of_this_user(line):
+            client.connect(_name(address, port))
+            if not _is_of_this_user(client):
                 raise _not_rank_0(port)
-            told = line.recv(_SECRET_BYTES)
+            secret = client.recv(_SECRET_BYTES)
         except ConnectionRefusedError:
             raise
         except OSError:
             return None
-    return told if len(told) == _SECRET_BYTES else None
+    return secret if len(secret) == _SECRET_BYTES else None
 
 
 def _name(address: str, port: int) -> str:
     return f"\0instep/{address}:{port}"
 
 
-def _answer(listener: socket.socket, secret: bytes) -> None:
+def _reply(listener: socket.socket, secret: bytes) -> None:
     while True:
         try:
-            line, _ = listener.accept()
+            client, _ = listener.accept()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             return  # it was shut down
-        with line, suppress(OSError):
-            if _is_of_this_user(line):
-                line.send(secret)
+        with client, suppress(OSError):
+            if _is_of_this_user(client):
+                client.send(secret)
 
 
-def _is_of_this_user(line: socket.socket) -> bool:
-    """Whether the process at the other end is, as the kernel noted when it called or listened."""
-    told = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(told)
-    return user == os.geteuid() and not _may_be_anybody(user)
+def _is_of_this_user(client: socket.socket) -> bool:
+    """Whether the other process is, as the kernel recorded when it connected or listened."""
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return user == os.geteuid() and not _is_overflow_user(user)
 
 
-def _may_be_anybody(user: int) -> bool:
-    """Whether the kernel gives this number to all users whom this user namespace does not know."""
+def _is_overflow_user(user: int) -> bool:
+    """Whether the kernel gives this number to all users that this user namespace does not know."""
     with open("/proc/sys/kernel/overflowuid") as file:
         if user != int(file.read()):
             return False

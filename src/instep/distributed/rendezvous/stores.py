@@ -1,4 +1,4 @@
-"""The store through which ranks find each other: by environment, address, file, or handed over.
+"""The store at which the ranks meet: by environment, address, file, or given as an object.
 
 On one host it listens on the loopback interface only (except where torchrun hosts it).
 """
@@ -41,52 +41,50 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JoinedStore:
-    """A store at which all ranks have arrived."""
+    """A store that all ranks have joined."""
 
     store: dist.Store
-    """This rank's end of it, as torch made it: whoever reaches it may write."""
+    """This rank's client of it, as torch made it: any process that reaches it may write."""
     interface: str | None
-    """What joins the ranks; None where that cannot be told."""
+    """The network interface that connects the ranks; None where it cannot be found."""
     key: bytes | None
-    """What marks what the ranks write; None where they have no secret in common."""
+    """Signs the ranks' values; None where they have no secret in common."""
 
 
 def open_store(method: str | dist.Store | None, world: World, timeout: timedelta) -> JoinedStore:
-    """Meet the other ranks. Raises RendezvousError and its siblings under LaunchError."""
-    with ExitStack() as until_all_have_come:
+    """Join the other ranks. Raises RendezvousError and other kinds of LaunchError."""
+    with ExitStack() as until_all_joined:
         secret = read_secret()
-        arrival = _Arrival(
-            world, timeout, launchers.local_ranks(world), secret, until_all_have_come
+        joining = _Joining(world, timeout, launchers.local_ranks(world), secret, until_all_joined)
+        store, secret = _open(method, joining)
+        result = join_check.check_join(
+            store, world, timeout, joining.local_ranks, secret, until_all_joined.close
         )
-        store, secret = _open(method, arrival)
-        met = join_check.check_join(
-            store, world, timeout, arrival.siblings, secret, until_all_have_come.close
-        )
-    if met.one_host:
-        return JoinedStore(store, interfaces.LOOPBACK, met.key)
-    return JoinedStore(store, interfaces.find_interface(store_host(store)), met.key)
+    if result.one_host:
+        return JoinedStore(store, interfaces.LOOPBACK, result.key)
+    return JoinedStore(store, interfaces.find_interface(store_host(store)), result.key)
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """A rank on its way to the store."""
+class _Joining:
+    """A rank that has not reached the store yet."""
 
     world: World
     timeout: timedelta
-    siblings: LocalRanks | None
+    local_ranks: LocalRanks | None
     secret: bytes | None
-    """What it was given; a file at which the ranks meet may tell one."""
-    until_all_have_come: ExitStack
+    """As given; a file at which the ranks meet may hold one."""
+    until_all_joined: ExitStack
 
-    def find(self, look: Callable[[], T | None]) -> T:
-        """What `look` finds sooner or later of rank 0."""
+    def wait_for(self, attempt: Callable[[], T | None]) -> T:
+        """The first result of `attempt`, which looks for rank 0; one rank of each host prints."""
         first_here = 1 if self.world.node_rank == 0 else 0
-        speaks = self.world.local_rank == first_here
+        prints = self.world.local_rank == first_here
         seconds = self.timeout.total_seconds()
-        return ArrivalWait(self.world.size, seconds, self.siblings, speaks=speaks).until(look)
+        return ArrivalWait(self.world.size, seconds, self.local_ranks, prints=prints).until(attempt)
 
     def client(self, host: str, port: int) -> dist.Store:
-        """A store that somebody hosts there."""
+        """A client of the store there."""
         try:
             return dist.TCPStore(host, port, self.world.size, is_master=False, timeout=self.timeout)
         except dist.DistNetworkError:
@@ -94,29 +92,29 @@ class _Arrival:
             raise RendezvousError.absent([0], self.world.size, seconds) from None
 
     def serve(self, listener: socket.socket) -> dist.Store:
-        """The store of rank 0, which this is."""
+        """The store, if this is rank 0."""
         return serve_store(listener, self.world.size, self.timeout)
 
 
-_kept: dict[tuple[str, int], dist.Store] = {}
+_stores: dict[tuple[str, int], dist.Store] = {}
 """The stores at MASTER_ADDR and MASTER_PORT. Their ports are taken until this process ends."""
-_turns: Counter[tuple[str, int]] = Counter()
+_reopened: Counter[tuple[str, int]] = Counter()
 
 
 def reopen(host: str, port: int) -> dist.Store | None:
-    """The store at which this process has met there before, for another meeting of all ranks.
+    """The store that this process has joined there before, for another rendezvous of all ranks.
 
-    A script that runs unedited until it makes a process group of its own meets twice.
+    A script that runs unedited until it makes a process group of its own joins twice.
     """
-    store = _kept.get((host, port))
+    store = _stores.get((host, port))
     if store is None:
         return None
-    _turns[host, port] += 1
-    return dist.PrefixStore(f"again{_turns[host, port]}", store)
+    _reopened[host, port] += 1
+    return dist.PrefixStore(f"again{_reopened[host, port]}", store)
 
 
 def store_host(store: dist.Store) -> str | None:
-    """The host at which rank 0 listens, as this rank knows it; None where nobody says."""
+    """The host at which rank 0 listens, as this rank knows it; None where it is not known."""
     while isinstance(store, dist.PrefixStore | VerifiedStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore) and store.host != ALL_INTERFACES:
@@ -125,77 +123,79 @@ def store_host(store: dist.Store) -> str | None:
 
 
 _Found = tuple[dist.Store, bytes | None]
-"""A store, and the secret of those who meet there."""
+"""A store, and the secret of the ranks that meet there."""
 
 
-def _open(method: str | dist.Store | None, arrival: _Arrival) -> _Found:
+def _open(method: str | dist.Store | None, joining: _Joining) -> _Found:
     if isinstance(method, dist.Store):
-        return method, arrival.secret
+        return method, joining.secret
     url = urlparse(method or "env://")
     if url.scheme == "env":
-        return _store_of_environment(os.environ, arrival)
+        return _store_from_environment(os.environ, joining)
     if url.scheme == "tcp" and url.hostname and url.port:
-        store = _tcp_store(url.hostname, url.port, arrival)
-        return store, _secret(store, url.hostname, url.port, arrival)
+        store = _tcp_store(url.hostname, url.port, joining)
+        return store, _secret(store, url.hostname, url.port, joining)
     if url.scheme == "file" and url.path:
-        return _file_store(url.path, arrival)
+        return _file_store(url.path, joining)
     raise RendezvousError(
         f"cannot meet at {method!r}; use env://, tcp://host:port, file:///path or a Store."
     )
 
 
-def _store_of_environment(environ: Mapping[str, str], arrival: _Arrival) -> _Found:
-    world = arrival.world
+def _store_from_environment(environ: Mapping[str, str], joining: _Joining) -> _Found:
+    world = joining.world
     both = ("MASTER_ADDR", "MASTER_PORT")
     present = {name: environ[name] for name in both if name in environ}
     if not present:
-        return _store_at(launchers.endpoint(world, environ), arrival)
+        return _store_at_endpoint(launchers.endpoint(world, environ), joining)
     if missing := [name for name in both if name not in environ]:
         raise LaunchVariablesError.incomplete(world.source, present, missing)
     host = environ["MASTER_ADDR"]
     port = launchers.master_port(environ)
     store = reopen(host, port)
     if store is None:
-        store = _kept[host, port] = _store_of_master(host, port, environ, arrival)
-    return store, _secret(store, host, port, arrival)
+        store = _stores[host, port] = _store_at_master(host, port, environ, joining)
+    return store, _secret(store, host, port, joining)
 
 
-def _store_of_master(
-    host: str, port: int, environ: Mapping[str, str], arrival: _Arrival
+def _store_at_master(
+    host: str, port: int, environ: Mapping[str, str], joining: _Joining
 ) -> dist.Store:
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives ranks, which come again
+    if (
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):  # it outlives ranks, which are restarted
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"instep/attempt{attempt}", arrival.client(host, port))
-    held = inherited_listener(port) if arrival.world.rank == 0 else None
-    return arrival.serve(held) if held is not None else _tcp_store(host, port, arrival)
+        return dist.PrefixStore(f"instep/attempt{attempt}", joining.client(host, port))
+    listener = inherited_listener(port) if joining.world.rank == 0 else None
+    return joining.serve(listener) if listener is not None else _tcp_store(host, port, joining)
 
 
-def _secret(store: dist.Store, host: str, port: int, arrival: _Arrival) -> bytes | None:
-    """What this rank was given; else, where all ranks are known to be on one host, what rank 0
-    draws and hands to this user's processes; else none."""
-    world = arrival.world
-    if arrival.secret is not None or not (
+def _secret(store: dist.Store, host: str, port: int, joining: _Joining) -> bytes | None:
+    """The one that this rank was given. Else, where all ranks are known to be on one host, rank 0
+    draws one and hands it over to this user's processes. Else none."""
+    world = joining.world
+    if joining.secret is not None or not (
         interfaces.is_loopback(host) or launchers.is_one_host(world)
     ):
-        return arrival.secret
+        return joining.secret
     address = str(resolve(host, port)[1][0])
     if world.rank != 0:
-        return arrival.find(partial(_handed_over, store, address, port, world.size))
+        return joining.wait_for(partial(_request_secret, store, address, port, world.size))
     secret = make_secret()
-    arrival.until_all_have_come.enter_context(secret_handover.hand_over(address, port, secret))
+    joining.until_all_joined.enter_context(secret_handover.hand_over(address, port, secret))
     return secret
 
 
-def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
-    """None where rank 0 is still to come, which begins to hand over before it hands in its card."""
+def _request_secret(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
+    """None where rank 0 has not joined: it hands over from before it sets its fingerprint."""
     try:
         join_check.raise_error_of_stand_in(store)
-        is_there = join_check.has_arrived(store, 0)
+        has_joined = join_check.has_joined(store, 0)
         return secret_handover.request_secret(address, port)
     except dist.DistNetworkError:
         raise RendezvousError.ended([0], size, "its host") from None
     except ConnectionRefusedError:
-        if is_there:
+        if has_joined:
             raise AuthenticationError(
                 "rank 0 hands no secret to this rank: it was given one of its own (INSTEP_SECRET, "
                 "or the file ~/.instep/secret), or it is in another network namespace than this "
@@ -204,47 +204,47 @@ def _handed_over(store: dist.Store, address: str, port: int, size: int) -> bytes
         return None
 
 
-def _store_at(place: endpoints.Endpoint, arrival: _Arrival) -> _Found:
-    match place:
+def _store_at_endpoint(endpoint: endpoints.Endpoint, joining: _Joining) -> _Found:
+    match endpoint:
         case endpoints.Address(host, port, job):
-            store = _tcp_store(host, port, arrival, job)
-            return store, _secret(store, host, port, arrival)
+            store = _tcp_store(host, port, joining, job)
+            return store, _secret(store, host, port, joining)
         case endpoints.PrivateFile(path):
-            return _noted_store(path, (port_file.LOOPBACK_HOST,), arrival)
+            return _store_by_port_file(path, (port_file.LOOPBACK_HOST,), joining)
         case endpoints.SharedFile(path):
-            return _noted_store(path, interfaces.routable_addresses(), arrival)
+            return _store_by_port_file(path, interfaces.routable_addresses(), joining)
 
 
-def _noted_store(path: str, hosts: Sequence[str], arrival: _Arrival) -> _Found:
-    """Rank 0 takes a free port, and says which in the file until all have come; and a secret."""
-    if arrival.world.rank != 0:
-        note = arrival.find(partial(port_file.read, path))
-        return arrival.client(note.host, note.port), arrival.secret or note.secret
+def _store_by_port_file(path: str, hosts: Sequence[str], joining: _Joining) -> _Found:
+    """Rank 0 takes a free port, and keeps it and a secret in the file until all have joined."""
+    if joining.world.rank != 0:
+        read = joining.wait_for(partial(port_file.read, path))
+        return joining.client(read.host, read.port), joining.secret or read.secret
     listener = bind(listen_address(hosts))
-    putting_up = port_file.publish(path, listener.getsockname()[1], hosts)
-    secret = arrival.until_all_have_come.enter_context(putting_up)
-    return arrival.serve(listener), arrival.secret or secret
+    published = port_file.publish(path, listener.getsockname()[1], hosts)
+    secret = joining.until_all_joined.enter_context(published)
+    return joining.serve(listener), joining.secret or secret
 
 
-def _tcp_store(host: str, port: int, arrival: _Arrival, job: str = "") -> dist.Store:
-    """With the keys of `job`: should another one hold this port, its keys are none of ours."""
+def _tcp_store(host: str, port: int, joining: _Joining, job: str = "") -> dist.Store:
+    """With a prefix for the `job`: if another job holds this port, its keys are not used."""
 
-    def ours(store: dist.Store) -> dist.Store:
+    def with_prefix(store: dist.Store) -> dist.Store:
         return dist.PrefixStore(job, store) if job else store
 
-    def of_rank_0() -> dist.Store:
-        return ours(arrival.serve(bind(host, port, one_host=arrival.world.one_host)))
+    def serve() -> dist.Store:
+        return with_prefix(joining.serve(bind(host, port, one_host=joining.world.one_host)))
 
-    if arrival.world.rank == 0:
-        return of_rank_0()
+    if joining.world.rank == 0:
+        return serve()
     resolve(host, port)
     try:
-        arrival.find(lambda: port_file.is_listening(host, port) or None)
-        return ours(arrival.client(host, port))
+        joining.wait_for(lambda: port_file.is_listening(host, port) or None)
+        return with_prefix(joining.client(host, port))
     except RendezvousError as error:
-        if arrival.siblings is not None and 0 in arrival.siblings.gone:
-            with suppress(LaunchError):  # another one does
-                join_check.stand_in_for_rank_0(of_rank_0(), error, arrival.secret)
+        if joining.local_ranks is not None and 0 in joining.local_ranks.gone:
+            with suppress(LaunchError):  # another rank does
+                join_check.stand_in_for_rank_0(serve(), error, joining.secret)
         raise
 
 
@@ -263,25 +263,25 @@ def serve_store(listener: socket.socket, size: int, timeout: timedelta) -> dist.
     )
 
 
-def _file_store(path: str, arrival: _Arrival) -> _Found:
-    """The file is this user's only, so that what lies in it is no stranger's, and no secret."""
-    world = arrival.world
+def _file_store(path: str, joining: _Joining) -> _Found:
+    """The file is this user's only: no other process can write to it, and it may hold a secret."""
+    world = joining.world
     try:
         _make_private(path)
         store = dist.FileStore(path, world.size)
-        store.set_timeout(arrival.timeout)
-        met_before = store.add(f"instep/rank{world.rank}", 1) > 1
-        mine: Any = make_secret().hex()
-        secret = store.compare_set("instep/secret", "", mine)
+        store.set_timeout(joining.timeout)
+        used_before = store.add(f"instep/rank{world.rank}", 1) > 1
+        own_secret: Any = make_secret().hex()
+        secret = store.compare_set("instep/secret", "", own_secret)
     except (OSError, RuntimeError) as error:
         raise RendezvousError(f"cannot meet in the file {path}: {error}") from error
-    if met_before:
+    if used_before:
         raise LeftoverRendezvousError(path, world.rank)
-    return store, arrival.secret or secret
+    return store, joining.secret or secret
 
 
 def _make_private(path: str) -> None:
-    """A regular file of this user's that nobody else may open. Raises OSError."""
+    """Make it a regular file of this user's that no other user may open. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o600)
     try:

@@ -1,8 +1,9 @@
 """A store whose values only the ranks of this job can write.
 
-Whoever reaches a TCPStore's port may set any key: torch's has no password. Here a value stands
-behind a mark over itself and its key; what bears no right mark is an error. A counter (`add`)
-bears none: a stranger may spoil it, which costs an error or a wait, and never decides what is read.
+Any process that reaches a TCPStore's port may set any key: torch's has no password. Here a value
+follows a signature of itself and its key; a value without the right signature is an error. A
+counter (`add`) has none: a foreign process may change it, which causes an error or a wait, but not
+a wrong value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from instep.distributed.identity.authentication import sign, verify
 
 
 class VerifiedStore(dist.Store):
-    """`store`, with what its values say guaranteed by `key`.
+    """`store`, with values that are signed with `key`.
 
     Keep a reference as long as torch may use it: C++ calls these methods, but does not keep the
     Python object. Reading raises AuthenticationError for a value that was written without the key.
@@ -30,7 +31,7 @@ class VerifiedStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write it."""
-        self.underlying_store.set(key, self._marked(key, value))  # type: ignore[arg-type]
+        self.underlying_store.set(key, self._sign(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Wait for it, and read it."""
@@ -47,47 +48,47 @@ class VerifiedStore(dist.Store):
         return [verify(self._key, value, key) for key, value in zip(keys, values, strict=True)]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if there is `expected`, or nothing where that is empty; what is there."""
-        before: Any = self._marked(key, expected) if expected else ""
-        after: Any = self._marked(key, desired)
+        """Write `desired` if the value is `expected`, or if both are empty; returns the value."""
+        before: Any = self._sign(key, expected) if expected else ""
+        after: Any = self._sign(key, desired)
         return verify(self._key, self.underlying_store.compare_set(key, before, after), key)
 
     def add(self, key: str, amount: int) -> int:
-        """Count; not verified."""
+        """Add to a counter, which is not signed."""
         return self.underlying_store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there, whoever wrote them."""
+        """Whether all keys are set; the values are not verified."""
         return self.underlying_store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all are there, whoever wrote them."""
+        """Wait until all keys are set; the values are not verified."""
         self.underlying_store.wait(list(keys), timeout or self.timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Whether it was set."""
         return self.underlying_store.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """The number of keys."""
         return self.underlying_store.num_keys()
 
     def has_extended_api(self) -> bool:
-        """Not append and queues: parts of a value cannot bear one mark."""
+        """No append and no queues: parts of a value cannot have one signature."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait."""
+        """The limit for `get` and `wait`."""
         self.underlying_store.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """As the store below has it."""
+        """Of the underlying store."""
         below: Any = self.underlying_store  # torch's stubs do not know of it
         timeout: timedelta = below.timeout
         return timeout
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - what torch's C++ looks for
 
-    def _marked(self, key: str, value: str | bytes) -> bytes:
+    def _sign(self, key: str, value: str | bytes) -> bytes:
         return sign(self._key, value.encode() if isinstance(value, str) else bytes(value), key)

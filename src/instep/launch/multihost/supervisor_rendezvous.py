@@ -228,7 +228,7 @@ def _answer_all(requests: Mapping[int, JoinRequest], answer: Values, secret: byt
 def _join_as_client(
     endpoint: endpoints.Endpoint, mine: Participant, seconds: float, noun: str
 ) -> RendezvousResult:
-    arrival_wait = ArrivalWait(mine.count, seconds, members=noun, speaks=mine.number == 1)
+    arrival_wait = ArrivalWait(mine.count, seconds, members=noun, prints=mine.number == 1)
     connection, master, secret = arrival_wait.until(partial(_connect, endpoint))
     nonce = make_secret().hex()
     message = {
