@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import instep
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import bootstrap, join_check
+from instep.distributed.rendezvous import join_check
+from instep.distributed.rendezvous.devices import check_devices_differ, group_ranks
 from instep.errors import (
     DeviceError,
     LaunchVariablesError,
@@ -302,7 +303,7 @@ def gpus_then_leave():
 
 def test_gpus_given_twice_are_found():
     claims = ["a, GPU-1", "b, GPU-1", "a, GPU-1"]
-    assert bootstrap.group_ranks(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
+    assert group_ranks(claims) == {"a, GPU-1": [0, 2], "b, GPU-1": [1]}
 
 
 @pytest.mark.parametrize("devices", [["GPU-1", "GPU-2", "GPU-1"], ["GPU-1", "GPU-2", "GPU-3"]])
@@ -311,7 +312,7 @@ def test_every_rank_is_told_of_a_gpu_given_twice_before_the_process_group_is_mad
 
     def claim(rank):
         try:
-            bootstrap.check_devices_differ(store, World(rank, 3, rank, 3), devices[rank])
+            check_devices_differ(store, World(rank, 3, rank, 3), devices[rank])
         except DeviceError as error:
             said[rank] = str(error)
 

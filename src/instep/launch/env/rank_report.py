@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from instep import version
 from instep.distributed.identity import cuda_visible_devices, launchers
-from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous import bootstrap, devices
 from instep.process import settings, storage
 from instep.unedited.files import landlock
 
@@ -122,5 +122,5 @@ def _versions() -> dict[str, str]:
 
 
 def _warnings() -> list[str]:
-    late = bootstrap.late_devices_warning() if torch.cuda.is_initialized() else None
+    late = devices.late_devices_warning() if torch.cuda.is_initialized() else None
     return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]
