@@ -32,7 +32,7 @@ KUBERNETES = Launcher(
     ("PET_NODE_RANK", "PET_NNODES"),
     rank="PET_NODE_RANK",
     size="PET_NNODES",
-    meeting=at_master_of_pods,
+    endpoint=at_master_of_pods,
     starts_all=False,
 )
 """One process in each pod, without a torchrun in between; all pods of the test are on one host."""

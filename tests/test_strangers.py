@@ -277,7 +277,7 @@ def test_torchruns_ranks_meet_again_at_its_store_and_after_a_restart():
     keys = set()
     for attempt in range(2):
         with pytest.MonkeyPatch.context() as environ:
-            environ.setattr(stores, "_kept", {})  # as in a new process
+            environ.setattr(stores, "_stores", {})  # as in a new process
             for name, value in told.items():
                 environ.setenv(name, value)
             environ.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))

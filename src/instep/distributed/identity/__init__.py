@@ -1,1 +1,1 @@
-"""Who this process is: its world, the launchers that say so, and where its ranks are to meet."""
+"""This process's world, the launchers that set it, and the endpoint at which its ranks meet."""

@@ -1,8 +1,9 @@
-"""Which messages are of this job: a secret that only its processes know, and marks made with it.
+"""The job's secret, which only its processes know, and messages that are signed with it.
 
-The secret never passes through what it protects (the ranks' store, a network). `instep run` hands
-it to its ranks in their environment, which no other user can read; other launchers' ranks have it
-from where `read_secret` looks, from a file of mode 0600, or from rank 0 on the same host.
+The secret is never sent through the connections that it protects (the ranks' store, a network).
+`instep run` gives it to its ranks in their environment, which no other user can read; other
+launchers' ranks get it from `read_secret`, from a file of mode 0600, or from rank 0 on the same
+host.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from instep.process import settings
 from instep.process.errors import LaunchVariablesError
 
 MAGIC = b"\0instep\1"
-"""How a message begins that carries a mark."""
-_MARK_BYTES = 16
-_BEGINNING = len(MAGIC) + _MARK_BYTES
-_SHORTEST = 16
+"""How a signed message begins."""
+_SIGNATURE_BYTES = 16
+_HEADER_BYTES = len(MAGIC) + _SIGNATURE_BYTES
+_MIN_LENGTH = 16
 """Characters of a secret that a user may choose."""
 SECRET_FILE = "~/.instep/secret"
-"""Where a user may keep a secret for all jobs, in a home that all hosts share or copied to each."""
-_OF_OPEN_MPI = "OMPI_MCA_orte_precondition_transports"
-"""128 random bits which Open MPI 4's mpirun draws for each job and tells its ranks on all hosts."""
+"""A user's secret for all jobs, in a home directory that all hosts share or copied to each."""
+_OPEN_MPI_VARIABLE = "OMPI_MCA_orte_precondition_transports"
+"""128 random bits that Open MPI 4's mpirun draws for each job and sets for its ranks."""
 
 
 def make_secret() -> bytes:
-    """A fresh one."""
+    """A random secret."""
     return os.urandom(32)
 
 
@@ -40,17 +41,17 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes | None:
 
     Raises LaunchVariablesError for one that is too short, or a file that others can read.
     """
-    told: str | None = environ.get(settings.SECRET.name)
-    if told:
-        check_secret_length(told, settings.SECRET.name)
+    text: str | None = environ.get(settings.SECRET.name)
+    if text:
+        check_secret_length(text, settings.SECRET.name)
     else:
-        told = _of_file(os.path.expanduser(SECRET_FILE)) or environ.get(_OF_OPEN_MPI)
-    return None if told is None else hashlib.sha256(told.encode()).digest()
+        text = _read_file(os.path.expanduser(SECRET_FILE)) or environ.get(_OPEN_MPI_VARIABLE)
+    return None if text is None else hashlib.sha256(text.encode()).digest()
 
 
-def _of_file(path: str) -> str | None:
+def _read_file(path: str) -> str | None:
     try:
-        told = read_private_file(path).strip()
+        text = read_private_file(path).strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -58,15 +59,15 @@ def _of_file(path: str) -> str | None:
             f"the secret in {path} cannot be used: {error.strerror or error}. "
             "chmod 600 keeps it yours."
         ) from None
-    check_secret_length(told, path)
-    return told
+    check_secret_length(text, path)
+    return text
 
 
 def check_secret_length(secret: str, where: str) -> None:
     """Raise LaunchVariablesError for a secret that could be guessed."""
-    if len(secret) < _SHORTEST:
+    if len(secret) < _MIN_LENGTH:
         raise LaunchVariablesError(
-            f"the secret in {where} is too short: it takes {_SHORTEST} characters or more. "
+            f"the secret in {where} is too short: it takes {_MIN_LENGTH} characters or more. "
             "`openssl rand -hex 32` makes a good one."
         )
 
@@ -94,21 +95,20 @@ def check_private_file(handle: int) -> None:
 
 
 def derive_key(secret: bytes, *purpose: str) -> bytes:
-    """A key for one purpose: who knows it knows neither the secret nor another purpose's key."""
+    """A key for one purpose, from which neither the secret nor another key can be computed."""
     return _digest(secret, [part.encode() for part in purpose], 32)
 
 
 def sign(key: bytes, message: bytes, about: str = "") -> bytes:
-    """The message behind a mark that only who knows `key` can make, for this message and what it is
-    `about`."""
-    return MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES) + message
+    """The message after a signature with `key` of it and of the name that it is `about`."""
+    return MAGIC + _digest(key, (about.encode(), message), _SIGNATURE_BYTES) + message
 
 
 def verify(key: bytes, received: bytes, about: str = "") -> bytes:
-    """The message, if its mark is right. Raises AuthenticationError otherwise."""
-    message = received[_BEGINNING:]
-    right = MAGIC + _digest(key, (about.encode(), message), _MARK_BYTES)
-    if not hmac.compare_digest(received[:_BEGINNING], right):
+    """The message, if its signature is right. Raises AuthenticationError otherwise."""
+    message = received[_HEADER_BYTES:]
+    expected = MAGIC + _digest(key, (about.encode(), message), _SIGNATURE_BYTES)
+    if not hmac.compare_digest(received[:_HEADER_BYTES], expected):
         raise AuthenticationError.not_of_this_job(about)
     return message
 

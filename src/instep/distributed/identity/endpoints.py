@@ -1,10 +1,10 @@
 """Where the ranks of a job meet when the launcher sets no MASTER_ADDR and MASTER_PORT.
 
 On one host that is a private file: rank 0 listens on a free port of the loopback interface and
-writes it there; the file is gone as soon as all have met. Its name follows from what the launcher
-gives to every rank of this job and to no other. On several hosts it is an address: the first host
-of the allocation, or mpirun's, and a port that follows from the job's name; or a file that the user
-names.
+writes it there; the file is removed as soon as all have joined. Its name is derived from values
+that the launcher gives to every rank of this job and to no other. On several hosts it is an
+address: the first host of the allocation, or mpirun's, and a port that is derived from the job's
+name; or a file that the user names.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Address:
     host: str
     """A name or address of rank 0's host that every host knows."""
     port: int
-    """Which port of it."""
+    """Its port there."""
     job: str
-    """What tells this job from every other one."""
+    """The name of the job, unlike every other one's."""
 
 
 @dataclass(frozen=True)
 class PrivateFile:
-    """Rank 0 writes here where it listens. One host only."""
+    """Rank 0 writes here the port at which it listens. One host only."""
 
     path: str
-    """No other job's, however similar."""
+    """No other job has the same."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class SharedFile:
     """As PrivateFile, on a file system that all hosts of the job share."""
 
     path: str
-    """Said by the user, for one job at a time."""
+    """Given by the user, for one job at a time."""
 
 
 Endpoint = Address | PrivateFile | SharedFile
 FindEndpoint = Callable[[Mapping[str, str], World], Endpoint]
-"""Where a launcher's ranks meet. Raises LaunchError where they cannot know."""
+"""The endpoint of a launcher's ranks. Raises LaunchError where they cannot know it."""
 
 
 def require_master(environ: Mapping[str, str], world: World) -> Endpoint:
-    """Whoever speaks PyTorch's dialect has to say it."""
+    """For launchers with PyTorch's variables: MASTER_ADDR and MASTER_PORT are among them."""
     missing = ["MASTER_ADDR", "MASTER_PORT"]
     raise LaunchVariablesError.incomplete(world.source, {"WORLD_SIZE": str(world.size)}, missing)
 
@@ -75,14 +75,14 @@ def mpi_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     On several, the first host of the allocation, where mpirun puts rank 0.
     """
     if not world.one_host:
-        return _in_allocation(environ, world)
-    launching = launcher_process(environ)
-    if launching is None:
+        return _allocation_address(environ, world)
+    launcher = launcher_process(environ)
+    if launcher is None:
         raise RendezvousError(
             f"{world.source} started {world.size} ranks, but does not say where they meet. "
             f"{_ADVICE}"
         )
-    return _private(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launching[1]}")
+    return _private_file(f"mpi-{environ.get('PMIX_NAMESPACE', '')}-{launcher[1]}")
 
 
 def horovodrun_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
@@ -91,13 +91,13 @@ def horovodrun_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     host, port = (environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
     if port is None or not world.one_host:
         return mpi_endpoint(environ, world)
-    return _private(f"horovod-{host}-{port}")
+    return _private_file(f"horovod-{host}-{port}")
 
 
 def dist_file_endpoint(path: str, world: World) -> Endpoint:
     """The file of INSTEP_DIST_FILE or --dist-file."""
-    whole = os.path.abspath(path)
-    return PrivateFile(whole) if world.one_host else SharedFile(whole)
+    path = os.path.abspath(path)
+    return PrivateFile(path) if world.one_host else SharedFile(path)
 
 
 def slurm_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
@@ -111,7 +111,7 @@ def slurm_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     )
     key = f"slurm-{environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}.{restarts}"
     if world.one_host:
-        return _private(key)
+        return _private_file(key)
     name = "SLURM_STEP_NODELIST"
     if name not in environ:
         present = {"SLURM_STEP_ID": environ["SLURM_STEP_ID"]}
@@ -120,17 +120,17 @@ def slurm_endpoint(environ: Mapping[str, str], world: World) -> Endpoint:
     return Address(host, FIRST_PORT + (251 * job + 17 * step + restarts) % PORTS, key)
 
 
-def _in_allocation(environ: Mapping[str, str], world: World) -> Endpoint:
+def _allocation_address(environ: Mapping[str, str], world: World) -> Endpoint:
     """The first host of a batch system's job, and a port that follows from the job's name.
 
     jsrun's list begins with the host that the batch script runs on, which holds no ranks. Where
     there is no batch system, the host of Open MPI's mpirun, if rank 0 is there.
     """
     found = (
-        _host_of_slurm(environ)
-        or _host_of_file(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
-        or _host_of_file(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
-        or _host_of_mpirun(environ)
+        _slurm_host(environ)
+        or _listed_host(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
+        or _listed_host(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
+        or _mpirun_host(environ)
     )
     if found is None:
         raise RendezvousError(
@@ -142,7 +142,7 @@ def _in_allocation(environ: Mapping[str, str], world: World) -> Endpoint:
     return Address(host, FIRST_PORT + zlib.crc32(key.encode()) % PORTS, key)
 
 
-def _host_of_slurm(environ: Mapping[str, str]) -> tuple[str, str] | None:
+def _slurm_host(environ: Mapping[str, str]) -> tuple[str, str] | None:
     listed = environ.get("SLURM_JOB_NODELIST")
     if listed is None:
         return None
@@ -150,10 +150,10 @@ def _host_of_slurm(environ: Mapping[str, str]) -> tuple[str, str] | None:
     return next(nodelist.expand_hosts(listed)), f"{environ.get('SLURM_JOB_ID', '')}.{restarts}"
 
 
-def _host_of_file(
+def _listed_host(
     environ: Mapping[str, str], job: str, listing: str, first: int
 ) -> tuple[str, str] | None:
-    """PBS shows the file to the first host only, some sites to all."""
+    """PBS has the file on the first host only, some sites on all."""
     if job not in environ or listing not in environ:
         return None
     try:
@@ -164,14 +164,14 @@ def _host_of_file(
     return (hosts[first], environ[job]) if len(hosts) > first else None
 
 
-def _host_of_mpirun(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Open MPI 4 tells its ranks `job.0;tcp://address,address:port` of mpirun, and as much of the
-    daemon that started them: job.0 is mpirun itself. Only rank 0 knows whether it is elsewhere;
-    then it fails, and mpirun ends the others."""
+def _mpirun_host(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Open MPI 4 sets `job.0;tcp://address,address:port` of mpirun for its ranks, and the same of
+    the daemon that started them: job.0 is mpirun itself. Only rank 0 knows whether it is on
+    another host; then it fails, and mpirun ends the others."""
     mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
     job, _, addresses = mpirun.partition(";tcp://")
-    mine = environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0]
-    if not addresses or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and mine != job):
+    own = environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0]
+    if not addresses or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and own != job):
         return None
     return addresses.partition(":")[0].partition(",")[0], mpirun
 
@@ -183,8 +183,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
-def _private(key: str) -> PrivateFile:
-    """The name holds who may write it (the user) and where (host and process namespace)."""
+def _private_file(key: str) -> PrivateFile:
+    """The name has the user that may write it, the host and the process namespace."""
     plain = "".join(c if c.isalnum() or c in "-." else "_" for c in key)
     name = f"instep-{os.getuid()}-{os.uname().nodename}-{namespace('pid')}-{plain}"
     return PrivateFile(os.path.join(tempfile.gettempdir(), name))

@@ -1,7 +1,7 @@
-"""One row per launcher: which of its variables say what. Detection is looking down the table.
+"""The launchers: one row of a table for each, with the names of its variables.
 
-Two launchers are often visible at once. The innermost comes first: torchrun inside srun, or mpirun
-inside salloc, leaves in SLURM_PROCID the number of the node.
+The first row that matches holds. Two launchers are often visible at once; the innermost comes
+first: torchrun inside srun, or mpirun inside salloc, leaves in SLURM_PROCID the node's number.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ JOB = "INSTEP_JOB"
 STORE_FD = "INSTEP_STORE_FD"
 """Set by `instep run` for rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT."""
 SOURCE = "INSTEP_SOURCE"
-"""Set by `python -m instep script.py` for its script: who said what it repeats in torch's names."""
+"""Set by `python -m instep script.py` for its script: the launcher whose numbers it repeats."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
-"""Set by `instep run` for its ranks: where a rank that fails leaves its traceback."""
+"""Set by `instep run` for its ranks: the file for the traceback of a rank that fails."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What one launcher calls things. `None`: it does not say, and one host is assumed."""
+    """The names of one launcher's variables. `None`: it has none, and one host is assumed."""
 
     name: str
     markers: tuple[str, ...]
-    """The row holds for a process that has all of these variables."""
+    """The row matches a process that has all of these variables."""
     rank: str
     size: str
     local_rank: str | None = None
@@ -44,14 +44,13 @@ class Launcher:
     """Instead of `local_size`: how many ranks each host has, as Slurm writes it."""
     node_rank: str | None = None
     nodes: str | None = None
-    """Unsaid, hosts are taken to be alike and filled one after the other."""
-    meeting: endpoints.FindEndpoint = endpoints.mpi_endpoint
-    """Where its ranks meet without MASTER_ADDR and MASTER_PORT."""
+    """Without it, all hosts have as many ranks, and are filled one after the other."""
+    endpoint: endpoints.FindEndpoint = endpoints.mpi_endpoint
+    """The endpoint without MASTER_ADDR and MASTER_PORT."""
     starts_all: bool = True
-    """Whether one process starts the ranks of a host at once, so that one which is not there has
-    ended."""
+    """Whether one process starts the ranks of a host at once, so that a missing one has ended."""
     on_behalf: str | None = None
-    """The variable that names the launcher for which this one speaks."""
+    """The variable with the name of the launcher whose numbers this one repeats."""
 
     @cached_property
     def variables(self) -> set[str]:
@@ -59,7 +58,7 @@ class Launcher:
         columns = (self.rank, self.size, self.local_rank, self.local_size, self.tasks_per_node)
         return {*self.markers, *filter(None, (*columns, self.node_rank, self.nodes))}
 
-    def describes(self, environ: Mapping[str, str]) -> bool:
+    def matches(self, environ: Mapping[str, str]) -> bool:
         """Whether this launcher started the process with these variables."""
         return all(name in environ for name in self.markers)
 
@@ -73,14 +72,14 @@ class Launcher:
         rank, size = _number(environ, self.rank), _number(environ, self.size)
         node_rank = None if self.node_rank is None else _number(environ, self.node_rank, default=0)
         local_size = self._local_size(environ, node_rank or 0, size)
-        alike = max(local_size, 1)
+        per_host = max(local_size, 1)
         return World(
             rank=rank,
             size=size,
             local_rank=_number(environ, self.local_rank, default=rank),
             local_size=local_size,
-            node_rank=rank // alike if node_rank is None else node_rank,
-            nodes=_number(environ, self.nodes, default=-(-size // alike)),
+            node_rank=rank // per_host if node_rank is None else node_rank,
+            nodes=_number(environ, self.nodes, default=-(-size // per_host)),
             source=self.name if self.on_behalf is None else environ[self.on_behalf],
         )
 
@@ -100,10 +99,10 @@ def _number(environ: Mapping[str, str], name: str | None, default: int | None = 
         raise LaunchVariablesError.not_a_number(name, environ[name]) from None
 
 
-def _torch_names(
+def _torch_launcher(
     name: str, *markers: str, starts_all: bool = True, on_behalf: str | None = None
 ) -> Launcher:
-    """Who speaks PyTorch's own dialect of the environment."""
+    """A launcher that sets PyTorch's own variables."""
     return Launcher(
         name,
         markers,
@@ -113,17 +112,17 @@ def _torch_names(
         local_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
         nodes="GROUP_WORLD_SIZE",
-        meeting=endpoints.require_master,
+        endpoint=endpoints.require_master,
         starts_all=starts_all,
         on_behalf=on_behalf,
     )
 
 
 LAUNCHERS = [
-    _torch_names("instep run", JOB, "RANK"),
-    _torch_names("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
-    _torch_names("torchrun", "TORCHELASTIC_RUN_ID"),
-    _torch_names("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", starts_all=False),
+    _torch_launcher("instep run", JOB, "RANK"),
+    _torch_launcher("python -m instep", SOURCE, "RANK", on_behalf=SOURCE),
+    _torch_launcher("torchrun", "TORCHELASTIC_RUN_ID"),
+    _torch_launcher("RANK and WORLD_SIZE", "RANK", "WORLD_SIZE", starts_all=False),
     Launcher(
         "horovodrun",
         ("HOROVOD_RANK",),
@@ -133,7 +132,7 @@ LAUNCHERS = [
         local_size="HOROVOD_LOCAL_SIZE",
         node_rank="HOROVOD_CROSS_RANK",
         nodes="HOROVOD_CROSS_SIZE",
-        meeting=endpoints.horovodrun_endpoint,
+        endpoint=endpoints.horovodrun_endpoint,
         starts_all=False,
     ),
     Launcher(
@@ -169,12 +168,12 @@ LAUNCHERS = [
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
         node_rank="SLURM_NODEID",
         nodes="SLURM_STEP_NUM_NODES",
-        meeting=endpoints.slurm_endpoint,
+        endpoint=endpoints.slurm_endpoint,
     ),
     # After srun, whose --mpi=pmi2 sets PMI_RANK too, and no local rank by this name.
     Launcher("PMI_RANK and PMI_SIZE", ("PMI_RANK",), rank="PMI_RANK", size="PMI_SIZE"),
-    _torch_names("RANK and WORLD_SIZE", "RANK", starts_all=False),
-    _torch_names("RANK and WORLD_SIZE", "WORLD_SIZE", starts_all=False),
+    _torch_launcher("RANK and WORLD_SIZE", "RANK", starts_all=False),
+    _torch_launcher("RANK and WORLD_SIZE", "WORLD_SIZE", starts_all=False),
 ]
 """In the order of precedence: the innermost launcher first, half of a pair last."""
 
@@ -203,20 +202,20 @@ _NAMES = frozenset(
         *(f"SLURM_{name}" for name in ("GTIDS", "NPROCS", "NTASKS", "TASKS_PER_NODE", "TASK_PID")),
     }
 )
-"""What launchers set for their ranks beyond the variables that the table reads."""
+"""Variables that launchers set for their ranks, beyond those in the table."""
 
 
 def is_launcher_variable(name: str) -> bool:
-    """Whether a launcher tells its ranks by this variable who they are and where they meet.
+    """Whether a launcher sets this variable for a rank's numbers or endpoint.
 
-    Not so the name of the job, by which `instep run` finds what its ranks leave behind.
+    The name of the job is none of them: `instep run` finds the processes of its ranks by it.
     """
     read = name != JOB and any(name in row.variables for row in LAUNCHERS)
     return read or name in _NAMES or name.startswith(_PREFIXES)
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
-    """The world that these variables describe; a world of one where nobody launched anything.
+    """The world that these variables describe; a world of one where no launcher did.
 
     Raises LaunchVariablesError for half-set or contradictory variables.
     """
@@ -224,40 +223,40 @@ def detect(environ: Mapping[str, str] = os.environ) -> World:
     if launcher is None:
         return World()
     world = launcher.world(environ)
-    _contradicts(world, launcher, environ)
+    _check_consistent(world, launcher, environ)
     return world
 
 
 def detect_tasks(environ: Mapping[str, str] = os.environ) -> World:
     """As `detect`, of a launcher that starts tasks (srun, mpirun); others make a world of one.
 
-    Who speaks torch's dialect has started ranks, inside of which a new job may begin.
+    A launcher with torch's variables has started ranks, inside of which a new job may begin.
     """
     launcher = _launcher(environ)
     return World() if launcher is None or launcher.rank == "RANK" else detect(environ)
 
 
 def endpoint(world: World, environ: Mapping[str, str] = os.environ) -> endpoints.Endpoint:
-    """Where the ranks of this world meet: as the user says, or by their launcher's own facts.
+    """Where the ranks of this world meet: the user's file, or derived from launcher variables.
 
-    Raises LaunchVariablesError or RendezvousError where these do not say.
+    Raises LaunchVariablesError or RendezvousError where neither is enough.
     """
-    if said := environ.get(settings.DIST_FILE.name):
-        return endpoints.dist_file_endpoint(said, world)
+    if path := environ.get(settings.DIST_FILE.name):
+        return endpoints.dist_file_endpoint(path, world)
     launcher = _launcher(environ)
     if launcher is None or launcher.name != world.source:
         return endpoints.require_master(environ, world)
-    return launcher.meeting(environ, world)
+    return launcher.endpoint(environ, world)
 
 
 def is_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher says that all ranks are on this host. Where it does not say how many
-    are, all are taken to be, and that may be wrong."""
+    """Whether the launcher's variables say that all ranks are on this host. World.one_host is true,
+    too, for a launcher without such a variable, and may be wrong then."""
     launcher = _launcher(environ)
     if launcher is None or not world.one_host:
         return False
-    says = {launcher.local_size, launcher.tasks_per_node} & environ.keys()
-    return bool(says) and launcher.world(environ) == world
+    known = {launcher.local_size, launcher.tasks_per_node} & environ.keys()
+    return bool(known) and launcher.world(environ) == world
 
 
 def master_port(environ: Mapping[str, str] = os.environ) -> int:
@@ -271,10 +270,10 @@ def master_port(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_ranks(world: World) -> LocalRanks | None:
-    """The ranks of this host; None where their launcher does not say which these are.
+    """The ranks of this host; None where their launcher's variables do not have their numbers.
 
-    Who started this process is said by what it was started with: `python -m instep` writes more.
-    Where it is a rank of another world, as its own launcher counts, that one's ranks are not meant.
+    The launcher is found by the environment with which this process was started: `python -m instep`
+    adds variables. None, too, if the launcher gave this process another rank than `world` does.
     """
     environ = read_environ("self")
     launcher = _launcher(environ)
@@ -282,8 +281,8 @@ def local_ranks(world: World) -> LocalRanks | None:
     if launcher is None or len(ranks) != world.local_size:
         return None
     with suppress(LaunchVariablesError):
-        told = launcher.world(environ)
-        if (told.rank, told.size) == (world.rank, world.size):
+        found = launcher.world(environ)
+        if (found.rank, found.size) == (world.rank, world.size):
             return LocalRanks(ranks, launcher.rank, environ, at_once=launcher.starts_all)
     return None
 
@@ -291,25 +290,25 @@ def local_ranks(world: World) -> LocalRanks | None:
 def _ranks_here(world: World, environ: Mapping[str, str]) -> Collection[int]:
     if world.one_host:
         return range(world.size)
-    if said := environ.get("SLURM_GTIDS"):
-        return [int(rank) for rank in said.split(",")]
+    if numbers := environ.get("SLURM_GTIDS"):
+        return [int(rank) for rank in numbers.split(",")]
     first = world.node_rank * world.local_size
     return range(first, first + world.local_size)
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
-    return next((row for row in LAUNCHERS if row.describes(environ)), None)
+    return next((row for row in LAUNCHERS if row.matches(environ)), None)
 
 
-def _contradicts(world: World, launcher: Launcher, environ: Mapping[str, str]) -> None:
+def _check_consistent(world: World, launcher: Launcher, environ: Mapping[str, str]) -> None:
     """Batch scripts export a lone WORLD_SIZE for their srun: then it must be the right one."""
-    for name, told, ours in (
+    for name, variable, ours in (
         ("RANK", launcher.rank, world.rank),
         ("WORLD_SIZE", launcher.size, world.size),
     ):
-        if told != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
+        if variable != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
             given = _number(environ, name, default=ours)
             if given != ours:
                 raise LaunchVariablesError.contradiction(
-                    launcher.name, f"{name}={given}, but {told}={ours}"
+                    launcher.name, f"{name}={given}, but {variable}={ours}"
                 )

@@ -1,7 +1,7 @@
-"""The ranks of this host before they have met: children of the process that started them all.
+"""The ranks of this host before they have joined: children of the process that started them all.
 
-Slurm and MPICH leave the other ranks alone when one fails. One that fails on its first line has
-said nothing to anybody; but its process is not there any more, and that can be seen.
+Slurm and MPICH do not stop the other ranks when one fails. A rank that fails on its first line has
+sent nothing to any other; but /proc shows that its process has ended.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Collection, Mapping
 from instep.process.procfs import boot_id, children, is_alive, read_environ, read_stat
 
 _PAUSE = 0.25
-"""Seconds between two looks."""
-_STARTS = 1.0
+"""Seconds between two scans."""
+_START_SECONDS = 1.0
 """Seconds within which a launcher has started all ranks of a host, once one of them waits."""
-_NO_RANK, _HIDDEN = -1, -2
+_NOT_A_RANK, _UNKNOWN = -1, -2
 """A child that is no rank; one that may be, but has overwritten its environment (setproctitle)."""
-_RANK_NAMES = (
+_RANK_VARIABLES = (
     *("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD"),
     *("HOROVOD_RANK", "JSM_NAMESPACE_RANK"),
 )
 
 
 class LocalRanks:
-    """Looks at the processes of this host's ranks. What cannot be seen is taken to live."""
+    """The processes of this host's ranks. One that cannot be seen counts as alive."""
 
     def __init__(
         self,
@@ -36,53 +36,53 @@ class LocalRanks:
         *,
         at_once: bool = True,
     ) -> None:
-        """`ranks`: all of this host. Each was started with a `variable` that says which it is;
-        `environ` is what this one was started with. `at_once`: all were started together, so that
-        one which was never seen is not still to come."""
+        """`ranks`: all of this host. Each was started with its number in `variable`; `environ` is
+        the environment with which this one was started. `at_once`: all were started together, so
+        that one which was never seen will not be started later."""
         self._at_once = at_once
         found = launcher_process(environ, variable)
         self._parent = None if found is None else found[0]
         self._ranks, self._variable = frozenset(ranks), variable
         self._rank_of: dict[int, int] = {}
-        """By process."""
+        """By process id."""
         self.gone: frozenset[int] = frozenset()
-        """The ranks that were seen to have ended."""
+        """The ranks that have ended, as of the last scan."""
         self._seen: set[int] = set()
-        """The ranks whose processes were there at any time."""
+        """The ranks whose processes existed at any scan."""
         self._begin, self._last = time.monotonic(), 0.0
 
     def ended(self) -> frozenset[int]:
-        """The ranks whose processes have ended. Between two looks some time passes."""
+        """The ranks whose processes have ended. Scans at most every 0.25 seconds."""
         now = time.monotonic()
         if self._parent is not None and now - self._last > _PAUSE:
             self._last = now
-            self.gone |= self._look(
-                self._parent, all_began=self._at_once and now - self._begin > _STARTS
+            self.gone |= self._scan(
+                self._parent, all_started=self._at_once and now - self._begin > _START_SECONDS
             )
         return self.gone
 
-    def _look(self, parent: int, *, all_began: bool) -> frozenset[int]:
+    def _scan(self, parent: int, *, all_started: bool) -> frozenset[int]:
         living = {self._rank(pid) for pid in children(parent) if is_alive(pid)}
         self._seen |= living & self._ranks
-        if _HIDDEN in living or not living & self._ranks:
+        if _UNKNOWN in living or not living & self._ranks:
             return frozenset()
         missing = self._ranks - living
-        return missing if all_began else missing & self._seen
+        return missing if all_started else missing & self._seen
 
     def _rank(self, pid: int) -> int:
         if pid not in self._rank_of:
             environ = read_environ(pid)
-            told = environ.get(self._variable, "")
-            if not told.isdecimal():
-                return _NO_RANK if "PATH" in environ else _HIDDEN
-            self._rank_of[pid] = int(told)
+            number = environ.get(self._variable, "")
+            if not number.isdecimal():
+                return _NOT_A_RANK if "PATH" in environ else _UNKNOWN
+            self._rank_of[pid] = int(number)
         return self._rank_of[pid]
 
 
 def is_orphan() -> bool:
     """Whether multiprocessing started this process, as torch's mp.spawn does, and its parent has
-    ended: which waits for its children, so somebody has killed it."""
-    multiprocessing = sys.modules.get("multiprocessing.process")  # or this is no child of its
+    ended. The parent waits for its children, so it was killed."""
+    multiprocessing = sys.modules.get("multiprocessing.process")  # else this is no child of it
     parent = multiprocessing and multiprocessing.parent_process()
     return parent is not None and is_alive(os.getpid()) and not is_alive(parent.pid)
 
@@ -92,15 +92,15 @@ def launcher_process(environ: Mapping[str, str], *names: str) -> tuple[int, str]
 
     A rank may be started through shells, containers or profilers of its own; all of these have
     its variables, `names` among them. Returns the process id, and a name that no other process
-    ever has: the number comes back one day, so the start time belongs to it, in ticks since boot,
-    and with it which boot. None: there is no such ancestor to be seen.
+    ever has: process ids are reused, so the name has the start time, in ticks since the boot, and
+    the boot. None where no such ancestor can be seen.
     """
-    mine = {name: environ[name] for name in (*_RANK_NAMES, *names) if name in environ}
+    own = {name: environ[name] for name in (*_RANK_VARIABLES, *names) if name in environ}
     pid = os.getppid()
     while pid:
         try:
             stat = read_stat(pid)
-            if not mine.items() <= read_environ(pid).items():
+            if not own.items() <= read_environ(pid).items():
                 return pid, f"{pid}-{stat.start_time}-{boot_id()}"
         except (FileNotFoundError, ProcessLookupError):
             return None

@@ -1,4 +1,4 @@
-"""How Slurm writes lists: hosts as `node[1-3,07],login`, tasks per host as `2(x3),1`. Pure."""
+"""Slurm's notation of lists: hosts as `node[1-3,07],login`, tasks per host as `2(x3),1`. Pure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def expand_hosts(text: str) -> Iterator[str]:
         if entry is None or text.endswith(","):
             raise _not_a_host_list(text)
         at = entry.end()
-        pieces = [_spellings(piece, text) for piece in _PIECE.finditer(entry[1])]
+        pieces = [_expand(piece, text) for piece in _PIECE.finditer(entry[1])]
         yield from map("".join, product(*pieces))
 
 
-def _spellings(piece: re.Match[str], text: str) -> list[str]:
-    """What one piece of an entry stands for: itself, or the numbers in its brackets."""
+def _expand(piece: re.Match[str], text: str) -> list[str]:
+    """One piece of an entry: itself, or the numbers in its brackets."""
     if piece[1] is None:
         return [piece[2]]
     numbers: list[str] = []
@@ -47,7 +47,7 @@ def _spellings(piece: re.Match[str], text: str) -> list[str]:
 
 
 def count_tasks(text: str, node: int) -> int:
-    """How many tasks host number `node` has by a list such as `2(x3),1` (here 2, 2, 2 and 1).
+    """The number of tasks of host `node` in a list such as `2(x3),1` (here 2, 2, 2 and 1).
 
     Raises LaunchVariablesError for what is no such list, or one of fewer hosts.
     """

@@ -1,4 +1,4 @@
-"""World: who this process is among the ranks of its job, as one frozen value."""
+"""World: the rank of this process, and the size of its job."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class World:
     """
 
     rank: int = 0
-    """Which of the `size` processes this one is, counted from 0."""
+    """The number of this process, counted from 0."""
     size: int = 1
-    """How many processes the job has: the field's *world size*."""
+    """The number of processes of the job: the *world size*."""
     local_rank: int = 0
-    """Which of the processes on this host."""
+    """The number of this process on this host."""
     local_size: int = 1
-    """How many processes are on this host."""
+    """The number of processes on this host."""
     node_rank: int = 0
-    """Which of the hosts this one is."""
+    """The number of this host."""
     nodes: int = 1
-    """How many hosts the job has."""
+    """The number of hosts."""
     source: str = "nobody launched this process"
-    """Who said so."""
+    """The launcher, or another source of these numbers."""
 
     def __post_init__(self) -> None:
         for what, index, count in (

@@ -81,7 +81,7 @@ def find_device() -> torch.device:
 def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables by which the launcher was recognised."""
     for row in launchers.LAUNCHERS:
-        if row.describes(environ):
+        if row.matches(environ):
             names = (*row.markers, row.rank, row.size, row.local_rank, row.local_size)
             return {name: environ[name] for name in names if name and name in environ}
     return {}
