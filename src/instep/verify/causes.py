@@ -1,7 +1,7 @@
-"""The likely cause of a difference: rules, each with its own sign. The first that fits is told.
+"""The likely cause of a divergence: the first rule that fits gives it.
 
-A rule looks at records only. Rules that explain others come first: who computes other samples has
-another gradient too.
+Rules look at records only. A rule whose cause also produces the signs of other rules comes before
+them: ranks that compute other samples have another gradient too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from instep.verify.recording.records import Fingerprint, RunRecord, StepRecord
 Rule = Callable[[Evidence], str | None]
 
 _CLEARLY = 0.05
-"""Relative; factors nearer to 1 are not called factors."""
+"""Relative difference from 1 from which a factor counts as one."""
 
 
 def find_cause(e: Evidence) -> str | None:
-    """One sentence, or None when no rule fits."""
+    """The likely cause in one sentence; None if no rule fits."""
     return next((cause for rule in RULES if (cause := rule(e)) is not None), None)
 
 
@@ -28,7 +28,7 @@ def find_cause(e: Evidence) -> str | None:
 
 
 def _rank_dependent_decisions(e: Evidence) -> str | None:
-    """Ranks make other numbers of steps, or step with other learning rates."""
+    """Ranks make different numbers of steps, or use different learning rates."""
     counts = [len(rank.steps) for rank in e.free.ranks]
     if len(set(counts)) > 1:
         return f"decisions that differ by rank: the ranks made {_format_list(counts)} steps"
@@ -68,7 +68,7 @@ def _other_step_count(e: Evidence) -> str | None:
 
 
 def _padded_batch(e: Evidence) -> str | None:
-    """Where a batch cannot be divided evenly, a sample counts twice, or one is missing."""
+    """In a batch that cannot be divided evenly a sample counts twice, or one is missing."""
     known = _count_all_rows(e.oracle)
     for k in range(e.steps):
         ours, theirs = count_samples(e.oracle, k), count_samples(e.free, k)
@@ -89,7 +89,7 @@ def _padded_batch(e: Evidence) -> str | None:
 
 
 def _other_samples(e: Evidence) -> str | None:
-    """As many samples, but not the same ones."""
+    """The number of samples is right, but they are other samples."""
     k = next((k for k in range(e.steps) if has_other_samples(e, k)), None)
     if k is None:
         return None
@@ -125,7 +125,7 @@ def _count_all_rows(run: RunRecord) -> Counter[int]:
 
 
 def _other_initial_parameters(e: Evidence) -> str | None:
-    """Training does not begin at the same parameters."""
+    """The initial parameters differ."""
     ours, theirs = e.oracle.at(0)[0], e.free.at(0)
     for rank, one in enumerate(theirs):
         apart, tensor = fingerprint_distance(ours.parameters, one.parameters)
@@ -179,7 +179,7 @@ def _first_lrs(run: RunRecord) -> list[float]:
 
 
 def _parameters_differ_by_rank(e: Evidence) -> str | None:
-    """Pinned to the same parameters, the ranks do not hold the same ones at the next step."""
+    """All ranks were set to the same parameters, and differ at the next step."""
     for k in range(e.pinned.steps):
         apart, tensor = compare_ranks(e.pinned, k)
         if apart > e.tolerance.gradient and k in e.pinned.gradients:
@@ -191,7 +191,7 @@ def _parameters_differ_by_rank(e: Evidence) -> str | None:
 
 
 def _random_model(e: Evidence) -> str | None:
-    """Dropout and noise: drawn by each rank for its own rows."""
+    """Each rank draws dropout or noise for its own rows."""
     for diff in e.wrong_gradients:
         if any(one.uses_random for one in e.oracle.at(diff.step)):
             return (
@@ -202,7 +202,7 @@ def _random_model(e: Evidence) -> str | None:
 
 
 def _local_batch_statistics(e: Evidence) -> str | None:
-    """Running statistics that are not those of the global batch."""
+    """The running statistics are not those of the global batch."""
     for diff in e.wrong_gradients:
         expected = _statistics(e.oracle.at(diff.step)[0])
         for rank, step in enumerate(e.pinned.at(diff.step)):
@@ -221,7 +221,7 @@ def _statistics(step: StepRecord) -> dict[str, Fingerprint]:
 
 
 def _gradients_not_averaged(e: Evidence) -> str | None:
-    """The ranks do not even agree among each other."""
+    """The ranks' gradients differ from each other."""
     for diff in e.wrong_gradients:
         first, *others = e.pinned.at(diff.step)
         for rank, other in enumerate(others, 1):
@@ -235,7 +235,7 @@ def _gradients_not_averaged(e: Evidence) -> str | None:
 
 
 def _scaled_gradient(e: Evidence) -> str | None:
-    """The right direction, the wrong length."""
+    """The gradient has the right direction and the wrong length."""
     for diff in e.wrong_gradients:
         if abs(diff.scale - 1) < _CLEARLY or diff.rest > _CLEARLY:
             continue
@@ -253,7 +253,7 @@ def _scaled_gradient(e: Evidence) -> str | None:
 
 
 def _mean_of_means(e: Evidence) -> str | None:
-    """Only batches that cannot be divided evenly differ, and their losses do not."""
+    """Gradients differ only for batches that cannot be divided evenly; the losses do not differ."""
     ragged = {diff.step for diff in e.diffs if count_samples(e.oracle, diff.step) % e.n}
     wrong_gradients = {diff.step for diff in e.wrong_gradients}
     if not wrong_gradients or not wrong_gradients <= ragged or _first_other_loss(e):
@@ -267,7 +267,7 @@ def _mean_of_means(e: Evidence) -> str | None:
 
 
 def _weighted_loss(e: Evidence) -> str | None:
-    """The losses of the ranks do not add up to the loss, at the same parameters and samples."""
+    """The ranks' losses do not add up to the loss at the same parameters and samples."""
     k = _first_other_loss(e)
     if not e.wrong_gradients or not k:
         return None
@@ -279,7 +279,7 @@ def _weighted_loss(e: Evidence) -> str | None:
 
 
 def _first_other_loss(e: Evidence) -> int | None:
-    """The first bad step, counted from 1, whose loss is not the oracle's."""
+    """The first wrong step, counted from 1, whose loss also differs from the oracle's."""
     for diff in e.wrong_gradients:
         ours, theirs = e.oracle.losses[diff.step], e.pinned.losses[diff.step]
         if ours is None or theirs is None:

@@ -1,4 +1,4 @@
-"""`instep verify` on the command line: read and check what is asked."""
+"""`instep verify` on the command line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from instep.launch.signals import exit_on_signal
 from instep.process import settings
 
 DESCRIPTION = """\
-Prove that a script gives the same numbers on several ranks as in one process.
+Verify that a script gives the same numbers on several ranks as in one process.
 
-Runs it at each N, compares every run with one process on the whole batch (instep run -n 1), and
-says SAME, SAME WITHIN ITS OWN NOISE or DIFFERENT; where runs part, at which step, in which tensor
-and what the likely cause is. The script gets no input and its output is kept back.
+The script runs with each number of ranks, and every run is compared with one process on the whole
+batch (instep run -n 1). The verdict is SAME, SAME WITHIN ITS OWN NOISE or DIFFERENT. If runs
+diverge, the report names the first step, the tensor and the likely cause. The script gets no
+input, and its output is not shown.
 
-The exit code is 0 for the first two verdicts, 1 for DIFFERENT, 2 when the script cannot be judged.
+The exit code is 0 for the first two verdicts, 1 for DIFFERENT, and 2 if no verdict is possible.
 """
 
 WITH_VALUE = ("-n", "--steps", "--json", "--plot")
@@ -30,7 +31,7 @@ def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
     parser = commands.add_parser(
         "verify",
-        help="prove that a script gives the same numbers on several ranks",
+        help="verify that a script gives the same numbers on several ranks",
         description=DESCRIPTION,
         usage="instep verify -n 1,2,3 [--steps K] [--json FILE] [--plot FILE.png] "
         "(script.py | -m module) [args ...]",
@@ -43,17 +44,17 @@ def add_command(commands: Any) -> None:
         required=True,
         type=_difference_cells,
         metavar="N,N",
-        help="the numbers of ranks; 1 is always run too, as what the others are compared with",
+        help="numbers of ranks; the others are compared with 1, which always runs too",
     )
     parser.add_argument(
-        "--steps", type=_steps, metavar="K", help="end the script after K optimizer steps"
+        "--steps", type=_steps, metavar="K", help="stop the script after K optimizer steps"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the loss curves there")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON to this file")
+    parser.add_argument("--plot", metavar="FILE.png", help="plot the loss curves to this file")
 
 
 def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
-    """Do it and return the exit code. Raises CommandLineError, VerificationError."""
+    """Verify the script and return the exit code. Raises CommandLineError, VerificationError."""
     settings.check_variables()
     job = Job(max(asked.n), program)
     for path in (asked.json, asked.plot):
@@ -62,7 +63,7 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
         raise CommandLineError(
             "--plot needs matplotlib. Install it with: pip install 'instep[plot]'"
         )
-    # Not on top: it brings torch, and `instep run` starts without.
+    # Not at the top: it imports torch, and `instep run` must start without.
     from instep.verify.verification import run_and_report
 
     with exit_on_signal():

@@ -1,4 +1,4 @@
-"""How far runs are apart. Pure: records in, numbers out."""
+"""Differences between runs. Pure: records in, numbers out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_ITS_NOISE = 100.0
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """How far the gradient of one step is from the oracle's, at the same parameters."""
+    """The difference of one step's gradient from the oracle's at the same parameters."""
 
     step: int
     difference: float
@@ -32,14 +32,14 @@ class GradientDifference:
     scale: float = 1.0
     """The factor c for which c times the oracle's gradient comes closest."""
     rest: float = 0.0
-    """How far that is from the run's gradient, over its norm."""
+    """The distance that is left after scaling, over the norm of the run's gradient."""
     hidden: str | None = None
-    """A tensor that is far off by its own norm and noise, though small beside the others."""
+    """A tensor that is wrong by its own norm and noise, although it is small beside the others."""
 
 
 @dataclass(frozen=True)
 class RunDifference:
-    """How far a run is from the oracle. Relative numbers; 0 is equal."""
+    """The relative differences of a run from the oracle; 0 is equal."""
 
     gradient: float
     """The largest of the compared steps, relative to the gradient's norm."""
@@ -56,7 +56,7 @@ class RunDifference:
 def compare_runs(
     oracle: RunRecord, run: RunRecord, diffs: Iterable[GradientDifference]
 ) -> RunDifference:
-    """Of a whole run."""
+    """Compare a whole run with the oracle."""
     apart = distance(oracle.parameters, run.parameters)
     return RunDifference(
         gradient=max((diff.difference for diff in diffs), default=0.0),
@@ -73,10 +73,10 @@ def compare_runs(
 def compare_gradients(
     reference: RunRecord, run: RunRecord, rounded: Sequence[RunRecord] = ()
 ) -> list[GradientDifference]:
-    """Of every step of which both runs have whole gradients.
+    """Compare every step for which both runs have whole gradients.
 
     Args:
-        rounded: the reference with other rounding; shows what a small tensor's own rounding is.
+        rounded: the reference with other rounding; it shows the rounding of each small tensor.
     """
     rounding: dict[str, float] = {}
     for other in rounded:
@@ -119,14 +119,14 @@ def _compare_step(
 def _is_far_off(
     name: str, apart: dict[str, float], own: dict[str, float], rounding: dict[str, float]
 ) -> bool:
-    """Of one tensor beside its own norm; what its own rounding explains is no sign."""
+    """Whether one tensor is wrong beside its own norm and its own rounding."""
     if not rounding.get(name):
         return False
     return apart[name] > max(_OF_ONE_TENSOR * own.get(name, 0.0), _OF_ITS_NOISE * rounding[name])
 
 
 def _tensor_distance(ours: Tensors, theirs: Tensors, name: str) -> float:
-    """The distance of one tensor; one that is missing counts as zeros."""
+    """The distance of one tensor; a missing one counts as zeros."""
     return distance(_only(name, ours), _only(name, theirs))
 
 
@@ -138,7 +138,7 @@ def _only(name: str, tensors: Tensors) -> Tensors:
 
 
 def compare_losses(oracle: RunRecord, run: RunRecord) -> list[float]:
-    """Step by step, as far as both runs go; steps without a loss count as equal."""
+    """Relative differences of the losses, step by step; steps without a loss count as equal."""
     known = [abs(loss) for loss in oracle.losses if loss is not None and math.isfinite(loss)]
     floor = _SMALL_LOSS * max(known, default=0.0)
     return [
@@ -160,13 +160,13 @@ def _absolute_difference(a: float, b: float) -> float:
 
 
 def compare_parameters(oracle: RunRecord, run: RunRecord) -> list[tuple[float, str]]:
-    """Before each step: the distance, by fingerprints, and the tensor farthest off."""
+    """Before each step: the distance by fingerprints, and the tensor that differs most."""
     pairs = zip(oracle.ranks[0].steps, run.ranks[0].steps, strict=False)
     return [_total_distance(a.parameters, b.parameters) for a, b in pairs]
 
 
 def fingerprint_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, str]:
-    """The distance over the norm that fingerprints suggest, and the tensor farthest off."""
+    """The relative distance by fingerprints, and the tensor that differs most."""
     apart, worst = _total_distance(ours, theirs)
     return ratio(apart, math.hypot(*(one.norm for one in ours.values()))), worst
 
@@ -183,14 +183,14 @@ def _total_distance(ours: Fingerprints, theirs: Fingerprints) -> tuple[float, st
 
 
 def norm(tensors: Tensors) -> float:
-    """Of all floating-point tensors together, in float64."""
+    """The norm of all floating-point tensors together, in float64."""
     return math.hypot(
         *(float(t.double().norm()) for t in tensors.values() if t.is_floating_point())
     )
 
 
 def distance(ours: Tensors, theirs: Tensors) -> float:
-    """Norm of the difference; infinite where whole numbers, shapes or NaNs differ."""
+    """The norm of the difference; infinite if integers, shapes or NaNs differ."""
     total = 0.0
     for name in {**ours, **theirs}:
         a = ours.get(name)
@@ -205,7 +205,7 @@ def distance(ours: Tensors, theirs: Tensors) -> float:
 
 
 def find_worst_tensor(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
-    """The tensor that differs most, and by how much of its norm."""
+    """The tensor that differs most, and its relative difference."""
     apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
     name = max(apart, key=lambda name: apart[name], default="")
     return name, ratio(apart.get(name, 0.0), norm(_only(name, ours)))
@@ -231,15 +231,15 @@ def ratio(part: float, whole: float) -> float:
 
 
 def collect_rows(run: RunRecord, step: int) -> Counter[int]:
-    """The samples of a step, on all ranks together."""
+    """The row hashes of a step's samples on all ranks, with their counts."""
     ranks = [Counter(one.row_hashes) for one in run.at(step)]
     return reduce(or_ if _all_whole(run, step) else add, ranks)
 
 
 def count_samples(run: RunRecord, step: int) -> int:
-    """How many samples a step had, on all ranks together.
+    """The number of samples of a step on all ranks.
 
-    Where ranks saw whole batches of different sizes, it is no size of a batch.
+    If ranks recorded whole batches of different sizes, it is the sum of the sizes.
     """
     counts = [one.samples for one in run.at(step)]
     return sum(set(counts) if _all_whole(run, step) else counts)

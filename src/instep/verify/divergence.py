@@ -1,7 +1,7 @@
-"""Where a run on several ranks parts from the oracle: checks that hold at any noise.
+"""The first step at which a run on several ranks differs from the oracle by more than rounding.
 
-What one process does not repeat itself when only its rounding changes (an adaptive schedule, a
-loop that stops at a loss) is not held against many.
+A value that one process itself does not repeat with other rounding (an adaptive schedule, a loop
+that stops at some loss) does not count as a difference.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from instep.verify.recording.records import RunRecord
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as rounding, by the dtype of the parameters."""
+    """Limits up to which a difference counts as rounding, by the dtype of the parameters."""
 
     gradient: float
-    """Of the gradient at the oracle's own parameters, relative to its norm."""
+    """For the gradient at the oracle's own parameters, relative to its norm."""
     run: float
-    """Of the loss curve, of the final parameters (to the distance moved) and buffers."""
+    """For the loss curve, the final parameters (relative to their movement) and the buffers."""
 
 
 FLOAT64 = Tolerance(gradient=1e-12, run=1e-9)
@@ -41,11 +41,11 @@ HALF = Tolerance(gradient=1e-2, run=1e-1)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to judge one number of ranks by."""
+    """The runs and limits by which one number of ranks is judged."""
 
     oracle: RunRecord
     noise: RunRecord
-    """One process against itself."""
+    """One process, with other rounding."""
     pinned: RunRecord
     free: RunRecord
     diffs: list[GradientDifference]
@@ -54,25 +54,25 @@ class Evidence:
 
     @property
     def n(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.free.n
 
     @property
     def steps(self) -> int:
-        """How many steps the oracle and all ranks have made."""
+        """The number of steps that the oracle and all ranks have made."""
         return min(self.oracle.steps, self.free.steps)
 
     @property
     def wrong_gradients(self) -> list[GradientDifference]:
-        """The pinned steps whose gradient is not the oracle's."""
+        """The pinned steps whose gradient differs from the oracle's."""
         return [diff for diff in self.diffs if self.is_wrong(diff)]
 
     def is_wrong(self, diff: GradientDifference) -> bool:
-        """Whether this is more than rounding."""
+        """Whether a difference is more than rounding."""
         return not diff.difference <= self.tolerance.gradient or diff.hidden is not None
 
     def is_repeatable(self, step: int, value: Callable[[RunRecord, int], object]) -> bool:
-        """Whether one process has the same value at this step again, with other rounding."""
+        """Whether one process repeats the value at this step with other rounding."""
         if step >= min(self.oracle.steps, self.noise.steps):
             return False
         return value(self.oracle, step) == value(self.noise, step)
@@ -80,7 +80,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where a run is another one."""
+    """The first step at which a run differs, and the value that differs there."""
 
     n: int
     step: int
@@ -93,14 +93,14 @@ class Divergence:
 
 
 def find_divergence(e: Evidence) -> Divergence | None:
-    """The earliest of what cannot be rounding; None when there is nothing."""
+    """The earliest difference that cannot be rounding, if any."""
     order = (_start, _samples, _first_lrs, _gradient, _between_ranks, _steps)
     found = [divergence for check in order for divergence in _first(check(e))]
     return min(found, key=lambda divergence: divergence.step, default=None)
 
 
 def find_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence:
-    """Where the free run leaves the oracle by more than these limits: the end at the latest."""
+    """The step from which the free run differs by more than these limits, at latest the end."""
     moved = distance(e.oracle.parameters, e.oracle.initial)
     parameters = compare_parameters(e.oracle, e.free)
     for k, loss in enumerate(compare_losses(e.oracle, e.free)):
@@ -136,9 +136,10 @@ def _samples(e: Evidence) -> Iterator[Divergence]:
 
 
 def has_other_samples(e: Evidence, step: int) -> bool:
-    """Whether other samples were in this step: other bits, and another loss.
+    """Whether the step had other samples: other row hashes and another loss.
 
-    What a model has made for another one differs in its bits by rounding.
+    Hashes alone do not suffice: one model's output may be another one's input, and differ in its
+    bits by rounding.
     """
     if collect_rows(e.free, step) == collect_rows(e.oracle, step) or not e.is_repeatable(
         step, collect_rows
@@ -148,7 +149,7 @@ def has_other_samples(e: Evidence, step: int) -> bool:
 
 
 def lrs_at(run: RunRecord, step: int) -> list[tuple[float, ...]]:
-    """The learning rates of a step, one entry for each opinion among the ranks."""
+    """The different learning rates of a step among the ranks."""
     return sorted({tuple(float(f"{rate:.9g}") for rate in one.lrs) for one in run.at(step)})
 
 
@@ -176,7 +177,7 @@ def _between_ranks(e: Evidence) -> Iterator[Divergence]:
 
 
 def compare_ranks(run: RunRecord, step: int) -> tuple[float, str]:
-    """How far the ranks are from rank 0 in their parameters, and in which most."""
+    """The largest distance of a rank's parameters from rank 0's, and the tensor."""
     first, *others = run.at(step)
     apart = (fingerprint_distance(first.parameters, other.parameters) for other in others)
     return max(apart, default=(0.0, ""))

@@ -1,4 +1,4 @@
-"""What `instep verify` cannot judge."""
+"""Errors of scripts for which `instep verify` can give no verdict."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ScriptFailedError(VerificationError):
         hint = ""
         if any(sign in words for sign in ("EOFError", "Inappropriate ioctl", "not a tty")):
             hint = (
-                "\nThe script reads its standard input or needs a terminal; here it has neither. "
-                "Give it what it asks for as arguments."
+                "\nThe script reads its standard input or needs a terminal, and has neither here. "
+                "Pass the values as arguments instead."
             )
         super().__init__(
             f"the script fails {_at(n)}, after {made or 'no'} steps on its ranks:\n{words}{hint}"
@@ -34,12 +34,13 @@ class ScriptLateError(VerificationError):
         made = ", ".join(map(str, steps))
         super().__init__(
             f"the script has not ended {_at(n)} after {seconds:.0f} seconds, far longer than one "
-            f"process needs; its ranks have made {made} steps. Do all ranks decide alike?"
+            f"process needs; its ranks have made {made} steps. Check that all ranks "
+            "make the same decisions."
         )
 
 
 class StepsError(VerificationError):
-    """There is nothing to compare."""
+    """The script makes no training step."""
 
     def __init__(self, n: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""The loss curves over each other, as a picture. Needs matplotlib."""
+"""A plot of the loss curves. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from instep.verify.verdict import Report
 
 
 def save_plot(report: Report, path: str, title: str) -> None:
-    """Write a PNG: the curves, and below them how far each is from one process's."""
+    """Write a PNG of the loss curves and, below, their differences from one process."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     runs = [report.oracle, *(result.run for result in report.results)]
     for layer, run in enumerate(runs):
-        # Wide lines below narrow ones: where curves agree, all of them are seen.
+        # Wide lines below narrow ones: all of them are visible if the curves agree.
         width = 1.2 + 2.4 * (len(runs) - 1 - layer)
         label = "one process" if run is report.oracle else f"{run.n} ranks"
         (line,) = curves.plot(*_points(run), linewidth=width, label=label)

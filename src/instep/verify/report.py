@@ -1,4 +1,4 @@
-"""The report: a table for people, JSON for programs."""
+"""The report, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = ("gradient", "loss curve", "parameters", "buffers")
 
 
 def format_table(report: Report) -> str:
-    """For the screen."""
+    """Format the report for the terminal."""
     rows = [
         (*_HEADER, *_SIZES),
         (*_run_cells(report.oracle), *["-"] * len(_SIZES)),
@@ -54,19 +54,19 @@ def _tolerance_cells(report: Report) -> tuple[str, ...]:
 
 def _notes(report: Report) -> list[str]:
     notes = [
-        "gradient: at the oracle's own parameters, relative to its norm; loss curve: largest of "
-        "the run;\nparameters: in the end, relative to the distance that training moved them.",
-        f"noise: one process against itself, {report.noise_by}.",
+        "gradient: difference at one process's own parameters, relative to its norm; loss "
+        "curve: largest difference;\nparameters: final difference, relative to their movement in training.",
+        f"its own noise: one process compared with itself, with {report.noise_by}.",
     ]
     if not sum(report.oracle.samples_per_rank):
         notes.append(
-            "no module with parameters was seen to make the loss: whether each rank computed only "
-            "its own samples cannot be told."
+            "no module with parameters computed the loss, so that the samples of each rank are "
+            "unknown."
         )
     if undivided := ", ".join(map(str, _undivided(report))):
         notes.append(
-            f"at n = {undivided} every rank computed every sample: the same, and no faster. "
-            "`instep run` says why."
+            f"at n = {undivided} every rank computed every sample: the numbers are the "
+            "same, but it is not faster. `instep run` prints the reason."
         )
     if report.unlike_python:
         notes.append(f"one process of instep is not plain python: {report.unlike_python}.")
@@ -74,7 +74,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def _undivided(report: Report) -> list[int]:
-    """Numbers of ranks at which an unedited script had nothing divided."""
+    """The numbers of ranks at which nothing of an unedited script was divided."""
     samples = sum(report.oracle.samples_per_rank)
 
     def whole(run: RunRecord) -> bool:
@@ -104,12 +104,12 @@ def _verdict(report: Report) -> list[str]:
             f"{divergence.what}{tensor}{size}"
         )
     if report.verdict is Verdict.DIFFERENT:
-        lines.append(f"  likely cause: {report.cause or 'none of those known'}")
+        lines.append(f"  likely cause: {report.cause or 'unknown'}")
     return lines
 
 
 def format_json(report: Report) -> str:
-    """For programs; numbers that are not finite are null."""
+    """Format the report as JSON; numbers that are not finite are null."""
     worst = report.largest_difference
     value = {
         "verdict": str(report.verdict),

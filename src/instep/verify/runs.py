@@ -1,4 +1,4 @@
-"""Which runs are made of a script, and how one is made."""
+"""The runs of a script that a verdict needs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
 from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
 PINNED = 5
-"""How many first steps are compared at the oracle's own parameters."""
+"""Number of first steps that are compared at the oracle's own parameters."""
 REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDING_RUNS = 2
-"""How often the pinned steps are made again with other rounding, where it is in doubt."""
+"""Number of repetitions of the pinned steps with other rounding, if a gradient is in doubt."""
 FIXED_SEEDS = {settings.SEED.name: "0", "PYTHONHASHSEED": "0"}
-"""What would be drawn anew for each run of a script that is not seeded."""
+"""Seeds that every run of an unseeded script would draw anew."""
 BASE_TIMEOUT = 60.0
 TIMEOUT_FACTOR = 20.0
-"""A run may take this many seconds, plus this many times as long as one process took."""
+"""A run may take the first in seconds, plus the second times the time of one process."""
 
 
 class RankStarter(Protocol):
-    """A way to run a command as ranks."""
+    """Runs a command on several ranks."""
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
-        """Return when all `n` ranks (0: one plain process) have ended well.
+        """Return when all `n` ranks (0: one process of plain Python) have ended with code 0.
 
         Raises ScriptFailedError, or ScriptLateError after `limit` seconds.
         """
@@ -42,27 +42,26 @@ class RankStarter(Protocol):
 
 @dataclass(frozen=True)
 class SingleRankRuns:
-    """The runs of one process, which all others are compared with."""
+    """The runs of one process, with which all others are compared."""
 
     oracle: RunRecord
     """One process, the whole batch."""
     again: RunRecord
-    """The same again as far as the last pinned step, with whole gradients and states."""
+    """The same up to the last pinned step, with whole gradients and states."""
     plain: RunRecord | None
-    """The first steps in plain Python, without instep; None if the script cannot run so."""
+    """The first steps in plain Python without instep; None if the script needs instep."""
     noise: RunRecord
     """One process against itself."""
     noise_by: str
-    """How: REVERSED or PERTURBED."""
+    """The difference between the two: REVERSED or PERTURBED."""
     states: str
     """Folder of the states before the pinned steps."""
     rounded: tuple[RunRecord, ...] = ()
-    """The pinned steps, each from a rounding error beside its state; empty where nothing was in
-    doubt."""
+    """The pinned steps with perturbed states; empty if no gradient was in doubt."""
 
     @property
     def with_other_rounding(self) -> tuple[RunRecord, ...]:
-        """Those whose gradients differ from the oracle's by rounding only."""
+        """The runs whose gradients differ from the oracle's by rounding only."""
         return ((self.noise,) if self.noise_by == REVERSED else ()) + self.rounded
 
 
@@ -77,7 +76,7 @@ class MultiRankRuns:
 
 
 class ScriptRunner:
-    """Makes runs of one command, each in a folder of its own."""
+    """Runs one command several times, each time in a folder of its own."""
 
     def __init__(
         self,
@@ -109,19 +108,19 @@ class ScriptRunner:
         return run
 
     def path(self, name: str) -> str:
-        """Where the run of this name lies."""
+        """The folder of the run of this name."""
         return str(self._folder / name.replace(" ", "-"))
 
 
 def run_single_rank(
     runner: ScriptRunner, steps: int | None, usable: Callable[[RunRecord, RunRecord], bool]
 ) -> SingleRankRuns:
-    """Every run of one process that a verdict needs.
+    """Make every run of one process that a verdict needs.
 
     Args:
-        steps: where to stop; None: where the script ends.
-        usable: whether a run with reversed batches (second) differs from another one (first) by
-            rounding, and not by more or by nothing.
+        steps: the number of steps; None: until the script ends.
+        usable: whether a run with reversed batches (the second argument) differs from another run
+            (the first) by rounding, and neither by more nor by nothing.
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
@@ -137,7 +136,7 @@ def run_single_rank(
 def run_multi_rank(
     runner: ScriptRunner, n: int, steps: int | None, single: SingleRankRuns
 ) -> MultiRankRuns:
-    """Both runs on `n` ranks. Raises ScriptFailedError, ScriptLateError, StepsError."""
+    """Make both runs on `n` ranks. Raises ScriptFailedError, ScriptLateError, StepsError."""
     keep = tuple(single.again.gradients)
     pin = RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states)
     return MultiRankRuns(
@@ -147,8 +146,8 @@ def run_multi_rank(
 
 
 def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRankRuns:
-    """How far off the pinned gradients may be by rounding alone: where a unit is on for one
-    rounding and off for another (ReLU, max-pooling), by much more than a rounding error.
+    """Measure how much the pinned gradients differ by rounding alone. They may differ by much more
+    than a rounding error where a unit is on for one rounding and off for another (ReLU, max-pool).
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
@@ -163,7 +162,7 @@ def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRan
 
 
 def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
-    """The first steps, and the first one with another number of samples (the tail of an epoch)."""
+    """The first steps, and the first step with another number of samples (the end of an epoch)."""
     first = range(min(PINNED, oracle.steps))
     samples = [step.samples for step in oracle.ranks[0].steps]
     tail = next((k for k, count in enumerate(samples) if count != samples[0]), 0)
@@ -184,7 +183,7 @@ def _noise(
     plan: RunPlan,
     usable: Callable[[RunRecord, RunRecord], bool],
 ) -> tuple[RunRecord, str]:
-    """With reversed batches or, where that is of no use, with perturbed parameters."""
+    """A run with reversed batches or, if these change nothing, with perturbed parameters."""
     end = oracle.ranks[0].end
     if end is not None and end.indices:
         backwards = runner.run(REVERSED, 1, replace(plan, reverse=True))
@@ -194,10 +193,10 @@ def _noise(
 
 
 class InstepRunStarter:
-    """Starts ranks with `instep run`; the script has no input, and its output is kept back."""
+    """Starts ranks with `instep run`; the script has no input, and its output goes to a file."""
 
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
-        """As Starter has it."""
+        """Run as RankStarter describes."""
         launcher = ["-m", "instep", "run", "--nnodes", "1", "-n", str(n)] if n else []
         entry = ["-m", "instep.verify.recording.entry", str(folder)]
         output = folder / "output"
@@ -222,7 +221,7 @@ class InstepRunStarter:
 
 
 def _last_words(output: Path, n: int) -> str:
-    """What the supervisor reported, or else the end of what was printed."""
+    """The supervisor's report, or else the end of the output."""
     text = output.read_text(errors="replace")
     start = text.rfind("\ninstep: rank ") if n else -1
     if start < 0 and not text.startswith("instep: "):

@@ -1,4 +1,4 @@
-"""The verdict: from runs to one of three words, with the figures and the cause."""
+"""The verdict on runs, with the differences and the likely cause."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_ITS_NOISE = 10.0
 
 
 class Verdict(StrEnum):
-    """What is told of a script."""
+    """The three verdicts."""
 
     SAME = "SAME"
     NOISE = "SAME WITHIN ITS OWN NOISE"
@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Of one number of ranks."""
+    """The verdict on one number of ranks."""
 
     run: RunRecord
     """The free run."""
@@ -55,7 +55,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Of the whole script."""
+    """The verdict on the whole script."""
 
     verdict: Verdict
     oracle: RunRecord
@@ -64,13 +64,13 @@ class Report:
     tolerance: Tolerance
     results: tuple[RunResult, ...]
     unlike_python: str | None = None
-    """How one process of instep differs from plain Python."""
+    """How one process under instep differs from plain Python, if it does."""
     cause: str | None = None
     divergence: Divergence | None = None
 
     @property
     def largest_difference(self) -> RunDifference:
-        """The largest difference of each kind."""
+        """The largest of each difference."""
         rows = [astuple(result.difference) for result in self.results]
         return (
             RunDifference(*map(max, zip(*rows, strict=True))) if rows else RunDifference(*[0.0] * 5)
@@ -78,7 +78,7 @@ class Report:
 
 
 def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Report:
-    """Compare everything with the oracle."""
+    """Compare all runs with the oracle."""
     tolerance = choose_tolerance(single.oracle)
     diffs = [
         diff for run in single.with_other_rounding for diff in compare_gradients(single.again, run)
@@ -126,7 +126,7 @@ def _make_result(
 
 
 def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tolerance) -> Verdict:
-    """The verdict on the sizes alone."""
+    """The verdict by the sizes of the differences alone."""
     verdict = Verdict.SAME
     for size, own, allowed in (
         (found.gradient, noise.gradient, tolerance.gradient),
@@ -143,7 +143,7 @@ def _verdict_by_size(found: RunDifference, noise: RunDifference, tolerance: Tole
 
 
 def choose_tolerance(oracle: RunRecord) -> Tolerance:
-    """By the least precise dtype that is trained or computed with."""
+    """The tolerance for the least precise dtype of parameters and computation."""
     kinds = {tensor.dtype for tensor in oracle.parameters.values()}
     computed_in_half = any(step.half_precision for step in oracle.ranks[0].steps)
     if computed_in_half or kinds & {torch.float16, torch.bfloat16}:
@@ -159,7 +159,7 @@ def is_usable_noise(reference: RunRecord, backwards: RunRecord) -> bool:
 
 
 def find_nondeterminism(single: SingleRankRuns) -> str | None:
-    """Why one process does not repeat itself; None if it does, up to rounding."""
+    """Why two runs of one process differ by more than rounding; None if they do not."""
     oracle, again, tolerance = single.oracle, single.again, choose_tolerance(single.oracle)
     for k in range(min(oracle.steps, again.steps)):
         ours, theirs = oracle.at(k)[0], again.at(k)[0]
@@ -188,7 +188,7 @@ def _why(ours: StepRecord, theirs: StepRecord) -> str:
 
 
 def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
-    """Whether the DataLoaders of both have asked for the same samples in the same order."""
+    """Whether the DataLoaders of both runs requested the same samples in the same order."""
     ends = [run.ranks[0].end for run in (oracle, plain)]
     ours, theirs = (() if end is None else end.indices for end in ends)
     known = min(len(ours), len(theirs))
@@ -196,7 +196,7 @@ def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
 
 
 def unlike_python(oracle: RunRecord, plain: RunRecord | None, tolerance: Tolerance) -> str | None:
-    """How one process of instep differs from the script without instep, in one sentence."""
+    """How one process under instep differs from the script without instep, in one sentence."""
     if plain is None:
         return "the script does not run in plain Python without instep's two lines"
     for k in range(min(oracle.steps, plain.steps)):
@@ -213,8 +213,8 @@ def unlike_python(oracle: RunRecord, plain: RunRecord | None, tolerance: Toleran
             return f"step {k + 1} has {ours.samples} samples instead of {theirs.samples}"
         if ours.row_hashes != theirs.row_hashes and _requested_same_samples(oracle, plain):
             return (
-                "what is random in a sample is drawn from a stream of the sample's own, the same "
-                "whoever loads it (INSTEP_LOAD=whole: from plain Python's)"
+                "random augmentation of a sample is drawn from a stream of its own, the same on "
+                "every rank (with INSTEP_LOAD=whole: from plain Python's stream)"
             )
         if ours.row_hashes != theirs.row_hashes:
             return (

@@ -1,4 +1,4 @@
-"""The proof of one script: run it, judge it, say so."""
+"""The whole verification of one script: run it, judge it, report."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def verify_script(
     start: RankStarter | None = None,
     log: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Run `command` at 1 and at each of `sizes`, and judge.
+    """Run `command` on 1 rank and on each of `sizes`, and judge the runs.
 
-    Raises ScriptFailedError, ScriptLateError, StepsError. Writes to a private folder, which is
-    gone afterwards.
+    Raises ScriptFailedError, ScriptLateError, StepsError. The records lie in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
         runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), log)
@@ -48,7 +47,7 @@ def verify_script(
 def judge_with_rounding(
     runner: ScriptRunner, single: SingleRankRuns, multi: Sequence[MultiRankRuns]
 ) -> Report:
-    """Judge. Before a gradient is called wrong, measure how far off rounding alone can be.
+    """Judge the runs. If a gradient seems wrong, first measure the effect of rounding alone.
 
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
@@ -66,7 +65,7 @@ def run_and_report(
     plot: str | None,
     start: RankStarter | None = None,
 ) -> int:
-    """What the command line asks for. Returns 0 for the same numbers, else 1."""
+    """Verify, write the files and print the report. Returns 0 for the same numbers, else 1."""
     report = verify_script(command, sizes, steps, start, _log)
     if json is not None:
         Path(json).write_text(format_json(report), encoding="utf-8")

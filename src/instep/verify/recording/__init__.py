@@ -1,1 +1,1 @@
-"""Inside of a recorded rank: what is recorded of a run, and what is changed in it."""
+"""Inside of a recorded rank: the recorder, and the changes that a run plan asks for."""

@@ -1,4 +1,4 @@
-"""What is changed in a run, so that it shows something: pinned, perturbed, reversed, plain."""
+"""Changes in a run: pinned states, perturbed parameters, reversed batches, no instep."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from instep.training.random_streams import SeededIndex
 from instep.verify.recording.records import read_tensors
 
 _REMEMBERED = 256
-"""How many index lists of DataLoaders are kept."""
+"""Number of index lists of DataLoaders that are kept."""
 
 
 def copy_state(
     optimizer: Optimizer, parameters: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """All that a step of `optimizer` may have changed, as a copy on the CPU."""
+    """Copy to the CPU all that a step of `optimizer` may change."""
     return {
         "parameters": {name: p.detach().cpu().clone() for name, p in parameters.items()},
         "buffers": {name: b.detach().cpu().clone() for name, b in buffers.items()},
@@ -43,7 +43,7 @@ def load_state(
     parameters: dict[str, Tensor],
     buffers: dict[str, Tensor],
 ) -> None:
-    """Make the state before `step` that of the run in `folder`, as far as the names agree."""
+    """Load the state before `step` from the run in `folder`, as far as the names agree."""
     saved = read_tensors(folder, f"state{step}")
     with torch.no_grad():
         for kind, tensors in (("parameters", parameters), ("buffers", buffers)):
@@ -66,7 +66,7 @@ def _on(device: torch.device, state: Any) -> Any:
 
 
 def perturb(parameters: Iterable[Tensor], seed: int) -> None:
-    """Change each number by about one rounding error of its dtype, the same in every run."""
+    """Change each number by about one rounding error of its dtype, equally in every run."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in parameters:
@@ -77,14 +77,14 @@ def perturb(parameters: Iterable[Tensor], seed: int) -> None:
 
 
 class IndexRecorder:
-    """Sees which samples DataLoaders ask for; may turn each batch around."""
+    """Records the samples that DataLoaders request; may reverse each batch."""
 
     def __init__(self, reverse: bool) -> None:
         self.asked: list[tuple[int, ...]] = []
         self._reverse = reverse
 
     def install(self) -> None:
-        """From now on, in this process."""
+        """Install it in this process."""
         PatchHandle([Patch(_BaseDataLoaderIter, "_next_index", self._next_index)])
 
     def _next_index(self, original: Function, loader: Any) -> Any:
@@ -97,7 +97,7 @@ class IndexRecorder:
 
 
 def disable_instep() -> None:
-    """Let the two lines of instep do nothing, as if they were not in the script."""
+    """Let instep.replicate and instep.shard return their argument unchanged."""
     PatchHandle(
         [
             Patch(replicas, "replicate", lambda original, model, **options: model),

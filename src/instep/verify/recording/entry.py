@@ -1,8 +1,8 @@
-"""The entry of each rank that is recorded.
+"""The entry point of each recorded rank.
 
 `instep run -n N -m instep.verify.recording.entry FOLDER script.py args…` runs the script as
-`instep run -n N script.py args…` would, with the recorder in place; FOLDER holds the plan and
-receives the record.
+`instep run -n N script.py args…` does, with the recorder installed. FOLDER holds the run plan and
+receives the records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Short numbers that stand for tensors, samples and the states of random generators."""
+"""Fingerprints of tensors, and hashes of samples and of random generators' states."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from instep.verify.recording.records import Fingerprint
 
 _WIDTH = 1024
 _COLUMNS = 4096
-"""Of a sample with more numbers than this, so many are looked at."""
+"""At most so many numbers of a sample enter its hash."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Norm and projection, in float64. The direction depends on the number of elements only."""
+    """Norm and projection in float64. The direction depends only on the number of elements."""
     flat = to_dense_real(tensor).reshape(-1).double()
     rows = -(-flat.numel() // _WIDTH)
     padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
@@ -38,7 +38,7 @@ def _signs(length: int, device: torch.device) -> Tensor:
 
 
 def hash_rows(tensor: Tensor) -> tuple[int, ...]:
-    """One integer for each row (dimension 0), exact: it depends on that row's bits alone."""
+    """One integer for each row (dimension 0), which depends on the bits of that row alone."""
     rows = to_dense_real(tensor).cpu().contiguous().view(tensor.shape[0], -1)
     if rows.shape[1] > _COLUMNS:
         rows = rows[:, torch.linspace(0, rows.shape[1] - 1, _COLUMNS).long()].contiguous()
@@ -53,7 +53,7 @@ def _weights() -> Tensor:
 
 
 def to_dense_real(tensor: Tensor) -> Tensor:
-    """Its numbers: dense, real (a complex one as pairs), without a graph."""
+    """The tensor as dense and real (complex numbers as pairs), without a graph."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -61,10 +61,10 @@ def to_dense_real(tensor: Tensor) -> Tensor:
 
 
 def hash_generators(of_torch: Sequence[Tensor] = ()) -> str:
-    """Equal exactly if every global generator of this process is in the same state.
+    """A hash of the states of all global generators of this process.
 
     Args:
-        of_torch: what to take for the states of torch's generators; default: their states.
+        of_torch: states of torch's generators to use in place of the current ones.
     """
     digest = blake2b(digest_size=12)
     for state in of_torch or [generator.get_state() for generator in default_generators()]:

@@ -1,4 +1,4 @@
-"""Which module calls a loss came from, and with which samples."""
+"""The module calls from which a loss was computed, and their samples."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class ModuleCall:
     samples: int
     row_hashes: tuple[int, ...]
     computed: int
-    """How many of the samples went through this rank's modules."""
+    """The number of samples that this rank's modules computed."""
     block: Block | None
     uses_random: bool
     half_precision: bool
     replica: forward_calls.ForwardCall | None
-    """What instep knows of it, if it is the call of a replicated model."""
+    """instep's own record of it, if it is the call of a replicated model."""
 
     @property
     def share(self) -> float | None:
-        """This rank's part in the loss: as stated, else by rows; None where nobody knows."""
+        """This rank's weight in the loss: as stated, else by rows; None if unknown."""
         if self.replica is not None and self.replica.weight is not None:
             return self.replica.weight
         if self.block is None:
@@ -49,20 +49,20 @@ class ModuleCall:
 
 
 class ModuleCallRecorder:
-    """Watches module calls: through torch's global hooks, or from where the script stands."""
+    """Records module calls, through torch's global hooks or by a patch outside of all others."""
 
     def __init__(
         self, names: TensorNames, on_new_parameters: Callable[[list[Tensor]], None]
     ) -> None:
         self._names = names
         self._on_new_parameters = on_new_parameters
-        """What is told of parameters before they are first used."""
+        """Called with parameters before they are first used."""
         self._depth = 0
         self._before = ""
         self._work = replace(call_counts)
 
     def install(self) -> None:
-        """From now on, in this process. Sees what a replica computes: this rank's rows."""
+        """Install torch's hooks in this process. They see this rank's rows of a replica."""
         torch.nn.modules.module.register_module_forward_pre_hook(self._enter)
         torch.nn.modules.module.register_module_forward_hook(
             self._leave, with_kwargs=True, always_call=True
@@ -102,7 +102,7 @@ class ModuleCallRecorder:
         tag(outputs, _MARK, call)
 
     def _computed_rows(self) -> int | None:
-        """How many rows this rank computed in the call that ends now; None if it is not divided."""
+        """The number of rows that this rank computed in the call that ends now; None: all."""
         before = self._work
         if call_counts.sharded == before.sharded or call_counts.whole > before.whole:
             return None
@@ -111,7 +111,7 @@ class ModuleCallRecorder:
     def _used_random(self) -> bool:
         """Whether the call that ends now has drawn random numbers.
 
-        A replica in training begins with its generators in a state of their own.
+        A replica in training begins with its generators in a state of its own.
         """
         replica = forward_calls.current()
         if replica is None or not replica.saved_rng_states:
@@ -149,7 +149,7 @@ def _block(inputs: list[Tensor]) -> Block | None:
 
 
 def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) -> int:
-    """0, unless only dimension 1 can be the samples (sequences first)."""
+    """The dimension of the samples: 0, or 1 if only that fits (sequence first)."""
     if block is None:
         alike = [len({x.shape[d] for x in inputs if x.dim() > 1}) == 1 for d in (0, 1)]
     else:
@@ -158,7 +158,7 @@ def _sample_dimension(batch: Tensor, inputs: list[Tensor], block: Block | None) 
 
 
 def find_module_calls(roots: Iterable[Tensor]) -> set[ModuleCall]:
-    """The calls whose outputs these tensors were computed from; looks no deeper than they."""
+    """The calls from whose outputs these tensors were computed, without calls below those."""
     found = set()
 
     def visit(node: Any) -> Iterable[Any]:

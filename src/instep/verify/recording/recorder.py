@@ -1,7 +1,7 @@
-"""The recorder: sits in a rank while the user's script trains, and changes what its plan says.
+"""The recorder: records a rank while the user's script trains, and makes the plan's changes.
 
 It looks through official hooks of torch (module calls, optimizer steps) and a patch at the root of
-backward. It communicates with nobody: ranks are compared afterwards.
+backward. It does not communicate; ranks are compared afterwards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recorder:
         self._stopped = False
 
     def install(self) -> None:
-        """Take the places from where one sees training. Before the script begins."""
+        """Install all hooks and patches, before the script starts."""
         if self._plan.without_instep:
             changes.disable_instep()
         if self._plan.without_instep or session.current() is not None:
@@ -66,7 +66,7 @@ class Recorder:
         PatchHandle([Patch(torch.autograd, "backward", self._backward, compile="skip")])
 
     def finish(self) -> None:
-        """The script has ended: write what is left."""
+        """Write the end of the record, after the script has ended."""
         if self._plan.final:
             kinds = {
                 "parameters": self._trained,

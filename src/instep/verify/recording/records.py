@@ -1,4 +1,4 @@
-"""What is known of a run: plain values, written by each rank, read by whoever compares."""
+"""Records of a run: plain values, written by each rank and read by the comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instep.unedited.files.bypass import bypass_overlay
 
 
 class Fingerprint(NamedTuple):
-    """A tensor's fingerprint."""
+    """The fingerprint of a tensor."""
 
     norm: float
     projection: float
@@ -31,10 +31,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What one run is for: what its ranks write and what is changed in them."""
+    """What the ranks of one run write, and what is changed in them."""
 
     stop: int | None = None
-    """After how many optimizer steps the script is ended; None: it ends by itself."""
+    """The number of optimizer steps after which the script is stopped; None: at its end."""
     keep: tuple[int, ...] = ()
     """The steps, from 0, of which rank 0 writes whole gradients."""
     states: bool = False
@@ -52,36 +52,35 @@ class RunPlan:
     """Whether instep.replicate and instep.shard return what they are given."""
 
     def write(self, folder: Path) -> None:
-        """Leave it for the ranks."""
+        """Write the plan for the ranks."""
         (folder / "plan").write_bytes(pickle.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> RunPlan:
-        """As a rank finds it."""
+        """Read the plan in a rank."""
         return cls(**pickle.loads((folder / "plan").read_bytes()))
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step as one rank saw it, before it changed anything."""
+    """One optimizer step on one rank, recorded before it changes anything."""
 
     losses: tuple[tuple[float, float | None], ...] = ()
-    """What each backward started from, and this rank's fraction of the batch (None where nobody
-    knows of a division)."""
+    """The loss of each backward, and this rank's weight in it (None if unknown)."""
     lrs: tuple[float, ...] = ()
     """The learning rate of each group."""
     samples: int = 0
-    """Rows in the module calls that this gradient came from; ghosts do not count."""
+    """Rows in the module calls that led to this gradient; placeholders do not count."""
     row_hashes: tuple[int, ...] = ()
     """A hash of each of these rows."""
     computed: int | None = None
-    """How many of them went through this rank's modules; None: all."""
+    """The number of them that this rank's modules computed; None: all."""
     whole: bool = False
     """Whether these are the samples of the whole batch, on every rank alike."""
     uses_random: bool = False
     """Whether random numbers were drawn during these calls."""
     half_precision: bool = False
-    """Whether they computed in half precision."""
+    """Whether these calls computed in half precision."""
     generator_hash: str = ""
     """A digest of the states of all global generators."""
     gradients: Fingerprints = field(default_factory=dict)
@@ -91,23 +90,23 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank knew in the end."""
+    """What a rank records at its end."""
 
     whole: bool = True
-    """Whether the script came to its own end (and was not stopped)."""
+    """Whether the script ended by itself and was not stopped."""
     indices: tuple[tuple[int, ...], ...] = ()
-    """The samples that its DataLoaders asked for, batch by batch; the first ones."""
+    """The first samples that its DataLoaders requested, batch by batch."""
     divided: int | None = None
-    """Of an unedited script on several ranks: how many calls of modules were divided."""
+    """The number of sharded calls of an unedited script on several ranks."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """All that one rank recorded."""
+    """The record of one rank."""
 
     steps: tuple[StepRecord, ...]
     end: RankSummary | None = RankSummary()
-    """None where the rank did not live to write it."""
+    """None if the rank died before it wrote it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> int:
-        """How many steps all ranks have made."""
+        """The number of steps that all ranks have made."""
         return min(len(rank.steps) for rank in self.ranks)
 
     def at(self, step: int) -> list[StepRecord]:
@@ -142,7 +141,7 @@ class RunRecord:
 
     @cached_property
     def samples_per_rank(self) -> list[int]:
-        """How many samples went through each rank's modules, in training."""
+        """The number of samples that each rank's modules computed in training."""
         return [
             sum(step.samples if step.computed is None else step.computed for step in rank.steps)
             for rank in self.ranks
@@ -150,7 +149,7 @@ class RunRecord:
 
 
 def global_loss(steps: list[StepRecord]) -> float | None:
-    """The sum over backwards; None where there was none, or not on all ranks alike."""
+    """The sum over backwards; None if there was none, or if ranks differ in their number."""
     if len({len(step.losses) for step in steps}) > 1 or not steps[0].losses:
         return None
     backwards = zip(*(step.losses for step in steps), strict=True)
@@ -158,7 +157,7 @@ def global_loss(steps: list[StepRecord]) -> float | None:
 
 
 def _over_ranks(parts: Sequence[tuple[float, float | None]]) -> float:
-    """Weighted by shares where they are known, else the mean; a ghost has no part in it."""
+    """The mean by the ranks' weights, a placeholder's is 0; the plain mean if one is unknown."""
     if any(share is None for _, share in parts):
         return sum(loss for loss, _ in parts) / len(parts)
     return sum(loss * share for loss, share in parts if share)
@@ -168,7 +167,7 @@ def _over_ranks(parts: Sequence[tuple[float, float | None]]) -> float:
 
 
 class RecordWriter:
-    """Writes one rank's record, step by step, so that a rank that dies leaves what it had."""
+    """Writes one rank's record step by step, so that the steps before a crash are kept."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
@@ -177,25 +176,25 @@ class RecordWriter:
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 
     def step(self, step: StepRecord) -> None:
-        """One more step."""
+        """Write one step."""
         pickle.dump(step, self._steps)
         self._steps.flush()
 
     def tensors(self, name: str, value: dict[str, Any]) -> None:
-        """Whole tensors, of rank 0 only."""
+        """Write whole tensors, on rank 0 only."""
         if self._rank == 0:
             with bypass_overlay():
                 torch.save(value, self._folder / f"{name}.pt")
 
     def end(self, end: RankSummary) -> None:
-        """There will be no more."""
+        """Write the end of the record."""
         self._steps.close()
         with bypass_overlay():
             (self._folder / f"rank{self._rank}.end").write_bytes(pickle.dumps(end))
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Any]:
-    """Whole tensors as written; empty where there are none."""
+    """Read whole tensors; empty if none were written."""
     path = folder / f"{name}.pt"
     with bypass_overlay():
         if not path.exists():
@@ -205,7 +204,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_run(folder: Path, n: int, seconds: float) -> RunRecord:
-    """What `n` ranks have left in `folder`."""
+    """Read the records of `n` ranks in `folder`."""
     plan = RunPlan.read(folder)
     final = read_tensors(folder, "final")
     return RunRecord(

@@ -1,4 +1,4 @@
-"""What the tensors of a training script are called, in every run alike."""
+"""Names for the tensors of a training script, the same in every run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class TensorNames:
-    """Names from the modules that the script calls; learnt when they are first called."""
+    """Names from the modules that the script calls, registered at the first call."""
 
     def __init__(self) -> None:
         self._of_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._roots: dict[str, nn.Module] = {}
 
     def register(self, module: nn.Module) -> list[Tensor]:
-        """The script called `module` itself. The first is nameless, later ones are prefixes.
+        """Register a module that the script itself called; returns its new parameters.
 
-        Returns the parameters that had no name yet.
+        Names in the first module have no prefix; those in later ones begin with the class name.
         """
         while isinstance(module, DistributedDataParallel):
             module = module.module
@@ -41,7 +41,7 @@ class TensorNames:
         return f"{kind}{count + 1 if count else ''}."
 
     def buffers(self) -> dict[str, Tensor]:
-        """All buffers of these modules, as they are now."""
+        """All current buffers of these modules."""
         return {
             prefix + name: buffer
             for prefix, module in self._roots.items()
@@ -49,7 +49,7 @@ class TensorNames:
         }
 
     def parameters(self, optimizer: Optimizer, which: int) -> Iterator[tuple[str, Tensor]]:
-        """What `optimizer`, the script's `which`-th, trains."""
+        """The parameters of `optimizer`, the script's `which`-th one, with their names."""
         for g, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
                 known = self._of_parameter.get(parameter)
