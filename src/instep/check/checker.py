@@ -1,4 +1,4 @@
-"""From files to findings: read, ask every rule, leave out what the script waves away."""
+"""Check files: read each one, apply the rules, leave out findings that the script ignores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnreadableFile:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came of checking some files."""
+    """The result of checking some files."""
 
     checked: tuple[str, ...]
     findings: tuple[Finding, ...]
@@ -36,9 +36,9 @@ class CheckResult:
 def check_files(
     paths: Iterable[str], rules: Collection[Rule] = tuple(RULES.values())
 ) -> CheckResult:
-    """Check each file by these rules. Files are read, never run.
+    """Check files by these rules. Files are read, never run.
 
-    A file that cannot be read or parsed is named in the outcome; the others are checked.
+    A file that cannot be read or parsed is listed in the result; the others are checked.
     """
     checked: list[str] = []
     findings: list[Finding] = []
@@ -62,7 +62,7 @@ def check_files(
 
 
 def find_python_files(paths: Iterable[str]) -> Iterator[str]:
-    """These files, and the Python files in these folders but for hidden ones and environments."""
+    """These files, and the Python files in these folders without hidden ones and environments."""
     for path in paths:
         if not os.path.isdir(path):
             yield path
@@ -99,9 +99,9 @@ def _apply_rules(script: Script, rules: Collection[Rule]) -> list[Finding]:
 
 
 def find_errors(path: str) -> list[Finding]:
-    """What is wrong for sure in one script: findings of severity error. For `instep run`.
+    """The findings of severity error in one script, for `instep run`.
 
-    A script that cannot be read or parsed has none: whoever runs it will see why.
+    A script that cannot be read or parsed has none: running it shows the error.
     """
     rules = [r for r in RULES.values() if r.severity is Severity.ERROR]
     return list(check_files([path], rules).findings)

@@ -1,4 +1,4 @@
-"""The command line: `instep check [options] train.py…`."""
+"""`instep check` on the command line."""
 
 from __future__ import annotations
 
@@ -23,23 +23,29 @@ def add_command(subparsers: Subparsers) -> None:
     """Add `check` to the subcommands of `instep`; it sets `command(arguments, ()) -> exit code`."""
     parser = subparsers.add_parser(
         "check",
-        help="read a training script and name what will go wrong in parallel",
-        description="Read training scripts and name what will go wrong on several processes. "
-        "Nothing is run or imported. Exit code: 0 clean, 1 findings, 2 a file could not be read.",
+        help="find mistakes of parallel training in scripts, without running them",
+        description="Find mistakes that training scripts make on several processes. Nothing is run "
+        "or imported. Exit code: 0 no findings, 1 findings, 2 a file could not be read.",
+    )
+    parser.add_argument("scripts", nargs="*", metavar="train.py", help="scripts or folders")
+    parser.add_argument(
+        "--format", choices=("text", "github"), default="text", help="output format"
     )
     parser.add_argument(
-        "scripts", nargs="*", metavar="train.py", help="scripts, or folders of them"
+        "--json",
+        metavar="FILE",
+        help="also write the findings as JSON to this file ('-': print only JSON)",
     )
-    parser.add_argument(
-        "--format", choices=("text", "github"), default="text", help="what is printed"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write JSON there ('-': print that)")
     parser.add_argument(
         "--select", type=_codes, default=(), metavar="CODES",
-        help="only rules whose codes begin so: INS101,INS6",
+        help="only rules whose codes begin with one of these, as in INS101,INS6",
     )  # fmt: skip
     parser.add_argument(
-        "--ignore", type=_codes, default=(), metavar="CODES", help="without these rules"
+        "--ignore",
+        type=_codes,
+        default=(),
+        metavar="CODES",
+        help="leave out rules whose codes begin with one of these",
     )
     parser.add_argument("--explain", metavar="CODE", help="print the page of a rule")
     parser.set_defaults(command=run, parser=parser)
@@ -54,7 +60,7 @@ def _codes(given: str) -> tuple[str, ...]:
 
 
 def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
-    """Do what the command line asks; returns the exit code. Prints to standard output."""
+    """Check the scripts, print the findings to stdout and return the exit code."""
     parser: argparse.ArgumentParser = arguments.parser
     if arguments.explain is not None:
         rule = RULES.get(arguments.explain.upper())

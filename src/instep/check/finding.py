@@ -1,4 +1,4 @@
-"""What the checker says: a rule, and one place where it holds."""
+"""Rules, and findings: the places where a rule applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instep.check.script_info import RuleScope, ScriptInfo
 
 
 class Severity(StrEnum):
-    """How bad it is when the rule is right."""
+    """The severity of a mistake."""
 
     ERROR = "error"
     """Wrong numbers, a hang, a crash or a lost file."""
@@ -22,16 +22,16 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Hit:
-    """What a rule found: where, and the three sentences about it."""
+    """A place that a rule has found, and three sentences about it."""
 
     node: ast.AST
     """The place: its line and column are reported."""
     message: str
     """What the script does here."""
     effect: str
-    """What will happen, and from which number of processes N on."""
+    """What happens, and from which number of processes N on."""
     mend: str
-    """The code that mends it, one or several lines."""
+    """The correct code, one or several lines."""
 
 
 CheckFunction = Callable[[ScriptInfo], Iterator[Hit]]
@@ -39,7 +39,7 @@ CheckFunction = Callable[[ScriptInfo], Iterator[Hit]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that goes wrong in parallel. Made by the decorator `rule`."""
+    """One mistake of parallel training. Made by the decorator `rule`."""
 
     code: str
     """INS and three digits; the first digit is the theme."""
@@ -72,7 +72,7 @@ def rule(
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One hit of one rule in one file, ready to be reported."""
+    """One hit of one rule in one file, as it is reported."""
 
     path: str
     line: int

@@ -1,4 +1,4 @@
-"""Which code runs on some ranks only: tests on the rank, and the guards around a place."""
+"""Guards: conditions on the rank, by which code runs on some ranks only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_MAIN = re.compile(r"master_(addr|port|param|weight|grad|ip|uri|node_addr)", 
 
 @dataclass(frozen=True)
 class Guard:
-    """A test that comes out differently on different ranks, and the side that is meant."""
+    """A condition that differs by rank, and the side of it on which the code is."""
 
     rank_type: RankType
     on_rank_0: bool
@@ -31,7 +31,7 @@ class Guard:
     """False: the code runs where the test fails (an `else`, or after `if rank != 0: return`)."""
 
     def inverted(self) -> Guard:
-        """The other side of the same test."""
+        """The guard of the other branch."""
         return Guard(self.rank_type, not self.on_rank_0, self.test, not self.holds)
 
     @property
@@ -46,7 +46,7 @@ class Guard:
 
 
 class RankGuards:
-    """Finds what decides, by the rank, whether a place in the script is reached."""
+    """Finds the conditions on the rank under which a place in the script is reached."""
 
     def __init__(self, script: Script, origins: Origins, ranks: RankExpressions) -> None:
         self.script = script
@@ -57,7 +57,7 @@ class RankGuards:
     # --- tests
 
     def test(self, node: ast.AST | None, depth: int = 3) -> Guard | None:
-        """What a condition says of the rank; None when it says nothing."""
+        """The guard that a condition is; None if it does not depend on the rank."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.test(node.operand, depth)
             if inner is not None:
@@ -88,7 +88,7 @@ class RankGuards:
             return Guard(rank_type, (0 in members) == isinstance(op, ast.In), node)
         value = constant(right)
         if value == -1:
-            return None  # the old sign for "not distributed": the same on every rank
+            return None  # the old value for "not distributed": the same on every rank
         if value == 0 and isinstance(op, ast.GtE | ast.Lt):
             return None  # "distributed" and "not distributed" again
         if isinstance(op, ast.Eq):
@@ -142,9 +142,9 @@ class RankGuards:
     # --- guards
 
     def local_guards(self, node: ast.AST) -> list[Guard]:
-        """The tests on the rank that decide, within its function, whether the node runs."""
+        """The guards, within its function, under which the node runs."""
         if node not in self._cache:
-            self._cache[node] = []  # a node that is asked for while it is being answered
+            self._cache[node] = []  # ends the recursion if the node depends on itself
             self._cache[node] = list(self._find_guards(node))
         return self._cache[node]
 
@@ -200,7 +200,7 @@ class RankGuards:
                 yield Guard("rank", True, decorator)
 
     def effective_guard(self, node: ast.AST, depth: int = 4) -> Guard | None:
-        """A guard here, or around every call of the function that the node is in."""
+        """A guard of the node, or one that every call of its function has."""
         here = self.local_guards(node)
         if here:
             return here[0]

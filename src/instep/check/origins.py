@@ -1,4 +1,4 @@
-"""Where a value comes from: assignments, arguments, and what argparse was told."""
+"""Origins of values: assignments, arguments, and options of argparse."""
 
 from __future__ import annotations
 

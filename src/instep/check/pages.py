@@ -1,6 +1,6 @@
-"""The documentation of the rules: a page each, and the list of all.
+"""The documentation of the rules: one page for each, and an index.
 
-`python -m instep.check.pages docs/check` writes them; a test keeps them equal to the code.
+`python -m instep.check.pages docs/check` writes them; a test compares them with the code.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ def format_page(rule: Rule) -> str:
         f"# {rule.code} {rule.name}\n\n"
         f"*{rule.severity}*: {rule.sentence}\n\n"
         f"{rule.page}\n\n"
-        f"To keep such a line: `# instep: ignore[{rule.code}]` at its end.\n"
+        f"To ignore it on one line, end the line with `# instep: ignore[{rule.code}]`.\n"
     )
 
 
 def format_index() -> str:
     """The list of all rules by theme."""
     lines = [
-        "# What `instep check` looks for",
+        "# The rules of `instep check`",
         "",
-        "An *error* means wrong numbers, a hang, a crash or a lost file; a *warning* something",
-        "slow or fragile. Most rules only speak about scripts that are visibly written for",
-        "several processes.",
+        "An *error* causes wrong numbers, a hang, a crash or a lost file. A *warning* marks",
+        "something slow or fragile. Most rules apply only to scripts that are visibly written",
+        "for several processes.",
     ]
     for prefix, theme in THEMES.items():
-        lines += ["", f"## {theme}", "", "| code | name | severity | what it says |",
+        lines += ["", f"## {theme}", "", "| code | name | severity | rule |",
                   "|---|---|---|---|"]  # fmt: skip
         lines += [
             f"| [{r.code}]({page_filename(r)}) | {r.name} | {r.severity} | {r.sentence} |"
@@ -48,14 +48,14 @@ def page_filename(rule: Rule) -> str:
 
 
 def generate_pages() -> dict[str, str]:
-    """Every file of docs/check by name."""
+    """The files of docs/check by name."""
     return {"index.md": format_index()} | {
         page_filename(rule): format_page(rule) for rule in RULES.values()
     }
 
 
 def main(folder: str) -> None:
-    """Write every page, and remove pages of rules that are gone."""
+    """Write every page, and remove the pages of rules that no longer exist."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.md"):

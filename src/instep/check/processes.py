@@ -1,4 +1,4 @@
-"""Which code runs in every process, where the script starts its processes itself."""
+"""Scripts that start their processes themselves, and the code that runs in each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.check.script import Function, Script, keyword
 
 
 class SpawnedProcesses:
-    """The call that starts the ranks, and what they reach from there."""
+    """The call that starts the ranks, and the functions that they reach."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -36,7 +36,7 @@ class SpawnedProcesses:
 
     @cached_property
     def _per_rank(self) -> set[Function] | None:
-        """Everything that the spawned function mentions, and what that mentions, by name."""
+        """All functions that the spawned function mentions by name, directly or indirectly."""
         if self.spawn is None:
             return None
         mentioned: dict[Function | None, set[str]] = {}
@@ -55,5 +55,5 @@ class SpawnedProcesses:
         return found
 
     def runs_on_ranks(self, node: ast.AST) -> bool:
-        """False for what the parent does before it spawns the ranks."""
+        """Whether the ranks run this node, and not only the parent that spawns them."""
         return self._per_rank is None or self.script.function_of(node) in self._per_rank

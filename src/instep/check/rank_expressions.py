@@ -1,4 +1,4 @@
-"""Which expressions are a rank, and which the number of ranks."""
+"""Expressions that are a rank, or the number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = re.compile(
 
 
 class RankExpressions:
-    """Recognises ranks and world sizes by name, by call and by variable."""
+    """Recognises ranks and world sizes by names, calls and environment variables."""
 
     def __init__(self, script: Script, origins: Origins) -> None:
         self.script = script

@@ -1,4 +1,4 @@
-"""The findings for people, for programs, and for GitHub."""
+"""The formats of the findings: text, JSON, and GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from instep.check.checker import CheckResult
 from instep.check.finding import Finding
 
 SCHEMA = 1
-"""Version of the JSON below; it grows when a key changes its meaning or goes away."""
+"""Version of the JSON format; it grows if a key changes its meaning or is removed."""
 
 
 def format_text(outcome: CheckResult) -> str:
-    """Three lines per finding (where and what, what happens, what to write) and a total."""
+    """Three lines per finding (place and message, effect, correct code) and a total."""
     blocks = [_block(finding) for finding in outcome.findings]
     blocks += [f"{u.path}: could not be checked: {u.reason}" for u in outcome.unreadable]
     return "\n".join([*blocks, _format_total(outcome)])
@@ -31,7 +31,7 @@ def _block(finding: Finding) -> str:
 
 
 def _format_total(outcome: CheckResult) -> str:
-    """One line: how many of what."""
+    """One line with the number of findings."""
     by_severity = Counter(finding.severity.value for finding in outcome.findings)
     files = f"{len(outcome.checked)} file{'s' * (len(outcome.checked) != 1)}"
     if not outcome.findings:

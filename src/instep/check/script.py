@@ -27,7 +27,7 @@ _SAME = {
     "torch.nn.parallel.data_parallel.DataParallel": "torch.nn.DataParallel",
     "torch.distributed.distributed_c10d": "torch.distributed",
 }
-"""Names that mean the same thing, and the one that the rules ask for."""
+"""Several names of one thing, and the one that the rules use."""
 
 
 class Script:

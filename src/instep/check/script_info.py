@@ -1,4 +1,4 @@
-"""What the rules ask of a script: who is a model, a sampler, a loader; which calls talk."""
+"""What the rules ask of a script: its models, samplers, loaders, collectives and loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPORTED = (*DDP, "torch.distributed", "torch.utils.data.DistributedSampler",
 _TORCH_ROOTS = ("torch", "horovod.torch", "instep", "accelerate", "deepspeed", "apex")
 _LIBRARIES = ("horovod", "instep", "accelerate.Accelerator")
 _CALLED = (*_LIBRARIES, "deepspeed.init", "torch.distributed.", *DDP)
-"""Their import (of torch's: a call) makes a script one of many processes."""
+"""Importing these libraries, or calling these functions of torch, marks a parallel script."""
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
 _TORCH = {
@@ -64,23 +64,23 @@ def split_words(text: str) -> set[str]:
 
 
 def is_evaluation_text(text: str) -> bool:
-    """Whether a text speaks of validation or test data, and not of training data."""
+    """Whether a text mentions validation or test data, and not training data."""
     found = split_words(text)
     return bool(found & _EVALUATION) and not found & _TRAINING
 
 
 class RuleScope(StrEnum):
-    """Which scripts a rule is about."""
+    """The scripts to which a rule applies."""
 
     PROCESSES = "processes"
-    """Visibly written for several processes."""
+    """Scripts that are visibly written for several processes."""
     PARALLEL = "parallel"
-    """Those, and scripts with nn.DataParallel."""
+    """The same, and scripts with nn.DataParallel."""
     ANY = "any"
 
 
 class ScriptInfo:
-    """One script and everything that has been found out about it, each fact on first use."""
+    """One script and what the rules need to know of it, computed on first use."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -92,7 +92,7 @@ class ScriptInfo:
 
     @cached_property
     def scopes(self) -> frozenset[RuleScope]:
-        """Which rules have something to say about this script."""
+        """The scopes of the rules that apply to this script."""
         if self.is_multi_process:
             return frozenset(RuleScope)
         if any(self.script.calls_of("torch.nn.DataParallel")):
@@ -215,7 +215,7 @@ class ScriptInfo:
             source = source.args[-1 if self.script.call_name(source) == "log_every" else 0]
         return source
 
-    # --- talking
+    # --- collectives
 
     def is_collective(self, call: ast.Call) -> bool:
         """Whether every rank must make this call."""
@@ -242,7 +242,7 @@ class ScriptInfo:
         return [call for call in self.script.all(ast.Call) if self.is_collective(call)]
 
     def entered_collective(self, function: Function, depth: int = 3) -> ast.Call | None:
-        """A collective that a call of this function always enters, here or in what it calls."""
+        """A collective that every call of this function enters, also indirectly."""
         if (function, depth) not in self._entered_collectives:
             self._entered_collectives[function, depth] = self._first_collective(function, depth)
         return self._entered_collectives[function, depth]
@@ -263,7 +263,7 @@ class ScriptInfo:
         return None
 
     def _is_conditional(self, call: ast.Call, function: Function) -> bool:
-        """Under an `if` of the function that is not just "are there several processes"."""
+        """Whether it is under an `if` that asks more than whether there are several processes."""
         for above in self.script.ancestors(call):
             if above is function:
                 return False
@@ -285,7 +285,7 @@ class ScriptInfo:
 
     @cached_property
     def reduction_calls(self) -> list[ast.Call]:
-        """Calls that bring values of all ranks together, by their name."""
+        """Calls that combine values of all ranks, by their name."""
         return [c for c in self.script.all(ast.Call) if REDUCING.search(self.script.call_name(c))]
 
     # --- training

@@ -54,8 +54,9 @@ def _tolerance_cells(report: Report) -> tuple[str, ...]:
 
 def _notes(report: Report) -> list[str]:
     notes = [
-        "gradient: difference at one process's own parameters, relative to its norm; loss "
-        "curve: largest difference;\nparameters: final difference, relative to their movement in training.",
+        "gradient: difference at one process's own parameters, relative to its norm;\n"
+        "loss curve: largest difference;\n"
+        "parameters: final difference, relative to their movement in training.",
         f"its own noise: one process compared with itself, with {report.noise_by}.",
     ]
     if not sum(report.oracle.samples_per_rank):

@@ -1,4 +1,4 @@
-"""INS603, INS604, INS606, INS607: whether a checkpoint can be read again."""
+"""INS603, INS604, INS606, INS607: checkpoints that cannot be loaded, or are incomplete."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _other_branch_maps(info: ScriptInfo, call: ast.Call) -> bool:
 def _wrapped_state_dict(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedDataParallel holds the model as `module`, so each key of its state dict has
     that prefix. The file does not load into the plain model: "Unexpected key(s)
-    module.conv1.weight". It concerns every N, and bites with N = 1.
+    module.conv1.weight". It concerns every N, also N = 1.
 
     ## Bad
     ```python
@@ -150,7 +150,7 @@ def _is_saved(info: ScriptInfo, node: ast.AST) -> bool:
 @rule(
     "INS606",
     Severity.WARNING,
-    "A checkpoint that knows its epoch does not hold the optimizer.",
+    "A checkpoint with an epoch does not contain the optimizer.",
     RuleScope.PARALLEL,
 )
 def _checkpoint_without_optimizer(info: ScriptInfo) -> Iterator[Hit]:
@@ -214,7 +214,7 @@ def _checkpoints(info: ScriptInfo) -> Iterator[ast.Dict]:
 @rule(
     "INS607",
     Severity.WARNING,
-    "A checkpoint of mixed-precision training does not hold the loss scale.",
+    "A checkpoint of mixed-precision training does not contain the loss scale.",
     RuleScope.PARALLEL,
 )
 def _checkpoint_without_scaler(info: ScriptInfo) -> Iterator[Hit]:

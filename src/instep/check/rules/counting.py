@@ -1,4 +1,4 @@
-"""INS201 to INS203 and INS208: what is counted, and what it is divided by."""
+"""INS201 to INS203 and INS208: counts, and their denominators."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OUT_OF_PLACE = {
 }  # fmt: skip
 
 
-@rule("INS201", Severity.ERROR, "An out-of-place reduction whose result nobody takes.")
+@rule("INS201", Severity.ERROR, "The result of an out-of-place reduction is not used.")
 def _reduction_thrown_away(info: ScriptInfo) -> Iterator[Hit]:
     """`hvd.allreduce(x)`, `instep.all_reduce(x)` and `accelerator.reduce(x)` return the
     result and leave `x` alone. As a statement they only cost time: from N = 2 on, `x` is
-    still this rank's own value, and whoever divides it by N makes it wrong once more.
+    still this rank's own value, and dividing it by N makes it wrong a second time.
 
     ## Bad
     ```python

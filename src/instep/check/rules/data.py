@@ -1,4 +1,4 @@
-"""INS301, INS305, INS306: the order of samples, and what reaches the model."""
+"""INS301, INS305, INS306: the order of samples, and the model's input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instep.check.script_info import RuleScope, ScriptInfo
 WORKER_FLAGS = {"workers", "num_workers", "n_workers", "nworkers", "num_worker", "data_workers"}
 
 
-@rule("INS301", Severity.ERROR, "A shuffling DistributedSampler is never told the epoch.")
+@rule("INS301", Severity.ERROR, "set_epoch is never called on a shuffling DistributedSampler.")
 def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedSampler shuffles with seed + epoch, and the epoch stays 0 unless
     `set_epoch` is called. Without it every epoch has the same order, and each rank sees the
@@ -96,12 +96,12 @@ def _head(loop: ast.For | ast.While) -> ast.expr:
 @rule(
     "INS305",
     Severity.ERROR,
-    "Images are normalised in the transforms and once more in a prefetcher.",
+    "Images are normalised twice, in the transforms and in a prefetcher.",
 )
 def _normalised_twice(info: ScriptInfo) -> Iterator[Hit]:
     """`ToTensor()` and `Normalize()` give values around zero. A prefetcher that subtracts
     `255 * mean` and divides by `255 * std` was written for raw bytes: after it, the input is
-    almost a constant, at any N. The loss falls a little and nobody sees why.
+    almost a constant, at any N. The loss falls a little, and the cause is hard to see.
 
     ## Bad
     ```python

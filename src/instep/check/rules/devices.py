@@ -1,4 +1,4 @@
-"""INS50x: which device is mine, and how many are there."""
+"""INS50x: the device of each rank, and the number of devices."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _hit(info: ScriptInfo, value: ast.expr, name: str) -> Hit:
     )
 
 
-@rule("INS502", Severity.ERROR, "The rank in the job is taken for a device index.")
+@rule("INS502", Severity.ERROR, "The global rank is used as a device index.")
 def _rank_as_device(info: ScriptInfo) -> Iterator[Hit]:
     """Ranks count through all nodes, devices start from 0 on each. On the second node of 8
     devices the first process is rank 8: "invalid device ordinal". On one node it works.
@@ -205,8 +205,8 @@ def _uses_cuda(info: ScriptInfo, call: ast.Call) -> bool:
     RuleScope.ANY,
 )
 def _compared_not_assigned(info: ScriptInfo) -> Iterator[Hit]:
-    """`os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"` as a statement compares and throws the
-    answer away. The variable keeps its value (or the line raises KeyError), at any N.
+    """`os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"` as a statement compares and discards
+    the result. The variable keeps its value (or the line raises KeyError), at any N.
 
     ## Bad
     ```python

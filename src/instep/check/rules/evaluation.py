@@ -1,4 +1,4 @@
-"""INS204 to INS207: how evaluation data is divided among the ranks."""
+"""INS204 to INS207: the division of evaluation data among the ranks."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _shuffled_evaluation(info: ScriptInfo) -> Iterator[Hit]:
 @rule("INS206", Severity.WARNING, "Every rank evaluates the whole evaluation set.")
 def _evaluation_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
     """The training data is divided among the ranks, the evaluation data is not: each of the
-    N processes evaluates all of it. The metric is right, but N - 1 evaluations are for
-    nothing, and the time of an epoch stops falling with N.
+    N processes evaluates all of it. The metric is right, but N - 1 of the evaluations are
+    redundant, and the time of an epoch stops falling with N.
 
     ## Bad
     ```python
@@ -180,12 +180,12 @@ def _is_guarded(info: ScriptInfo, loop: ast.AST, loader: ast.Call) -> bool:
 @rule(
     "INS207",
     Severity.ERROR,
-    "The evaluation is divided among the ranks and never brought together.",
+    "The evaluation is divided among the ranks, and its results are never reduced.",
 )
 def _evaluation_never_reduced(info: ScriptInfo) -> Iterator[Hit]:
     """Each rank evaluates its own part of the data, and nothing in the script sums or
-    gathers the results: what is printed, and what decides about the best checkpoint, is the
-    metric of one N-th of the data; each rank may decide differently.
+    gathers the results. The printed metric, which also selects the best checkpoint, is that
+    of one N-th of the data, and each rank may select another checkpoint.
 
     ## Bad
     ```python

@@ -1,4 +1,4 @@
-"""INS101 to INS103: what makes ranks wait for each other for ever."""
+"""INS101 to INS103: ranks that wait for each other for ever."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def _has_counterpart(info: ScriptInfo, call: ast.Call, guard: Guard) -> bool:
 
 @rule("INS102", Severity.ERROR, "A DistributedDataParallel model is called by some ranks only.")
 def _model_call_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
-    """A model in DistributedDataParallel talks: its forward broadcasts the buffers of
+    """A model in DistributedDataParallel communicates: its forward broadcasts the buffers of
     BatchNorm, its backward reduces gradients. Called on rank 0 only, it waits for the others
-    from N = 2 on. The module inside, `model.module`, does not talk.
+    from N = 2 on. The module inside, `model.module`, does not communicate.
 
     ## Bad
     ```python
@@ -149,8 +149,8 @@ def _waiting_save_on_some_ranks(info: ScriptInfo) -> Iterator[Hit]:
     """Some ways to save collect pieces from every rank, or wait for every rank at the end:
     DeepSpeed's `engine.save_checkpoint`, `optimizer.consolidate_state_dict`,
     `torch.distributed.checkpoint.save`, and `accelerator.save_state` with FSDP, DeepSpeed or
-    automatic names. They choose by themselves who writes. Under `if rank == 0` they hang
-    from N = 2 on.
+    automatic names. They choose the writing rank by themselves. Under `if rank == 0` they
+    hang from N = 2 on.
 
     ## Bad
     ```python

@@ -1,4 +1,4 @@
-"""INS51x: how ranks find each other, and what the launcher says."""
+"""INS51x: the rendezvous of the ranks, and the launcher's variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODE_LISTS = {"SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"}
 TASKS = {"SLURM_NPROCS", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"}
 
 
-@rule("INS511", Severity.WARNING, "The port where the ranks meet is fixed.")
+@rule("INS511", Severity.WARNING, "The rendezvous port is fixed in the script.")
 def _fixed_port(info: ScriptInfo) -> Iterator[Hit]:
     """Two jobs on one machine, or a job and the remains of the last one, want the same port:
     "address already in use", or the ranks of two jobs meet. It concerns every N > 1.
@@ -264,7 +264,7 @@ def _digits_of_node_list(info: ScriptInfo) -> Iterator[Hit]:
             )
 
 
-@rule("INS515", Severity.WARNING, "A file:// rendezvous that nobody removes.")
+@rule("INS515", Severity.WARNING, "The file of a file:// rendezvous is never removed.")
 def _leftover_rendezvous(info: ScriptInfo) -> Iterator[Hit]:
     """`init_method="file://…"` needs a file that does not exist yet. A job that is killed
     leaves it behind; the next job under that name (a requeued Slurm job has the same id)

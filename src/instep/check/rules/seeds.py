@@ -13,7 +13,9 @@ SEEDING = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_see
            "random.seed", "numpy.random.seed")  # fmt: skip
 
 
-@rule("INS302", Severity.WARNING, "All ranks seed alike and draw the same random augmentation.")
+@rule(
+    "INS302", Severity.WARNING, "All ranks use the same seed and draw the same random augmentation."
+)
 def _same_augmentation(info: ScriptInfo) -> Iterator[Hit]:
     """Every rank calls `manual_seed` with one number. The model then starts alike, which is
     wanted; but the workers of every rank are seeded from the same stream, too, so that the
@@ -86,7 +88,7 @@ def _seeds_workers(info: ScriptInfo) -> bool:
 def _half_seeded(info: ScriptInfo) -> Iterator[Hit]:
     """The script seeds torch (or `random`) so that a run can be repeated, but draws from
     numpy's global generator, which starts differently in each process: at any N no run can
-    be repeated, and with N > 1 the ranks draw what no single process would have drawn.
+    be repeated, and with N > 1 the ranks draw other numbers than one process would.
 
     ## Bad
     ```python

@@ -1,4 +1,4 @@
-"""INS104 and INS105: what slows or confuses each step."""
+"""INS104 and INS105: faults that slow or confuse each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
 
 
-@rule("INS104", Severity.WARNING, "Several Horovod tensors travel under one name.")
+@rule("INS104", Severity.WARNING, "Several Horovod tensors are sent under one name.")
 def _one_name_in_flight(info: ScriptInfo) -> Iterator[Hit]:
     """Horovod matches the tensors of different ranks by `name`. Two in flight under one
     name are an error ("duplicate tensor name"); one after the other they work, but the
@@ -74,14 +74,14 @@ def _passed_tensors(info: ScriptInfo, call: ast.Call) -> set[str]:
 
 
 @rule(
-    "INS105", Severity.WARNING, "Each step waits between forward and backward.", RuleScope.PARALLEL
+    "INS105", Severity.WARNING, "Each step blocks between forward and backward.", RuleScope.PARALLEL
 )
 def _wait_before_backward(info: ScriptInfo) -> Iterator[Hit]:
     """`.item()` and `barrier()` stop the program until the device (or the slowest rank) has
     caught up. Between forward and backward of each step this empties the queue of work
-    just before the longest part of the step, at any N, and at large N every rank pays for
-    the slowest one. Nothing needs it: gradients are reduced in backward anyway. Do it after
-    `optimizer.step()`, and only when something is printed.
+    just before the longest part of the step, at any N, and at large N every rank waits
+    for the slowest one. It is not needed: gradients are reduced in backward anyway. Call it
+    after `optimizer.step()`, and only when something is printed.
 
     ## Bad
     ```python

@@ -1,4 +1,4 @@
-"""INS601, INS602, INS605: what is written and printed, and by whom."""
+"""INS601, INS602, INS605: files and output of several ranks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _is_reported_elsewhere(info: ScriptInfo, call: ast.Call) -> bool:
 @rule(
     "INS602",
     Severity.WARNING,
-    "The local rank decides who writes: every node writes the same file.",
+    "A test of the local rank guards a write: every node writes the same file.",
 )
 def _write_on_every_node(info: ScriptInfo) -> Iterator[Hit]:
     """`local_rank == 0` holds once on every node. On a shared file system, two nodes (N = 16
