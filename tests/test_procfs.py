@@ -1,4 +1,4 @@
-"""Whether another process of this host still lives."""
+"""Processes by their address: whether one of this host still runs."""
 
 import os
 import subprocess
