@@ -333,7 +333,7 @@ def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
 
             def rank1(files: OverlayFiles, both: Barrier = both) -> str:
                 both.wait()
-                return read(files.locate_to_write("file", os.O_RDWR))
+                return read(files.location_to_write("file", os.O_RDWR))
 
             moves, seen = pool.submit(rank0), pool.submit(rank1, OverlayFiles(own, before))
             moves.result()

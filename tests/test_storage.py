@@ -35,10 +35,10 @@ before = Layer(os.path.join(os.environ["TMPDIR"], "before"))
 for name in "large", "small":
     Rank0Files(before).keep(name)
 seen = OverlayFiles(Layer("rank1"), before)
-assert open(seen.locate_to_read("small")).read() == "content"
-assert os.path.getsize(seen.locate("large")) == 2 << 20
+assert open(seen.location_to_read("small")).read() == "content"
+assert os.path.getsize(seen.location("large")) == 2 << 20
 try:
-    seen.locate_to_read("large")
+    seen.location_to_read("large")
 except UneditedError:
     print("refused")
 """

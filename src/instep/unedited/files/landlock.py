@@ -19,11 +19,11 @@ _MAKE_AND_REMOVE = 2 * _MAKE_SYM - _REMOVE_DIR
 """All rights from _REMOVE_DIR to _MAKE_SYM."""
 
 
-class _RulesetAttr(ctypes.Structure):
+class _Ruleset(ctypes.Structure):
     _fields_ = (("handled_access_fs", ctypes.c_uint64),)
 
 
-class _PathBeneathAttr(ctypes.Structure):
+class _PathRule(ctypes.Structure):
     _pack_ = 1
     _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
@@ -43,7 +43,7 @@ def restrict_writes(directories: Iterable[str]) -> None:
     the kernel refuses.
     """
     rights = _rights(version())
-    wanted = _RulesetAttr(rights)
+    wanted = _Ruleset(rights)
     ruleset = _call(_CREATE_RULESET, ctypes.byref(wanted), ctypes.sizeof(wanted), 0)
     try:
         for directory in directories:
@@ -66,7 +66,7 @@ def _allow(ruleset: int, directory: str, rights: int) -> None:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
     try:
-        rule = _PathBeneathAttr(rights, fd)
+        rule = _PathRule(rights, fd)
         _call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
         os.close(fd)

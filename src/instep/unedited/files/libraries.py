@@ -137,7 +137,7 @@ def _write_with_journals(path: str) -> str:
     return str(path_to_write(path, _KEEP_CONTENT))
 
 
-def lmdb_environment(original: type) -> type:
+def database_environment(original: type) -> type:
     """For the class lmdb.Environment, which is lmdb.open too and cannot be subclassed."""
 
     class _Metaclass(type):
@@ -233,7 +233,7 @@ def torch_load(original: Function, f: Any, *args: Any, **kwargs: Any) -> Any:
     return original(path_to_read(f) if maps else f, *args, **kwargs)
 
 
-def wandb_init(original: Function, *args: Any, **kwargs: Any) -> Any:
+def init_run(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For wandb.init: on ranks other than 0, a disabled run."""
     disabled = {"mode": "disabled"} if isinstance(current_files(), OverlayFiles) else {}
     with rank_local():  # rank 0 starts processes there that the others do not start

@@ -125,7 +125,7 @@ def _retry_if_changed(
 def path_to_read(path: Any) -> Any:
     """The location at which a library is to read `path`."""
     files = files_for(path)
-    return files.locate_to_read(path) if isinstance(files, OverlayFiles) else path
+    return files.location_to_read(path) if isinstance(files, OverlayFiles) else path
 
 
 def path_to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
@@ -133,7 +133,7 @@ def path_to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     files = files_for(path)
     if isinstance(files, Rank0Files):
         files.keep(path)
-    return files.locate_to_write(path, flags) if isinstance(files, OverlayFiles) else path
+    return files.location_to_write(path, flags) if isinstance(files, OverlayFiles) else path
 
 
 def path_to_create(path: Any) -> Any:
@@ -141,7 +141,7 @@ def path_to_create(path: Any) -> Any:
     files = files_for(path)
     if isinstance(files, Rank0Files):
         files.keep(path, follow=False)
-    return files.locate_new(path) if isinstance(files, OverlayFiles) else path
+    return files.new_location(path) if isinstance(files, OverlayFiles) else path
 
 
 @contextmanager
@@ -196,10 +196,10 @@ def os_open(
         return original(path, flags, mode, dir_fd=dir_fd)
     with script_paths_in_errors(path):
         if flags & _CHANGES:
-            return original(files.locate_to_write(path, flags), flags | os.O_CREAT, mode)
+            return original(files.location_to_write(path, flags), flags | os.O_CREAT, mode)
         fd: int = _retry_if_changed(
             files,
-            lambda: files.locate_to_read(path),
+            lambda: files.location_to_read(path),
             lambda location: original(location, flags, mode),
             os.close,
         )
@@ -228,7 +228,7 @@ def _reads_metadata(*, follow: bool) -> Function:
             follows = kwargs.get("follow_symlinks", follow)
             return _retry_if_changed(
                 files,
-                lambda: files.locate(path, follow=follows),
+                lambda: files.location(path, follow=follows),
                 lambda location: original(location, *args, **kwargs),
             )
 
@@ -254,7 +254,7 @@ def set_metadata(original: Function, path: Any, *args: Any, **kwargs: Any) -> An
     if not isinstance(files, OverlayFiles):
         return original(path, *args, **kwargs)
     with script_paths_in_errors(path):
-        location = files.locate_own(path, follow=kwargs.get("follow_symlinks", True))
+        location = files.own_location(path, follow=kwargs.get("follow_symlinks", True))
         return None if location is None else original(location, *args, **kwargs)
 
 
@@ -269,7 +269,7 @@ def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         files.keep(path, follow=False)
     if isinstance(files, OverlayFiles):
         with script_paths_in_errors(path):
-            location = files.locate_new(path, directory=original is _mkdir)
+            location = files.new_location(path, directory=original is _mkdir)
             return original(location, *args, **kwargs)
     return original(path, *args, **kwargs)
 
@@ -280,7 +280,7 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
     files = _files_for_new_link(dst)
     if isinstance(files, OverlayFiles):
         with script_paths_in_errors(src, dst):
-            return original(src, files.locate_new(dst))
+            return original(src, files.new_location(dst))
     return original(src, dst, *args, **kwargs)
 
 
@@ -364,7 +364,7 @@ def chdir(original: Function, path: Any) -> None:
     """For os.chdir."""
     files = files_for(path)
     with script_paths_in_errors(path):
-        original(files.locate_directory(path) if isinstance(files, OverlayFiles) else path)
+        original(files.directory_location(path) if isinstance(files, OverlayFiles) else path)
 
 
 def getcwd(original: Function) -> str:

@@ -30,12 +30,12 @@ class OverlayFiles(PathResolver):
         self.clear_links()
 
     @bypass_overlay()
-    def locate(self, path: StrOrBytesPath, *, follow: bool = True) -> str:
+    def location(self, path: StrOrBytesPath, *, follow: bool = True) -> str:
         """The location of `path`. Raises FileNotFoundError or NotADirectoryError."""
         return self._existing(self.resolve(path) if follow else self.resolve_parents(path), path)
 
     @bypass_overlay()
-    def locate_to_read(self, path: StrOrBytesPath) -> str:
+    def location_to_read(self, path: StrOrBytesPath) -> str:
         """The same, to read its content. UneditedError if rank 0 could not keep the content."""
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
@@ -59,14 +59,14 @@ class OverlayFiles(PathResolver):
             )
 
     @bypass_overlay()
-    def locate_directory(self, path: StrOrBytesPath) -> str:
+    def directory_location(self, path: StrOrBytesPath) -> str:
         """Where to change to for the directory `path`: the real one if it is visible."""
         resolved = self.resolve(path)
         location = self._existing(resolved, path)
         return resolved if os.path.isdir(resolved) and os.path.isdir(location) else location
 
     @bypass_overlay()
-    def locate_to_write(self, path: StrOrBytesPath, flags: int = os.O_CREAT) -> str:
+    def location_to_write(self, path: StrOrBytesPath, flags: int = os.O_CREAT) -> str:
         """Where to open `path` with these flags, which include writing.
 
         Raises what one process would get: FileExistsError, FileNotFoundError, PermissionError
@@ -78,13 +78,13 @@ class OverlayFiles(PathResolver):
             return resolved
         found = self.find(resolved)
         try:
-            return self._locate_to_write(resolved, found, path, flags)
+            return self._write_location(resolved, found, path, flags)
         except OSError:
             if self.find(resolved) == found:
                 raise
-            return self.locate_to_write(path, flags)  # rank 0 has just changed what was found
+            return self.location_to_write(path, flags)  # rank 0 has just changed what was found
 
-    def _locate_to_write(self, resolved: str, found: str, path: StrOrBytesPath, flags: int) -> str:
+    def _write_location(self, resolved: str, found: str, path: StrOrBytesPath, flags: int) -> str:
         if found == MISSING:
             if not flags & os.O_CREAT:
                 self._existing(resolved, path)
@@ -118,7 +118,7 @@ class OverlayFiles(PathResolver):
                 self._rank_layer.release(oldest)
 
     @bypass_overlay()
-    def locate_new(self, path: StrOrBytesPath, *, directory: bool = False) -> str:
+    def new_location(self, path: StrOrBytesPath, *, directory: bool = False) -> str:
         """Where to make `path`, which must not exist. Raises FileExistsError and so on."""
         resolved = self.resolve_parents(path)
         if self.is_private(resolved):
@@ -236,7 +236,7 @@ class OverlayFiles(PathResolver):
         self._put(self._copy_up(old), new)
 
     @bypass_overlay()
-    def locate_own(self, path: StrOrBytesPath, *, follow: bool = True) -> str | None:
+    def own_location(self, path: StrOrBytesPath, *, follow: bool = True) -> str | None:
         """The location of `path` if this rank may change its metadata; None if it is rank 0's."""
         resolved = self.resolve(path) if follow else self.resolve_parents(path)
         found = self._existing(resolved, path)

@@ -92,7 +92,7 @@ FILE_PATCHES: tuple[Patch, ...] = (
         _OPENS_ITSELF,
         ("sqlite3", "Connection", libraries.sqlite_connection),
         ("sqlite3.dbapi2", "Connection", libraries.sqlite_connection),
-        ("lmdb", "Environment open", libraries.lmdb_environment),
+        ("lmdb", "Environment open", libraries.database_environment),
         factory=True,
     ),
 )

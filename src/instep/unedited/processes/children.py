@@ -128,7 +128,7 @@ def system(original: Function, command: Any) -> Any:
     return original(command) if shared is None else shared.run(lambda: original(command))
 
 
-def pty_spawn(original: Function, argv: Any, *args: Any, **kwargs: Any) -> Any:
+def spawn_at_terminal(original: Function, argv: Any, *args: Any, **kwargs: Any) -> Any:
     """For pty.spawn."""
     shared = shared_command(argv)
     run_original = partial(original, argv, *args, **kwargs)
@@ -299,7 +299,7 @@ def _starts_training_processes(how: str) -> UneditedError:
     )
 
 
-def get_preparation_data(original: Function, name: str) -> Any:
+def spawn_data(original: Function, name: str) -> Any:
     """For multiprocessing.spawn: a spawned worker sees the files that its rank sees."""
     data = original(name)
     files = os_functions.current_files()

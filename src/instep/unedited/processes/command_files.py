@@ -104,7 +104,7 @@ class GenerationChange:
         self.files.start_generation()
         if path and path != here:
             with suppress(OSError):  # the command has removed it
-                os.chdir(self.files.locate_directory(path))
+                os.chdir(self.files.directory_location(path))
 
 
 class _Transfer:

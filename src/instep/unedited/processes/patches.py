@@ -23,7 +23,7 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
         (os, "posix_spawn posix_spawnp", children.posix_spawn),
         (os, "waitpid", children.waitpid),
         (os, "kill killpg", children.kill),
-        ("pty", "spawn", children.pty_spawn),
+        ("pty", "spawn", children.spawn_at_terminal),
         (
             "asyncio.unix_events:_UnixSubprocessTransport",
             "_start",
@@ -32,7 +32,7 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
     ),
     *patches(
         "a spawned worker sees the files that its rank sees",
-        ("multiprocessing.spawn", "get_preparation_data", children.get_preparation_data),
+        ("multiprocessing.spawn", "get_preparation_data", children.spawn_data),
     ),
     *patches(
         "training processes that the script starts itself would start on every rank",
@@ -43,6 +43,6 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
     ),
     *patches(
         "one run is logged, not one for each rank",
-        ("wandb", "init", libraries.wandb_init),
+        ("wandb", "init", libraries.init_run),
     ),
 )
