@@ -62,7 +62,7 @@ class DirEntry(os.PathLike[str]):
 
     def _mode(self, follow_symlinks: bool) -> int:
         try:
-            return os.stat(self._path, follow_symlinks=follow_symlinks).st_mode
+            return self.stat(follow_symlinks=follow_symlinks).st_mode
         except FileNotFoundError:
             return 0
 
@@ -72,11 +72,12 @@ class DirEntry(os.PathLike[str]):
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """As in os.DirEntry."""
-        return os.stat(self._path, follow_symlinks=follow_symlinks)
+        with script_paths_in_errors(self.path):
+            return os.stat(self._path, follow_symlinks=follow_symlinks)
 
     def inode(self) -> int:
         """As in os.DirEntry."""
-        return os.lstat(self._path).st_ino
+        return self.stat(follow_symlinks=False).st_ino
 
 
 class _ScandirIterator:
