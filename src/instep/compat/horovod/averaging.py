@@ -1,7 +1,7 @@
-"""Gradients on their way: reduced over the ranks bucket by bucket, while backward still runs.
+"""Gradients of a DistributedOptimizer, averaged bucket by bucket while backward still runs.
 
-A bucket is submitted by name when the last of its gradients is there, so ranks may reach their
-parameters in different orders, and what one rank does not reach it fills with zeros at the end.
+A bucket is submitted by name when its last gradient is computed, so ranks may reach their parameters
+in different orders. A gradient that a rank does not compute is filled with zeros at the end.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Terms:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Gradients that travel together, and where they are."""
+    """Gradients that travel together."""
 
     name: str
     indices: list[int]
     filled: set[int] = field(default_factory=set)
     contexts: tuple[Any, ...] = ()
-    """What the compressor has to know of each."""
+    """What the compressor returned beside each gradient."""
     handle: Handle | None = None
 
 
@@ -103,7 +103,7 @@ class Averaging:
             self.forget()
 
     def forget(self) -> None:
-        """No backward has been."""
+        """Drop what the last backwards have submitted."""
         self._sparse_handles.clear()
         self._done = [0] * len(self._parameters)
         for bucket in self._buckets:
@@ -116,7 +116,7 @@ class Averaging:
         gradients.externally_averaged[parameter] = self._token
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
-        parameter.register_hook(_silent_ghost)
+        parameter.register_hook(_zero_if_placeholder)
         parameter.register_post_accumulate_grad_hook(lambda _: self._reached(index))
         parameter.requires_grad_(not frozen)
 
@@ -124,7 +124,7 @@ class Averaging:
         """A backward has added to this parameter's gradient (autograd calls this)."""
         parameter = self._parameters[index]
         if gradients.externally_averaged[parameter] is not self._token:
-            return  # a later optimizer has taken it over
+            return  # a later optimizer averages it
         if self._done[index] >= self.passes:
             name = self._names[parameter]
             raise CallOrderError(
@@ -161,7 +161,7 @@ class Averaging:
         bucket.handle = self._terms.reduction(bucket.name).start(small, into=small)
 
     def _dense(self, parameter: Tensor) -> Tensor:
-        """What travels of a gradient. One that goes another way is zeros until the next plan."""
+        """The dense gradient that travels; zeros for a sparse one, until buckets are planned anew."""
         grad = parameter.grad
         assert grad is not None
         if not grad.is_sparse:
@@ -192,7 +192,7 @@ class Averaging:
     # ------------------------------------------------------------------------------- the plan
 
     def _plan(self) -> None:
-        """Buckets for what is trained now, unless they are there."""
+        """Make buckets for the parameters that are trained now, unless they exist."""
         wanted = self._trained - self._sparse
         if wanted == self._planned:
             return
@@ -230,7 +230,7 @@ class Averaging:
         return [*filter(None, named), *([index] for index in indices if index not in grouped)]
 
 
-def _silent_ghost(grad: Tensor) -> Tensor | None:
+def _zero_if_placeholder(grad: Tensor) -> Tensor | None:
     """A rank without rows contributes zeros, whatever it computed."""
     call = forward_calls.current()
     return torch.zeros_like(grad) if call is not None and call.is_placeholder else None

@@ -120,14 +120,14 @@ class _LowRankMatrix:
         """This rank's part of what was never sent; during a step, plus its part of the gradient."""
         self._in_step = False
 
-    def project(self, gradient: Tensor) -> Tensor:
+    def to_left(self, gradient: Tensor) -> Tensor:
         """This rank's part of the left factor, rows x rank."""
         self._in_step = True
         self._error += gradient.view_as(self._error)
         with self._no_autocast():
             return self._error @ self._right
 
-    def project_back(self, left: Tensor) -> Tensor:
+    def to_right(self, left: Tensor) -> Tensor:
         """This rank's part of the right factor, columns x rank, from the sum of the left ones."""
         self._left = torch.linalg.qr(left.view(self.rows, self.rank)).Q
         with self._no_autocast():
@@ -188,7 +188,7 @@ class _PowerSGDCodec(BucketCodec):
             super().start(flat, transport)
             return
         pairs = zip(self._matrices, self._slices, strict=True)
-        lefts = [matrix.project(flat[place]) for matrix, place in pairs]
+        lefts = [matrix.to_left(flat[place]) for matrix, place in pairs]
         self._send([*lefts, *(flat[other] for other in self._others)], transport)
 
     def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
@@ -200,7 +200,7 @@ class _PowerSGDCodec(BucketCodec):
         for other, total in zip(others, sums[len(lengths) :], strict=True):
             other.copy_(total)
         pairs = zip(self._matrices, sums, strict=False)
-        self._send([matrix.project_back(left) for matrix, left in pairs], transport)
+        self._send([matrix.to_right(left) for matrix, left in pairs], transport)
 
     def wait(self, flat: Tensor) -> None:
         if self._is_warming_up:
