@@ -1,7 +1,7 @@
 """Gradients of a DistributedOptimizer, averaged bucket by bucket while backward still runs.
 
-A bucket is submitted by name when its last gradient is computed, so ranks may reach their parameters
-in different orders. A gradient that a rank does not compute is filled with zeros at the end.
+A bucket is submitted by name when its last gradient is computed, so ranks may reach their
+parameters in different orders. A gradient that a rank does not compute is zeros.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Averaging:
         bucket.handle = self._terms.reduction(bucket.name).start(small, into=small)
 
     def _dense(self, parameter: Tensor) -> Tensor:
-        """The dense gradient that travels; zeros for a sparse one, until buckets are planned anew."""
+        """The dense gradient that travels; zeros for a sparse one until the next plan."""
         grad = parameter.grad
         assert grad is not None
         if not grad.is_sparse:
