@@ -297,7 +297,18 @@ def test_torchruns_ranks_meet_again_at_its_store_and_after_a_restart():
 def garbage(draw: random.Random) -> bytes:
     """What somebody may say at a socket that is not meant for it."""
     value = draw.choice([None, True, -1, 1, 10**30, 1.5, "", "x" * 99, [], [1], {}, {"a": [{}]}])
-    fields = ("job", "number", "count", "card", "ranks", "master", "rank", "host", "token", "code")
+    fields = (
+        "job",
+        "number",
+        "count",
+        "fingerprint",
+        "ranks",
+        "master",
+        "rank",
+        "host",
+        "token",
+        "code",
+    )
     words = ("hello", "ended", "failed", "waits", "resumed", "finished", "", "no word")
     said = {"type": draw.choice([*words, value]), "job": ""}
     said |= dict.fromkeys(draw.sample(fields, draw.randrange(len(fields))), value)
