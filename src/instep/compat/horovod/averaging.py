@@ -1,7 +1,7 @@
-"""Gradients of a DistributedOptimizer, averaged bucket by bucket while backward still runs.
+"""Gradients averaged over the ranks, bucket by bucket, while backward still runs.
 
-A bucket is submitted by name when its last gradient is computed, so ranks may reach their
-parameters in different orders. A gradient that a rank does not compute is zeros.
+A bucket is submitted by name when its last gradient is computed, so ranks may compute gradients in
+different orders. A rank fills the gradients that it has not computed with zeros at the end.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from instep.training.buckets.reducer import reducer_of
 
 
 @dataclass(frozen=True)
-class Terms:
+class AveragingOptions:
     """How gradients are combined."""
 
     compression: type[Compressor]
     op: ReduceOp
     predivide: float
-    """An average is the sum of gradients over this, times this over the number of ranks."""
+    """The divisor of an average's gradients before the sum; the sum is multiplied by it / ranks."""
     groups: tuple[tuple[Tensor, ...], ...] | int | None
-    """Which gradients travel together, or in how many groups; None for buckets by size."""
+    """The gradients that are sent together, or the number of groups; None for buckets by size."""
     sparse_as_dense: bool
     process_set: ProcessSet
 
     def reduction(self, name: str) -> NamedReduction:
-        """Of gradients that travel under this name."""
+        """The reduction of gradients that are sent under this name."""
         scales = (1 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
         return NamedReduction(name, self.op, scales, self.process_set)
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     name: str
     indices: list[int]
-    filled: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
     contexts: tuple[Any, ...] = ()
-    """What the compressor returned beside each gradient."""
+    """The compressor's `ctx` of each gradient."""
     handle: Handle | None = None
 
 
-class Averaging:
+class GradientAverager:
     """The gradients of one optimizer's parameters."""
 
-    def __init__(self, names: dict[Tensor, str], passes: int, terms: Terms) -> None:
+    def __init__(self, names: dict[Tensor, str], passes: int, options: AveragingOptions) -> None:
         self.passes = passes
-        """After how many backwards a gradient is complete."""
+        """The number of backwards after which a gradient is complete."""
         # Backward reaches the last parameters first. A replica's gradients are averages already.
         self._parameters = [
             p
@@ -68,7 +68,7 @@ class Averaging:
             if p not in reducer_of and (p.is_floating_point() or p.is_complex())
         ]
         self._names = names
-        self._terms = terms
+        self._options = options
         self._done = [0] * len(self._parameters)
         self._trained = {i for i, p in enumerate(self._parameters) if p.requires_grad}
         self._sparse: set[int] = set()
@@ -82,32 +82,32 @@ class Averaging:
         PatchHandle([gradients.PATCH])
 
     @property
-    def under_way(self) -> bool:
-        """Whether gradients have been computed since the last `finish`."""
+    def has_pending(self) -> bool:
+        """Whether gradients have been computed since the last `wait`."""
         return any(self._done)
 
-    def finish(self) -> None:
-        """Submit what backward has not reached, wait for all, and put the results into `.grad`."""
+    def wait(self) -> None:
+        """Submit the remaining buckets, wait for all, and write the averages into `.grad`."""
         try:
             self._plan()
             for index in self._planned:
-                if index not in self._bucket_of[index].filled:
-                    self._fill(index)
+                if index not in self._bucket_of[index].ready:
+                    self._mark_ready(index)
             for bucket in self._buckets:
-                self._deliver(bucket)
+                self._write_grads(bucket)
             for index, handle in self._sparse_handles.items():
                 grad = self._parameters[index].grad
                 assert grad is not None
                 grad.zero_().add_(handle.result())
         finally:
-            self.forget()
+            self.reset()
 
-    def forget(self) -> None:
-        """Drop what the last backwards have submitted."""
+    def reset(self) -> None:
+        """Drop the gradients that are being averaged."""
         self._sparse_handles.clear()
         self._done = [0] * len(self._parameters)
         for bucket in self._buckets:
-            bucket.filled.clear()
+            bucket.ready.clear()
             bucket.handle = None
 
     # ------------------------------------------------------------------------ during backward
@@ -117,10 +117,10 @@ class Averaging:
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
         parameter.register_hook(_zero_if_placeholder)
-        parameter.register_post_accumulate_grad_hook(lambda _: self._reached(index))
+        parameter.register_post_accumulate_grad_hook(lambda _: self._on_grad(index))
         parameter.requires_grad_(not frozen)
 
-    def _reached(self, index: int) -> None:
+    def _on_grad(self, index: int) -> None:
         """A backward has added to this parameter's gradient (autograd calls this)."""
         parameter = self._parameters[index]
         if gradients.externally_averaged[parameter] is not self._token:
@@ -133,54 +133,55 @@ class Averaging:
                 "or synchronize() before the next backward, or raise backward_passes_per_step to "
                 "accumulate."
             )
-        if not self.under_way:
+        if not self.has_pending:
             self._plan()
         self._done[index] += 1
         if self._done[index] == self.passes:
             self._trained.add(index)
-            self._fill(index)
+            self._mark_ready(index)
 
-    def _fill(self, index: int) -> None:
+    def _mark_ready(self, index: int) -> None:
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse and not self._terms.sparse_as_dense:
+        if parameter.grad.is_sparse and not self._options.sparse_as_dense:
             self._start_sparse(index, parameter.grad)
             if index not in self._bucket_of:
                 return
         if index not in self._bucket_of:  # has thawed
-            self._add([index])
+            self._add_bucket([index])
         bucket = self._bucket_of[index]
-        bucket.filled.add(index)
-        if len(bucket.filled) == len(bucket.indices):
-            self._send(bucket)
+        bucket.ready.add(index)
+        if len(bucket.ready) == len(bucket.indices):
+            self._start(bucket)
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: _Bucket) -> None:
         dense = [self._dense(self._parameters[index]) for index in bucket.indices]
-        small, bucket.contexts = zip(*map(self._terms.compression.compress, dense), strict=True)
-        bucket.handle = self._terms.reduction(bucket.name).start(small, into=small)
+        small, bucket.contexts = zip(*map(self._options.compression.compress, dense), strict=True)
+        bucket.handle = self._options.reduction(bucket.name).start(small, into=small)
 
     def _dense(self, parameter: Tensor) -> Tensor:
-        """The dense gradient that travels; zeros for a sparse one until the next plan."""
+        """The dense gradient to send; zeros for a sparse one, which is sent on its own, until the
+        next plan."""
         grad = parameter.grad
         assert grad is not None
         if not grad.is_sparse:
             return grad
-        return grad.to_dense() if self._terms.sparse_as_dense else torch.zeros_like(parameter)
+        return grad.to_dense() if self._options.sparse_as_dense else torch.zeros_like(parameter)
 
     def _start_sparse(self, index: int, grad: Tensor) -> None:
         self._sparse.add(index)
         name = f"gradient of {self._names[self._parameters[index]]}"
         self._sparse_handles[index] = sparse_allreduce_async(
-            grad, name, self._terms.op, self._terms.process_set
+            grad, name, self._options.op, self._options.process_set
         )
 
-    def _deliver(self, bucket: _Bucket) -> None:
+    def _write_grads(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None
         totals = bucket.handle.result()
         for index, total, context in zip(bucket.indices, totals, bucket.contexts, strict=True):
             parameter = self._parameters[index]
-            average = self._terms.compression.decompress(total, context)
+            average = self._options.compression.decompress(total, context)
             if parameter.grad is None:
                 parameter.grad = average.clone()
             elif parameter.grad.is_sparse:
@@ -192,17 +193,17 @@ class Averaging:
     # ------------------------------------------------------------------------------- the plan
 
     def _plan(self) -> None:
-        """Make buckets for the parameters that are trained now, unless they exist."""
+        """Make buckets for the parameters that are trained now, unless they have not changed."""
         wanted = self._trained - self._sparse
         if wanted == self._planned:
             return
         self._buckets, self._bucket_of = [], {}
-        for group in self._grouped(sorted(wanted)):
-            for plan in self._sized(group):
-                self._add([slot.index for slot in plan.slots])
+        for group in self._split_into_groups(sorted(wanted)):
+            for plan in self._split_by_size(group):
+                self._add_bucket([slot.index for slot in plan.slots])
         self._planned = wanted
 
-    def _add(self, indices: list[int]) -> None:
+    def _add_bucket(self, indices: list[int]) -> None:
         first, last = (self._names[self._parameters[indices[k]]] for k in (0, -1))
         several = len(indices) > 1
         name = f"gradients of {first} ... {last}" if several else f"gradient of {first}"
@@ -210,15 +211,15 @@ class Averaging:
         self._buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(indices, bucket))
 
-    def _sized(self, indices: list[int]) -> list[BucketLayout]:
+    def _split_by_size(self, indices: list[int]) -> list[BucketLayout]:
         """Buckets of one dtype each, limited in size unless the user has chosen the groups."""
         parameters = {index: self._parameters[index] for index in indices}
-        by_size = self._terms.groups is None
+        by_size = self._options.groups is None
         total = sum(parameter.numel() for parameter in parameters.values())
         return plan_tensors(parameters, capacity=None if by_size else total)
 
-    def _grouped(self, indices: list[int]) -> list[list[int]]:
-        groups = self._terms.groups
+    def _split_into_groups(self, indices: list[int]) -> list[list[int]]:
+        groups = self._options.groups
         if groups is None:
             return [indices]
         if isinstance(groups, int):
@@ -231,6 +232,6 @@ class Averaging:
 
 
 def _zero_if_placeholder(grad: Tensor) -> Tensor | None:
-    """A rank without rows contributes zeros, whatever it computed."""
+    """Zeros on a rank without rows, which computes the gradient of a placeholder."""
     call = forward_calls.current()
     return torch.zeros_like(grad) if call is not None and call.is_placeholder else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.averaging import Averaging, Terms
+from instep.compat.horovod.averaging import AveragingOptions, GradientAverager
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session, size
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import CallOrderError, UnsupportedOpError, WrongArgumentError
@@ -69,7 +69,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if parsed not in (Average, Sum, Adasum):
         raise UnsupportedOpError("DistributedOptimizer", parsed.name, ["Average", "Sum", "Adasum"])
     _check_passes(backward_passes_per_step)
-    terms = Terms(
+    options = AveragingOptions(
         compression,
         parsed,
         gradient_predivide_factor,
@@ -82,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     distributed = cls.__new__(cls)
     # A scheduler has replaced `step` of the instance that it was given.
     vars(distributed).update({name: v for name, v in vars(optimizer).items() if name != "step"})
-    distributed._begin(_add_number(names) if named_parameters is None else names, terms)
+    distributed._begin(_add_number(names) if named_parameters is None else names, options)
     distributed.set_backward_passes_per_step(backward_passes_per_step)
     return distributed
 
@@ -90,26 +90,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 class _AveragingOptimizer(torch.optim.Optimizer):
     """The base class that comes before the optimizer's own: its `step` waits for the averages."""
 
-    def _begin(self, names: dict[Tensor, str], terms: Terms) -> None:
+    def _begin(self, names: dict[Tensor, str], options: AveragingOptions) -> None:
         self._parameter_names = names
         self._synchronized = False
         self._should_synchronize = True
-        single_rank = size() == 1 or not terms.process_set.included()
-        self._averaging = None if single_rank else Averaging(names, 1, terms)
+        single_rank = size() == 1 or not options.process_set.included()
+        self._averager = None if single_rank else GradientAverager(names, 1, options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Send gradients after this number of backwards, from the next step on."""
         _check_passes(passes)
-        if self._averaging is not None:
-            self._averaging.passes = passes
+        if self._averager is not None:
+            self._averager.passes = passes
 
     def synchronize(self) -> None:
         """Wait until `.grad` holds the averages; needed before clipping, for example.
 
         Raises HorovodInternalError.
         """
-        if self._averaging is not None:
-            self._averaging.finish()
+        if self._averager is not None:
+            self._averager.wait()
         self._synchronized = True
 
     @contextmanager
@@ -126,7 +126,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         if self._should_synchronize:
             if closure is not None:
                 closure = self._synchronizing(closure)
-            elif not self._synchronized or self._under_way():
+            elif not self._synchronized or self._has_pending():
                 self.synchronize()
             else:
                 warnings.warn(
@@ -148,7 +148,7 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Raises CallOrderError between backward and step or synchronize."""
-        if self._under_way():
+        if self._has_pending():
             raise CallOrderError(
                 "zero_grad() between backward() and step() or synchronize(): the gradients are "
                 "being averaged right now. Call it after step(), or before backward()."
@@ -157,20 +157,20 @@ class _AveragingOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; drops gradients under way."""
-        if self._averaging is not None:
-            self._averaging.forget()
+        if self._averager is not None:
+            self._averager.reset()
         super().load_state_dict(state_dict)
 
-    def _under_way(self) -> bool:
-        return self._averaging is not None and self._averaging.under_way
+    def _has_pending(self) -> bool:
+        return self._averager is not None and self._averager.has_pending
 
 
 class _AdasumOptimizer(torch.optim.Optimizer):
     """Each rank steps by its own gradient, and the steps are combined by Adasum."""
 
-    def _begin(self, names: dict[Tensor, str], terms: Terms) -> None:
+    def _begin(self, names: dict[Tensor, str], options: AveragingOptions) -> None:
         self._parameter_names = names
-        self._terms = terms
+        self._options = options
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Check the number only: gradients are not sent, so any number may be accumulated."""
@@ -191,11 +191,11 @@ class _AdasumOptimizer(torch.optim.Optimizer):
         loss = super().step(closure)
         for dtype in dict.fromkeys(p.dtype for p in before):
             stepped = [p for p in before if p.dtype == dtype]
-            small = [self._terms.compression.compress(p.detach() - before[p]) for p in stepped]
-            reduction = self._terms.reduction(f"step of {len(stepped)} parameters in {dtype}")
+            small = [self._options.compression.compress(p.detach() - before[p]) for p in stepped]
+            reduction = self._options.reduction(f"step of {len(stepped)} parameters in {dtype}")
             steps = reduction.start([step for step, _ in small]).result()
             for p, step, (_, context) in zip(stepped, steps, small, strict=True):
-                whole = self._terms.compression.decompress(step, context)
+                whole = self._options.compression.decompress(step, context)
                 p.detach().copy_(before[p] + whole)
         return loss
 
