@@ -54,12 +54,12 @@ def test_the_physical_device_of_each_visible_one(
 def test_a_variable_that_cuda_does_not_know_was_set_too_late(
     said: str | None, shown: list[str], late: bool
 ) -> None:
-    warning = cuda_visible_devices.late_change_warning(said, None, shown)
+    warning = cuda_visible_devices.changed_after_init_warning(said, None, shown)
     assert (warning is not None) == late
     if warning:
         assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
         assert "it was unset when this process started" in warning
-        again = cuda_visible_devices.late_change_warning(said, "2,3", shown)
+        again = cuda_visible_devices.changed_after_init_warning(said, "2,3", shown)
         assert again == warning.replace("it was unset when", "it was '2,3' when")
 
 

@@ -111,12 +111,12 @@ def test_who_waits_for_whom_is_said_once():
     table = MessageTable(3)
     table.add(2, LOSS, 10.0)
     table.add(0, LOSS, 11.0)
-    assert table.newly_stalled(69.0, 60.0) == []
-    (delay,) = table.newly_stalled(70.0, 60.0)
+    assert table.find_stalled(69.0, 60.0) == []
+    (delay,) = table.find_stalled(70.0, 60.0)
     assert str(delay) == "ranks 0, 2 submitted loss 60 s ago at train.py:7; rank 1 did not yet."
-    assert table.newly_stalled(90.0, 60.0) == []
+    assert table.find_stalled(90.0, 60.0) == []
     assert len(table.stalled(90.0, 60.0)) == 1
     table.add(1, LOSS, 91.0)
     assert table.stalled(200.0, 60.0) == []
     table.add(1, LOSS, 200.0)
-    assert len(table.newly_stalled(261.0, 60.0)) == 1
+    assert len(table.find_stalled(261.0, 60.0)) == 1

@@ -28,7 +28,7 @@ from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secr
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
-from instep.launch.multihost.supervisor_rendezvous import Participant, join_rendezvous
+from instep.launch.multinode.supervisor_rendezvous import Participant, join_rendezvous
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -237,7 +237,7 @@ def held_by_a_stranger(port):
 @pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
 def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
     port, secret = free_port(), authentication.make_secret()
-    with secret_handover.hand_over("127.0.0.1", port, secret):
+    with secret_handover.serve_secret("127.0.0.1", port, secret):
         assert secret_handover.request_secret("127.0.0.1", port) == secret
         with another_user(called, port) as told:
             assert told == b""
@@ -248,7 +248,7 @@ def test_the_secret_is_handed_to_this_user_only_and_taken_from_no_other():
         with pytest.raises(AuthenticationError, match="belongs to another process"):
             secret_handover.request_secret("127.0.0.1", port)
         with pytest.raises(AuthenticationError, match="or take another port"):
-            secret_handover.hand_over("127.0.0.1", port, secret).__enter__()
+            secret_handover.serve_secret("127.0.0.1", port, secret).__enter__()
 
 
 def test_a_rank_to_which_rank_0_hands_nothing_is_told_so(nothing_given, monkeypatch):

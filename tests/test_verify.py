@@ -47,11 +47,11 @@ from instep.verify.runs import (
 from instep.verify.verdict import (
     Verdict,
     choose_tolerance,
-    find_nondeterminism,
+    find_nondeterministic,
     is_usable_noise,
     make_report,
 )
-from instep.verify.verification import judge_with_rounding, run_and_report, verify_script
+from instep.verify.verification import compare_with_rounding, run_and_report, verify_script
 
 pytestmark = pytest.mark.slow
 
@@ -490,7 +490,7 @@ def test_one_process_that_does_not_repeat_itself_is_not_compared():
     other_state = made.run(
         1, lambda r, k, s: {"generator_hash": "x", "gradients": {"weight": Fingerprint(1.0, 1.0)}}
     )
-    assert find_nondeterminism(alone(again=other_state)).startswith(
+    assert find_nondeterministic(alone(again=other_state)).startswith(
         "not deterministic (seed the script)"
     )
 
@@ -597,7 +597,7 @@ def solo(tmp_path_factory):
 
 def judged(n, arguments, alone, folder):
     runner = ScriptRunner([TRAIN, *arguments], folder, Forked(), lambda name: None)
-    return judge_with_rounding(runner, alone, [run_multi_rank(runner, n, None, alone)])
+    return compare_with_rounding(runner, alone, [run_multi_rank(runner, n, None, alone)])
 
 
 def test_an_honest_training_is_the_same(solo, tmp_path):
@@ -605,7 +605,7 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
     assert runs.noise_by == REVERSED
     report = judged(3, (), runs, tmp_path)
     assert report.verdict is Verdict.SAME
-    assert "the samples come in another order" in report.unlike_python
+    assert "the samples come in another order" in report.differs_from_python
     assert sum(report.results[0].run.samples_per_rank) == 88
 
 
@@ -725,14 +725,14 @@ def test_adam_with_a_bias_before_batch_norm_is_not_different(solo, tmp_path):
     """That bias has no gradient but rounding, of which Adam makes steps."""
     report = judged(3, CHAOTIC, solo(*CHAOTIC), tmp_path)
     assert report.verdict is Verdict.NOISE
-    assert report.largest_difference.gradient < FLOAT32.gradient
-    assert report.largest_difference.moved > FLOAT32.run
+    assert report.max_difference.gradient < FLOAT32.gradient
+    assert report.max_difference.moved > FLOAT32.run
 
 
 def test_lbfgs_is_the_same_in_float64():
     report = verify_script([str(SCRIPTS / "lbfgs.py")], [3], start=Forked())
     assert report.verdict is not Verdict.DIFFERENT
-    assert report.largest_difference.gradient < FLOAT64.gradient
+    assert report.max_difference.gradient < FLOAT64.gradient
     assert report.results[0].run.samples_per_rank == [10, 10, 11]
 
 

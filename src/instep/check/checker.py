@@ -17,7 +17,7 @@ _IGNORE = re.compile(r"#\s*instep:\s*ignore(?:\[([A-Z0-9,\s]*)\])?")
 
 
 @dataclass(frozen=True)
-class UnreadableFile:
+class FileReadError:
     """A file that could not be checked."""
 
     path: str
@@ -30,7 +30,7 @@ class CheckResult:
 
     checked: tuple[str, ...]
     findings: tuple[Finding, ...]
-    unreadable: tuple[UnreadableFile, ...]
+    unreadable: tuple[FileReadError, ...]
 
 
 def check_files(
@@ -42,19 +42,19 @@ def check_files(
     """
     checked: list[str] = []
     findings: list[Finding] = []
-    unreadable: list[UnreadableFile] = []
+    unreadable: list[FileReadError] = []
     for path in paths:
         try:
             found = _apply_rules(Script.read(path), rules)
         except OSError as error:
-            unreadable.append(UnreadableFile(path, error.strerror or str(error)))
+            unreadable.append(FileReadError(path, error.strerror or str(error)))
         except SyntaxError as error:
             where = "" if error.lineno is None else f"line {error.lineno}: "
-            unreadable.append(UnreadableFile(path, f"{where}{error.msg}"))
+            unreadable.append(FileReadError(path, f"{where}{error.msg}"))
         except ValueError as error:
-            unreadable.append(UnreadableFile(path, str(error)))
+            unreadable.append(FileReadError(path, str(error)))
         except RecursionError:
-            unreadable.append(UnreadableFile(path, "it is nested too deeply"))
+            unreadable.append(FileReadError(path, "it is nested too deeply"))
         else:
             checked.append(path)
             findings += found

@@ -79,8 +79,8 @@ class Origins:
                 return before[place:]
         if before:
             return before
-        loops = set(self.script.enclosing_loops(node))
-        again = [b for b in found if loops & set(self.script.enclosing_loops(b.statement))]
+        loops = set(self.script.parent_loops(node))
+        again = [b for b in found if loops & set(self.script.parent_loops(b.statement))]
         function = self.script.function_of(node)
         dotted = self.script.dotted_name(node)
         handed_in = function is not None and dotted.split(".")[0] in _parameters(function)

@@ -224,7 +224,7 @@ class Script:
         """Whether the node is the container or somewhere in it."""
         return node is container or any(above is container for above in self.ancestors(node))
 
-    def enclosing_loops(self, node: ast.AST) -> Iterator[ast.For | ast.While]:
+    def parent_loops(self, node: ast.AST) -> Iterator[ast.For | ast.While]:
         """Loops of the same function around a node, innermost first."""
         for above in self.ancestors(node):
             if isinstance(above, Function):

@@ -300,7 +300,7 @@ class ScriptInfo:
         """The innermost loops around each backward: one turn is one step."""
         found: list[ast.For | ast.While] = []
         for call in self.backward_calls:
-            loop = next(self.script.enclosing_loops(call), None)
+            loop = next(self.script.parent_loops(call), None)
             if loop is not None and loop not in found:
                 found.append(loop)
         return found

@@ -90,7 +90,7 @@ class DeviceError(LaunchError):
     """There is no accelerator of its own for every rank."""
 
     @classmethod
-    def too_few(cls, ranks: int, devices: int) -> DeviceError:
+    def not_enough(cls, ranks: int, devices: int) -> DeviceError:
         return cls(
             f"{ranks} ranks on this host, but only {devices} GPU{'s' * (devices != 1)} visible. "
             "Start fewer ranks, make more GPUs visible (CUDA_VISIBLE_DEVICES), "

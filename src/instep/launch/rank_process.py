@@ -55,7 +55,7 @@ class RankProcess:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def has_unfinished_file(self) -> bool:
+    def has_pending_file(self) -> bool:
         """Whether it runs and is writing a file that must be whole or absent."""
         return self.end is None and self._mark.exists()
 

@@ -20,9 +20,9 @@ from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.job import Job
-from instep.launch.multihost import connections
-from instep.launch.multihost.connections import HostResult, Message, SupervisorConnections
-from instep.launch.multihost.hosts import JobInfo, join_hosts
+from instep.launch.multinode import connections
+from instep.launch.multinode.connections import HostResult, Message, SupervisorConnections
+from instep.launch.multinode.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, start_rank
 from instep.launch.reaper import Reaper, end_ranks
@@ -248,7 +248,7 @@ class Supervisor:
     def _waits_for_file(self) -> bool:
         """Whether the next step waits because a rank is writing a file."""
         now = time.monotonic()
-        if now < self._patient_until and any(rank.has_unfinished_file() for rank in self._ranks):
+        if now < self._patient_until and any(rank.has_pending_file() for rank in self._ranks):
             self._deadline = now + POLL_INTERVAL
             return True
         return False

@@ -22,7 +22,7 @@ class LaunchVariablesError(LaunchError):
         )
 
     @classmethod
-    def contradiction(cls, source: str, what: str) -> LaunchVariablesError:
+    def inconsistent(cls, source: str, what: str) -> LaunchVariablesError:
         return cls(
             f"{source} describes an impossible world: {what}. "
             "Check who sets these variables; two launchers inside each other are the usual cause."

@@ -37,7 +37,7 @@ class LastPosition:
         if self.has_finished() and code <= 0:
             return f"It left at {_read(self.finished_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
-        return format_crash(crash) or format_position(_read(self.line_file), ended)
+        return format_fatal_signal(crash) or format_position(_read(self.line_file), ended)
 
 
 def _read(path: str) -> str:
@@ -69,7 +69,7 @@ def format_position(written: str, ended: float) -> str:
     return f"It was last seen at {line}, {before:.1f} s before its end.\n"
 
 
-def format_crash(crash: str) -> str:
+def format_fatal_signal(crash: str) -> str:
     """faulthandler's report, without frames of instep and of the interpreter."""
     lines = crash.split("\n\nExtension modules:")[0].splitlines(keepends=True)
     kept = [

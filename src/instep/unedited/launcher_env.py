@@ -64,7 +64,7 @@ def own_device(visible: list[str], world: World) -> str | None:
     if world.size == 1 or len(visible) < 2:
         return None
     if len(visible) < world.local_size:
-        raise DeviceError.too_few(world.local_size, len(visible))
+        raise DeviceError.not_enough(world.local_size, len(visible))
     return visible[world.local_rank]
 
 

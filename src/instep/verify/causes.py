@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from instep.verify.compare import collect_rows, count_samples, fingerprint_distance, ratio
-from instep.verify.divergence import Evidence, compare_ranks, has_other_samples, lrs_at
+from instep.verify.divergence import Evidence, compare_ranks, has_other_samples, learning_rates_at
 from instep.verify.recording.records import Fingerprint, RunRecord, StepRecord
 
 Rule = Callable[[Evidence], str | None]
@@ -33,7 +33,7 @@ def _rank_dependent_decisions(e: Evidence) -> str | None:
     if len(set(counts)) > 1:
         return f"decisions that differ by rank: the ranks made {_format_list(counts)} steps"
     for k in range(e.steps):
-        if len(lrs_at(e.free, k)) > 1:
+        if len(learning_rates_at(e.free, k)) > 1:
             lrs = [one.lrs[0] for one in e.free.at(k) if one.lrs]
             return (
                 f"decisions that differ by rank: the learning rate of step {k + 1} is "
@@ -140,8 +140,10 @@ def _other_initial_parameters(e: Evidence) -> str | None:
 def _other_learning_rates(e: Evidence) -> str | None:
     """The learning rate is scaled, or its schedule is stepped too often."""
     ours, theirs = _first_lrs(e.oracle), _first_lrs(e.free)
-    different = [k for k in range(e.steps) if lrs_at(e.oracle, k) != lrs_at(e.free, k)]
-    different = [k for k in different if e.is_repeatable(k, lrs_at)]
+    different = [
+        k for k in range(e.steps) if learning_rates_at(e.oracle, k) != learning_rates_at(e.free, k)
+    ]
+    different = [k for k in different if e.is_deterministic_run(k, learning_rates_at)]
     if not different:
         return None
     k = different[0]

@@ -204,7 +204,7 @@ def distance(ours: Tensors, theirs: Tensors) -> float:
     return math.inf if math.isnan(total) else total
 
 
-def find_worst_tensor(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
+def find_max_difference(ours: Tensors, theirs: Tensors) -> tuple[str, float]:
     """The tensor that differs most, and its relative difference."""
     apart = {name: _tensor_distance(ours, theirs, name) for name in {**ours, **theirs}}
     name = max(apart, key=lambda name: apart[name], default="")

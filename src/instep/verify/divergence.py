@@ -17,7 +17,7 @@ from instep.verify.compare import (
     compare_parameters,
     count_samples,
     distance,
-    find_worst_tensor,
+    find_max_difference,
     fingerprint_distance,
     ratio,
 )
@@ -71,7 +71,7 @@ class Evidence:
         """Whether a difference is more than rounding."""
         return not diff.difference <= self.tolerance.gradient or diff.hidden is not None
 
-    def is_repeatable(self, step: int, value: Callable[[RunRecord, int], object]) -> bool:
+    def is_deterministic_run(self, step: int, value: Callable[[RunRecord, int], object]) -> bool:
         """Whether one process repeats the value at this step with other rounding."""
         if step >= min(self.oracle.steps, self.noise.steps):
             return False
@@ -99,7 +99,7 @@ def find_divergence(e: Evidence) -> Divergence | None:
     return min(found, key=lambda divergence: divergence.step, default=None)
 
 
-def find_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence:
+def find_first_difference(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence:
     """The step from which the free run differs by more than these limits, at latest the end."""
     moved = distance(e.oracle.parameters, e.oracle.initial)
     parameters = compare_parameters(e.oracle, e.free)
@@ -113,7 +113,7 @@ def find_drift(e: Evidence, loss_limit: float, moved_limit: float) -> Divergence
         ("parameters", e.oracle.parameters, e.free.parameters),
         ("buffers", e.oracle.buffers, e.free.buffers),
     ):
-        tensor, apart = find_worst_tensor(ours, theirs)
+        tensor, apart = find_max_difference(ours, theirs)
         if apart > 0:
             return Divergence(e.n, e.steps, what, tensor, apart)
     raise AssertionError("nothing has drifted")
@@ -141,22 +141,22 @@ def has_other_samples(e: Evidence, step: int) -> bool:
     Hashes alone do not suffice: one model's output may be another one's input, and differ in its
     bits by rounding.
     """
-    if collect_rows(e.free, step) == collect_rows(e.oracle, step) or not e.is_repeatable(
+    if collect_rows(e.free, step) == collect_rows(e.oracle, step) or not e.is_deterministic_run(
         step, collect_rows
     ):
         return False
     return compare_losses(e.oracle, e.free)[step] > e.tolerance.run
 
 
-def lrs_at(run: RunRecord, step: int) -> list[tuple[float, ...]]:
+def learning_rates_at(run: RunRecord, step: int) -> list[tuple[float, ...]]:
     """The different learning rates of a step among the ranks."""
     return sorted({tuple(float(f"{rate:.9g}") for rate in one.lrs) for one in run.at(step)})
 
 
 def _first_lrs(e: Evidence) -> Iterator[Divergence]:
     for k in range(e.steps):
-        ours, theirs = lrs_at(e.oracle, k), lrs_at(e.free, k)
-        if theirs != ours and (len(theirs) > 1 or e.is_repeatable(k, lrs_at)):
+        ours, theirs = learning_rates_at(e.oracle, k), learning_rates_at(e.free, k)
+        if theirs != ours and (len(theirs) > 1 or e.is_deterministic_run(k, learning_rates_at)):
             pairs = [pair for lrs in theirs for pair in zip(ours[0], lrs, strict=False)]
             apart = max((ratio(abs(a - b), abs(a)) for a, b in pairs), default=math.inf)
             yield Divergence(e.n, k + 1, "learning rate", None, apart)

@@ -69,8 +69,8 @@ def _notes(report: Report) -> list[str]:
             f"at n = {undivided} every rank computed every sample: the numbers are the "
             "same, but it is not faster. `instep run` prints the reason."
         )
-    if report.unlike_python:
-        notes.append(f"one process of instep is not plain python: {report.unlike_python}.")
+    if report.differs_from_python:
+        notes.append(f"one process of instep is not plain python: {report.differs_from_python}.")
     return notes
 
 
@@ -111,7 +111,7 @@ def _verdict(report: Report) -> list[str]:
 
 def format_json(report: Report) -> str:
     """Format the report as JSON; numbers that are not finite are null."""
-    worst = report.largest_difference
+    worst = report.max_difference
     value = {
         "verdict": str(report.verdict),
         "runs": [_run(report.oracle, None), *(_run(j.run, j) for j in report.results)],
@@ -124,7 +124,7 @@ def format_json(report: Report) -> str:
         "tolerance": {"gradient": report.tolerance.gradient, "run": report.tolerance.run},
         "first_divergence": None,
         "cause": report.cause,
-        "unlike_python": report.unlike_python,
+        "differs_from_python": report.differs_from_python,
     }
     if report.divergence is not None:
         divergence = vars(report.divergence)

@@ -23,8 +23,8 @@ from instep.verify.divergence import (
     Evidence,
     Tolerance,
     find_divergence,
-    find_drift,
-    lrs_at,
+    find_first_difference,
+    learning_rates_at,
 )
 from instep.verify.recording.records import RunRecord, StepRecord
 from instep.verify.runs import MultiRankRuns, SingleRankRuns
@@ -63,13 +63,13 @@ class Report:
     noise_by: str
     tolerance: Tolerance
     results: tuple[RunResult, ...]
-    unlike_python: str | None = None
+    differs_from_python: str | None = None
     """How one process under instep differs from plain Python, if it does."""
     cause: str | None = None
     divergence: Divergence | None = None
 
     @property
-    def largest_difference(self) -> RunDifference:
+    def max_difference(self) -> RunDifference:
         """The largest of each difference."""
         rows = [astuple(result.difference) for result in self.results]
         return (
@@ -84,7 +84,7 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
         diff for run in single.with_other_rounding for diff in compare_gradients(single.again, run)
     ]
     noise = compare_runs(single.oracle, single.noise, diffs)
-    nondeterminism = find_nondeterminism(single)
+    nondeterminism = find_nondeterministic(single)
     results = (
         () if nondeterminism else tuple(_make_result(single, t, noise, tolerance) for t in multi)
     )
@@ -102,7 +102,7 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
         single.noise_by,
         tolerance,
         results,
-        unlike_python(single.oracle, single.plain, tolerance),
+        differs_from_python(single.oracle, single.plain, tolerance),
         nondeterminism or worst.cause,
         worst.divergence,
     )
@@ -119,7 +119,7 @@ def _make_result(
     divergence = find_divergence(evidence)
     if divergence is None and verdict is Verdict.DIFFERENT:
         limits = (max(tolerance.run, OF_ITS_NOISE * own) for own in (noise.loss, noise.moved))
-        divergence = find_drift(evidence, *limits)
+        divergence = find_first_difference(evidence, *limits)
     if divergence is None:
         return RunResult(runs.free, verdict, found)
     return RunResult(runs.free, Verdict.DIFFERENT, found, divergence, find_cause(evidence))
@@ -158,7 +158,7 @@ def is_usable_noise(reference: RunRecord, backwards: RunRecord) -> bool:
     return bool(diffs) and 0.0 < diffs[0].difference <= limit
 
 
-def find_nondeterminism(single: SingleRankRuns) -> str | None:
+def find_nondeterministic(single: SingleRankRuns) -> str | None:
     """Why two runs of one process differ by more than rounding; None if they do not."""
     oracle, again, tolerance = single.oracle, single.again, choose_tolerance(single.oracle)
     for k in range(min(oracle.steps, again.steps)):
@@ -167,7 +167,9 @@ def find_nondeterminism(single: SingleRankRuns) -> str | None:
         apart, tensor = fingerprint_distance(ours.parameters, theirs.parameters)
         if k == 0 and apart > tolerance.gradient:
             return f"not deterministic: {place}, {tensor} starts differently (seed the script)"
-        if ours.samples != theirs.samples or lrs_at(oracle, k) != lrs_at(again, k):
+        if ours.samples != theirs.samples or learning_rates_at(oracle, k) != learning_rates_at(
+            again, k
+        ):
             return f"not deterministic: {place}, in samples or learning rates"
         apart, tensor = fingerprint_distance(ours.gradients, theirs.gradients)
         if apart > OF_ITS_NOISE * tolerance.gradient:
@@ -195,7 +197,9 @@ def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
     return known > 0 and ours[:known] == theirs[:known]
 
 
-def unlike_python(oracle: RunRecord, plain: RunRecord | None, tolerance: Tolerance) -> str | None:
+def differs_from_python(
+    oracle: RunRecord, plain: RunRecord | None, tolerance: Tolerance
+) -> str | None:
     """How one process under instep differs from the script without instep, in one sentence."""
     if plain is None:
         return "the script does not run in plain Python without instep's two lines"

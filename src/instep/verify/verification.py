@@ -18,7 +18,13 @@ from instep.verify.runs import (
     run_single_rank,
     run_with_rounding,
 )
-from instep.verify.verdict import Report, Verdict, find_nondeterminism, is_usable_noise, make_report
+from instep.verify.verdict import (
+    Report,
+    Verdict,
+    find_nondeterministic,
+    is_usable_noise,
+    make_report,
+)
 
 
 def verify_script(
@@ -36,15 +42,15 @@ def verify_script(
         runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), log)
         single = run_single_rank(runner, steps, is_usable_noise)
         others = sorted(set(sizes) - {1})
-        if find_nondeterminism(single):
+        if find_nondeterministic(single):
             log(f"one process does not repeat itself, so {others} ranks are not compared")
             others = []
-        return judge_with_rounding(
+        return compare_with_rounding(
             runner, single, [run_multi_rank(runner, n, steps, single) for n in others]
         )
 
 
-def judge_with_rounding(
+def compare_with_rounding(
     runner: ScriptRunner, single: SingleRankRuns, multi: Sequence[MultiRankRuns]
 ) -> Report:
     """Judge the runs. If a gradient seems wrong, first measure the effect of rounding alone.

@@ -243,7 +243,7 @@ def _is_filled_in_sharded_loop(info: ScriptInfo, place: ast.AST, name: str) -> b
             or info.script.function_of(changed) is not function
         ):
             continue
-        for loop in info.script.enclosing_loops(changed):
+        for loop in info.script.parent_loops(changed):
             loader = info.loader_of(info.loop_source(loop)) if isinstance(loop, ast.For) else None
             if loader is not None and info.sampler_of(loader) is not None:
                 return True

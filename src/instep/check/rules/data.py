@@ -82,7 +82,7 @@ def _epochs(info: ScriptInfo, sampler: ast.Call) -> ast.For | ast.While | None:
     """The loop over epochs, if it can be seen that there is one, and that the sampler lives
     longer than one epoch."""
     if any(
-        "epoch" in info.script.source(_head(loop)) for loop in info.script.enclosing_loops(sampler)
+        "epoch" in info.script.source(_head(loop)) for loop in info.script.parent_loops(sampler)
     ):
         return None
     loops: list[ast.For | ast.While] = [*info.script.all(ast.For), *info.script.all(ast.While)]

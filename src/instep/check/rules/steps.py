@@ -50,7 +50,7 @@ def _one_name_in_flight(info: ScriptInfo) -> Iterator[Hit]:
         if not isinstance(name, str):
             continue
         tensors = _passed_tensors(info, call)
-        looped = "async" in full and any(info.script.enclosing_loops(call))
+        looped = "async" in full and any(info.script.parent_loops(call))
         if name in seen or len(tensors) > 1 or looped:
             yield Hit(
                 call,
@@ -131,7 +131,7 @@ def _find_waits(info: ScriptInfo, loop: ast.For | ast.While, word: str) -> Itera
     for call in info.script.calls_named(word):
         if not info.script.is_inside(call, loop) or call.lineno >= backward.lineno:
             continue
-        if next(info.script.enclosing_loops(call), None) is not loop:
+        if next(info.script.parent_loops(call), None) is not loop:
             continue
         conditional = any(
             isinstance(above, ast.If) and not info.script.is_inside(backward, above)
@@ -173,6 +173,6 @@ def _is_after_forward(
 
 def _checks_for_nan(info: ScriptInfo, call: ast.Call) -> bool:
     """A step that looks for NaN before backward has to wait, and waits for a reason."""
-    loop = next(info.script.enclosing_loops(call), None)
+    loop = next(info.script.parent_loops(call), None)
     checks = info.script.calls_named("isfinite", "isnan", "isinf")
-    return any(next(info.script.enclosing_loops(check), None) is loop for check in checks)
+    return any(next(info.script.parent_loops(check), None) is loop for check in checks)

@@ -247,7 +247,7 @@ def _print_on_every_rank(info: ScriptInfo) -> Iterator[Hit]:
     ):
         return  # print may be silenced in a file that is not read here
     for call in info.script.all(ast.Call):
-        loops = [loop for loop in info.script.enclosing_loops(call) if loop in info.training_loops]
+        loops = [loop for loop in info.script.parent_loops(call) if loop in info.training_loops]
         if not loops or "torch.distributed.rpc" in info.script.imported_modules:
             continue
         if info.guards.effective_guard(call) or not _prints(info, call):

@@ -20,7 +20,7 @@ def physical_devices(count: int, visible: str | None) -> list[str]:
     return _entries(visible)[:count]
 
 
-def late_change_warning(
+def changed_after_init_warning(
     visible: str | None, at_start: str | None, uuids: Sequence[str]
 ) -> str | None:
     """A warning if CUDA shows other devices than the variable: it had read it before.

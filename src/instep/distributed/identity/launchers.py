@@ -309,6 +309,6 @@ def _check_consistent(world: World, launcher: Launcher, environ: Mapping[str, st
         if variable != name and not {"RANK", "WORLD_SIZE"} <= environ.keys():
             given = _number(environ, name, default=ours)
             if given != ours:
-                raise LaunchVariablesError.contradiction(
+                raise LaunchVariablesError.inconsistent(
                     launcher.name, f"{name}={given}, but {variable}={ours}"
                 )

@@ -36,11 +36,11 @@ class World:
             ("node rank", self.node_rank, self.nodes),
         ):
             if not 0 <= index < count:
-                raise LaunchVariablesError.contradiction(
+                raise LaunchVariablesError.inconsistent(
                     self.source, f"{what} {index} of {count} ({what}s count from 0)"
                 )
         if self.local_size > self.size:
-            raise LaunchVariablesError.contradiction(
+            raise LaunchVariablesError.inconsistent(
                 self.source, f"{self.local_size} ranks on this host, but {self.size} in all"
             )
 

@@ -63,7 +63,7 @@ class CoordinatorChannel:
         return self._socket.fileno()
 
     @property
-    def has_unsent(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether to call `flush` as soon as the socket takes more."""
         return bool(self._unsent)
 

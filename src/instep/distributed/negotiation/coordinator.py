@@ -142,7 +142,7 @@ class _Coordinator:
     def _set_events(self, rank: int) -> None:
         """Select for writing, too, where something is unsent."""
         channel = self._channels[rank]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_pending else 0)
         if self._selector.get_key(channel).events != events:
             self._selector.modify(channel, events, rank)
 
@@ -164,7 +164,7 @@ class _Coordinator:
     def _check_stalled(self) -> NegotiationError | None:
         now, check = monotonic(), self._stall_check
         if check.warn_after is not None:
-            for stalled in self._table.newly_stalled(now, check.warn_after):
+            for stalled in self._table.find_stalled(now, check.warn_after):
                 print(f"instep: {stalled}", file=sys.stderr, flush=True)
         if check.shutdown_after is not None:
             for stalled in self._table.stalled(now, check.shutdown_after):

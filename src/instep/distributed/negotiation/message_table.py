@@ -121,7 +121,7 @@ class MessageTable:
             if (waited := now - self._since[key]) >= seconds
         ]
 
-    def newly_stalled(self, now: float, seconds: float) -> list[StalledRequest]:
+    def find_stalled(self, now: float, seconds: float) -> list[StalledRequest]:
         """Those that no call before this one has returned."""
         stalled = self.stalled(now, seconds)
         new = [each for each in stalled if each.request.key not in self._reported]

@@ -26,15 +26,15 @@ def take_device(world: World) -> torch.device:
     count = max(torch.cuda.device_count(), 1)
     is_known = world.source != join_check.BY_THE_SCRIPT  # else not how many are on this host
     if is_known and 1 < count < world.local_size:
-        raise DeviceError.too_few(world.local_size, count)
+        raise DeviceError.not_enough(world.local_size, count)
     device = torch.device("cuda", world.local_rank % count)
     torch.cuda.set_device(device)
-    if (warning := late_devices_warning()) is not None:
+    if (warning := changed_devices_warning()) is not None:
         warnings.warn(warning, InstepWarning, stacklevel=4)
     return device
 
 
-def late_devices_warning() -> str | None:
+def changed_devices_warning() -> str | None:
     """A warning if CUDA, which is in use here, has read another CUDA_VISIBLE_DEVICES."""
     value = os.environ.get(cuda_visible_devices.VARIABLE)
     at_start = read_environ("self").get(cuda_visible_devices.VARIABLE)
@@ -43,7 +43,7 @@ def late_devices_warning() -> str | None:
     uuids = [
         str(torch.cuda.get_device_properties(k).uuid) if k < known else "…" for k in range(shown)
     ]
-    return cuda_visible_devices.late_change_warning(value, at_start, uuids)
+    return cuda_visible_devices.changed_after_init_warning(value, at_start, uuids)
 
 
 def check_devices_differ(store: dist.Store, world: World, device: str) -> None:

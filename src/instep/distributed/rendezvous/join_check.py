@@ -98,13 +98,13 @@ def has_joined(store: dist.Store, rank: int) -> bool:
     return store.check([_key(rank)])
 
 
-def stand_in_for_rank_0(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
+def report_instead_of_rank_0(store: dist.Store, error: LaunchError, secret: bytes | None) -> None:
     """Set an error as the result: rank 0 has ended, which ranks on other hosts cannot see."""
     _set_error(_signed(store, secret), error)
     time.sleep(_LINGER)
 
 
-def raise_error_of_stand_in(store: dist.Store) -> None:
+def raise_reported_error(store: dist.Store) -> None:
     """Raise the error that a rank set in place of rank 0, if there is one."""
     if store.check([_RESULT]):
         _raise_if_error(_read(store, _RESULT))

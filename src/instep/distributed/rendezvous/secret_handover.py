@@ -25,7 +25,7 @@ _SECRET_BYTES = 32
 
 
 @contextmanager
-def hand_over(address: str, port: int, secret: bytes) -> Iterator[None]:
+def serve_secret(address: str, port: int, secret: bytes) -> Iterator[None]:
     """Send the `secret` to processes of this user for a while; they know `address` and `port`.
 
     Raises AuthenticationError where another process listens at that name.

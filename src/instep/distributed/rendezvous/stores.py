@@ -182,14 +182,14 @@ def _secret(store: dist.Store, host: str, port: int, joining: _Joining) -> bytes
     if world.rank != 0:
         return joining.wait_for(partial(_request_secret, store, address, port, world.size))
     secret = make_secret()
-    joining.until_all_joined.enter_context(secret_handover.hand_over(address, port, secret))
+    joining.until_all_joined.enter_context(secret_handover.serve_secret(address, port, secret))
     return secret
 
 
 def _request_secret(store: dist.Store, address: str, port: int, size: int) -> bytes | None:
     """None where rank 0 has not joined: it hands over from before it sets its fingerprint."""
     try:
-        join_check.raise_error_of_stand_in(store)
+        join_check.raise_reported_error(store)
         has_joined = join_check.has_joined(store, 0)
         return secret_handover.request_secret(address, port)
     except dist.DistNetworkError:
@@ -244,7 +244,7 @@ def _tcp_store(host: str, port: int, joining: _Joining, job: str = "") -> dist.S
     except RendezvousError as error:
         if joining.local_ranks is not None and 0 in joining.local_ranks.gone:
             with suppress(LaunchError):  # another rank does
-                join_check.stand_in_for_rank_0(serve(), error, joining.secret)
+                join_check.report_instead_of_rank_0(serve(), error, joining.secret)
         raise
 
 

@@ -20,7 +20,7 @@ from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
-from instep.process.last_position import format_crash, format_position
+from instep.process.last_position import format_fatal_signal, format_position
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
     context_switches,
@@ -171,7 +171,7 @@ class Watcher:
     def _last_position(self, code: int | None) -> str:
         """The lines that are known about a rank that died silently."""
         crash = _read(self._crash_file) if code is not None and code < 0 else ""
-        return format_crash(crash) or format_position(_read(self._seen_file), time.time())
+        return format_fatal_signal(crash) or format_position(_read(self._seen_file), time.time())
 
     def _let_rank_exit(self) -> None:
         """Tell the rank to exit, and kill it if it does not."""

@@ -122,5 +122,5 @@ def _versions() -> dict[str, str]:
 
 
 def _warnings() -> list[str]:
-    late = devices.late_devices_warning() if torch.cuda.is_initialized() else None
+    late = devices.changed_devices_warning() if torch.cuda.is_initialized() else None
     return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]

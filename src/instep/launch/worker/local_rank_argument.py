@@ -19,7 +19,7 @@ SPELLINGS = ("--local-rank", "--local_rank")
 _GIVEN = re.compile("--local[-_]rank(=.*)?")
 
 
-def provide(world: World) -> None:
+def add_local_rank(world: World) -> None:
     """Give the local rank to every parser of argparse that declares the argument."""
     if world != World():
         parse = partial(_parse_known_args, world.local_rank)

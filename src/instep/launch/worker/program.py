@@ -30,7 +30,7 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
         job_fingerprint.announce(command)
     gc_tuning.freeze_torch_objects()
     torch_init.install_patches()
-    local_rank_argument.provide(launchers.detect())
+    local_rank_argument.add_local_rank(launchers.detect())
     if not plain:
         start_session(command)
     main_module.run_as_main(command)

@@ -83,14 +83,14 @@ def _certainly_calls(script: Script, name: str) -> bool:
 
     Not if the script may exit elsewhere than on the path that every run takes.
     """
-    calls = [*_UnconditionalCalls(script).follow(script.tree.body)]
+    calls = [*_TopLevelCalls(script).follow(script.tree.body)]
     exits = sum(1 for _ in script.calls_named(*_EXITS))
     if exits > sum(called in _EXITS for called in calls):
         return False
     return name in takewhile(lambda called: called not in _EXITS, calls)
 
 
-class _UnconditionalCalls:
+class _TopLevelCalls:
     """The calls that every run of a script makes, as far as its text shows them."""
 
     def __init__(self, script: Script) -> None:
