@@ -1,54 +1,56 @@
-"""Every error that instep raises, as a tree. The sentence lives in the class.
+"""Every error that instep raises, as a tree. Each class is defined in the package that raises it.
 
 InstepError
-├── LaunchError                   how this job was started
-│   ├── CommandLineError          what `instep` was asked to do
-│   ├── StartError                a rank that the system would not start
+├── LaunchError                   this job was started in a way that cannot work
+│   ├── CommandLineError          wrong options or arguments of `instep`
+│   ├── StartError                the system could not start a rank
 │   ├── LaunchVariablesError      variables half set, contradictory or not numbers
-│   ├── PortInUseError            the master's port belongs to somebody else
+│   ├── PortInUseError            another process holds the master's port
 │   ├── LeftoverRendezvousError   a rendezvous file of another job
 │   ├── RendezvousError           the ranks cannot meet as asked
+│   ├── AuthenticationError       a message of a process without this job's secret
 │   ├── DeviceError               no accelerator for this rank, or one for two ranks
 │   ├── MixedJobError             ranks of different scripts, arguments or versions
 │   ├── BackendError              a backend that this host does not have
 │   ├── RankFailedError           a rank that `instep.spawn` started failed
-│   ├── CannotSendError           (TypeError) what `instep.spawn` cannot hand to a rank, or back
+│   ├── CannotSendError           (TypeError) `instep.spawn` cannot pickle a call or a result
 │   └── UneditedError             a script that cannot run unedited on several ranks
-├── RunOnceError                  a run-once scope that cannot hand over its result
-├── CollectiveError               talking
+├── RunOnceError                  a run-once scope that cannot send its result
+├── CollectiveError               ranks cannot run this collective
 │   ├── UnknownOpError            (ValueError) a reduction that does not exist
-│   ├── WrongDeviceError          a tensor where this job's ranks cannot talk
-│   ├── UnsuitableTensorError     (TypeError) a tensor that this collective has no meaning for
+│   ├── WrongDeviceError          a tensor on a device that the process group does not serve
+│   ├── UnsuitableTensorError     (TypeError) a tensor for which this collective is not defined
 │   ├── OverflowedError           (OverflowError) a sum of integers that its dtype cannot hold
-│   ├── NotAMemberError           (ValueError) a rank talks in a group of others
+│   ├── NotAMemberError           (ValueError) a rank in a collective of a group without it
 │   ├── InsideScopeError          a collective inside of a run-once scope
-│   ├── DisagreementError         the ranks mean different things
-│   ├── NameInFlightError         (ValueError) a second collective of a name under way
+│   ├── DisagreementError         the ranks passed different values
+│   ├── NameInFlightError         (ValueError) a name is submitted twice
 │   ├── NegotiationError          (RuntimeError) a named collective that cannot take place
 │   ├── SharedMemoryError         (RuntimeError) not enough of it for all ranks
 │   └── BrokenGroupError          (RuntimeError) the ranks are out of step for good
 │       ├── PeerDiedError         a rank's process ended
 │       ├── PeerLeftError         a rank destroyed its process group
 │       ├── PeerGaveUpError       a rank stopped with an error
-│       ├── CollectiveTimeoutError   a rank did not come in time
+│       ├── CollectiveTimeoutError   a rank did not call it in time
 │       └── ForkedChildError      a forked child is not a rank
-├── VerificationError             what `instep verify` cannot judge
+├── VerificationError             `instep verify` cannot judge this script
 │   ├── ScriptFailedError         the script failed at some number of ranks
 │   ├── ScriptLateError           it took far longer there than in one process
 │   └── StepsError                it does no training step
-└── TrainingError                 the script's use of replicate and shard
+└── TrainingError                 a use of instep that would change the numbers
     ├── ReplicatedTwiceError
     ├── ShardedTwiceError
     ├── CannotShardError          (TypeError) a loader or batch that has no blocks
     ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
-    ├── MixedSumsError            gradients of different parameters added up by different ranks
-    ├── UnknownBatchError         nothing tells which batch a forward belongs to
+    ├── ShardedCallError          a module's call that cannot be sharded over the ranks
+    ├── MixedSumsError            gradients of different parameters summed by different ranks
+    ├── UnknownBatchError         the batch of a forward is not known
     ├── MixedBatchesError         two batches of different weights in one backward
     └── PrecisionError            (RuntimeError) mixed precision; see instep.training.amp.errors
 
-InstepWarning (UserWarning)       what instep cannot keep the same
+InstepWarning (UserWarning)       instep cannot keep something the same
 
-What a caller may also catch as a built-in (ValueError, TypeError) says so.
+The classes in parentheses are built-in bases, by which a caller may catch the error, too.
 """
 
 from __future__ import annotations
@@ -57,23 +59,23 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 
-def _unpickled(kind: type[InstepError], args: tuple[object, ...]) -> InstepError:
-    """An error by its sentence: not every class's constructor takes that."""
-    return kind.__new__(kind, *args)
+def _unpickle(error: type[InstepError], args: tuple[object, ...]) -> InstepError:
+    """Makes an error from its message: not every class's constructor takes that."""
+    return error.__new__(error, *args)
 
 
 class InstepError(Exception):
-    """The root: catch it to catch whatever instep raises by itself. Every one pickles."""
+    """The base of all errors of instep. Every one pickles."""
 
     caused_by_another_rank: ClassVar[bool] = False
-    """Whether another rank's failure, departure or other path led to it."""
+    """Whether another rank's failure, departure or different calls led to it."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _unpickled, (type(self), self.args), self.__dict__
+        return _unpickle, (type(self), self.args), self.__dict__
 
 
 class InstepWarning(UserWarning):
-    """What instep cannot keep the same, said once."""
+    """Something that instep cannot keep the same, shown once."""
 
 
 class LaunchError(InstepError):
@@ -81,11 +83,11 @@ class LaunchError(InstepError):
 
 
 class CommandLineError(LaunchError):
-    """`instep` was asked for something that it cannot do. One line each."""
+    """Wrong options or arguments of `instep`. One line each."""
 
 
 class CollectiveError(InstepError):
-    """Ranks cannot exchange what was asked for."""
+    """Ranks cannot run this collective."""
 
 
 class TrainingError(InstepError):
@@ -96,53 +98,29 @@ class VerificationError(InstepError):
     """`instep verify` cannot judge this script."""
 
 
-_HOMES = {
-    "BackendError": "distributed.errors",
-    "BrokenGroupError": "distributed.errors",
-    "CannotSendError": "launch.errors",
-    "CannotShardError": "training.errors",
-    "CollectiveTimeoutError": "distributed.errors",
-    "DeviceError": "distributed.errors",
-    "DisagreementError": "distributed.errors",
-    "ForkedChildError": "distributed.errors",
-    "InsideScopeError": "distributed.communication.errors",
-    "LaunchVariablesError": "process.errors",
-    "LeftoverRendezvousError": "distributed.errors",
-    "LoadingError": "unedited.errors",
-    "MixedBatchesError": "training.errors",
-    "MixedJobError": "distributed.errors",
-    "MixedSumsError": "training.errors",
-    "NameInFlightError": "distributed.negotiation.errors",
-    "NegotiationError": "distributed.negotiation.errors",
-    "NotAMemberError": "distributed.communication.errors",
-    "OverflowedError": "distributed.communication.errors",
-    "PeerDiedError": "distributed.errors",
-    "PeerGaveUpError": "distributed.errors",
-    "PeerLeftError": "distributed.errors",
-    "PortInUseError": "distributed.errors",
-    "RankFailedError": "launch.errors",
-    "RendezvousError": "distributed.errors",
-    "ReplicatedTwiceError": "training.errors",
-    "RunOnceError": "distributed.communication.errors",
-    "ScriptFailedError": "verify.errors",
-    "ScriptLateError": "verify.errors",
-    "ShardedTwiceError": "training.errors",
-    "SharedMemoryError": "distributed.errors",
-    "StartError": "launch.errors",
-    "StepsError": "verify.errors",
-    "AuthenticationError": "distributed.errors",
-    "ShardedCallError": "unedited.errors",
-    "UneditedError": "unedited.errors",
-    "UnknownBatchError": "training.errors",
-    "UnknownOpError": "distributed.communication.errors",
-    "UnsuitableTensorError": "distributed.communication.errors",
-    "WrongDeviceError": "distributed.communication.errors",
-    "PrecisionError": "training.amp.errors",
+_DEFINED_IN = {
+    "distributed.communication.errors": """
+        InsideScopeError NotAMemberError OverflowedError RunOnceError UnknownOpError
+        UnsuitableTensorError WrongDeviceError""",
+    "distributed.errors": """
+        AuthenticationError BackendError BrokenGroupError CollectiveTimeoutError DeviceError
+        DisagreementError ForkedChildError LeftoverRendezvousError MixedJobError PeerDiedError
+        PeerGaveUpError PeerLeftError PortInUseError RendezvousError SharedMemoryError""",
+    "distributed.negotiation.errors": "NameInFlightError NegotiationError",
+    "launch.errors": "CannotSendError RankFailedError StartError",
+    "process.errors": "LaunchVariablesError",
+    "training.amp.errors": "PrecisionError",
+    "training.errors": """
+        CannotShardError MixedBatchesError MixedSumsError ReplicatedTwiceError ShardedTwiceError
+        UnknownBatchError""",
+    "unedited.errors": "LoadingError ShardedCallError UneditedError",
+    "verify.errors": "ScriptFailedError ScriptLateError StepsError",
 }
-"""Where the leaves are defined: each with the package that raises it."""
+"""The classes that other packages define, imported at their first use from here."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"instep.{_HOMES[name]}"), name)
+    for module, names in _DEFINED_IN.items():
+        if name in names.split():
+            return getattr(import_module(f"instep.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

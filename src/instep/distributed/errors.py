@@ -1,4 +1,4 @@
-"""How ranks fail to meet, or turn out not to be one job."""
+"""Errors of ranks that cannot meet, are not one job, or fail in a collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instep.process.exit_status import format_arrived, format_ranks
 
 
 class PortInUseError(LaunchError):
-    """The port at which the ranks should meet is taken."""
+    """Another process holds the port at which the ranks should meet."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(
@@ -99,7 +99,7 @@ class DeviceError(LaunchError):
 
 
 class DisagreementError(CollectiveError):
-    """The ranks were asked for the same thing and hold different ones."""
+    """The ranks passed different values where they must pass the same one."""
 
     caused_by_another_rank = True
 
