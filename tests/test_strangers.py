@@ -551,7 +551,7 @@ def be_a_stranger(ports, master, path):
     seconds = timedelta(seconds=10)
     store = dist.TCPStore("127.0.0.1", master, timeout=seconds, wait_for_workers=False)
     keys = store.list_keys()
-    (told,) = (key.removesuffix("begun") for key in keys if key.endswith("/begun"))
-    for key in [*keys, f"{told}piece0"]:
+    (told,) = (key.removesuffix("started") for key in keys if key.endswith("/started"))
+    for key in [*keys, f"{told}part0"]:
         store.set(key, evil)
     store.set(f"{told}done", "1")
