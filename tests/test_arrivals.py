@@ -254,7 +254,7 @@ def offered(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args",
                         argparse.ArgumentParser.parse_known_args)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
-    local_rank_argument.provide(World(3, 4, 3, 4))
+    local_rank_argument.add_local_rank(World(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])

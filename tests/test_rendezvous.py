@@ -206,7 +206,7 @@ def test_what_init_process_group_cannot_do_is_answered_with_what_to_do(tmp_path)
         (
             "the backend 'nccl' needs GPUs, .* sees none on this host. Pass 'gloo' for CPUs",
             "the backend 'nccl' needs GPUs",
-            "the backend 'mpi' needs a torch that was built .* mpirun may start the ranks",
+            "the backend 'mpi' needs a torch that was built .* mpirun can still start the ranks",
             f"port {port} on 127.0.0.1 is in use by another process",
         ),
         strict=True,
