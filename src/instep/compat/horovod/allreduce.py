@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.errors import UnsupportedOpError
 from instep.compat.horovod.gather_broadcast import allgather_async
-from instep.compat.horovod.handles import Handle, full_name, submit
+from instep.compat.horovod.handles import Handle, Start, full_name, submit, takes_arguments_of
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
 from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.execution import scale
@@ -31,24 +32,22 @@ class NamedReduction:
     scales: tuple[float, float]
     process_set: ProcessSet
 
-    def start(
-        self, tensors: Tensors, into: Tensors | None = None, convert: Convert = list
-    ) -> Handle:
+    def start(self, tensors: Tensors, in_place: bool = False, convert: Convert = list) -> Handle:
         """Start an allreduce of these tensors. The handle's result is `convert(results)`."""
         if self.op == Adasum:
-            return self._start_adasum(tensors, into, convert)
+            return self._start_adasum(tensors, in_place, convert)
         return submit(
             "allreduce",
             self.name,
             tensors,
             self.process_set,
-            lambda _, results: convert(results if into is None else list(into)),
-            into=into,
+            lambda _, results: convert(list(tensors) if in_place else results),
+            into=tensors if in_place else None,
             op=op_name("allreduce", self.op),
             scales=self.scales,
         )
 
-    def _start_adasum(self, tensors: Tensors, into: Tensors | None, convert: Convert) -> Handle:
+    def _start_adasum(self, tensors: Tensors, in_place: bool, convert: Convert) -> Handle:
         """Gather all ranks' tensors, and combine them here."""
         size = len(self.process_set.members)
         if size & (size - 1):
@@ -59,15 +58,41 @@ class NamedReduction:
 
         def finish(_: object, gathered: list[Tensor]) -> Any:
             results = []
-            for k, (rows, tensor) in enumerate(zip(gathered, tensors, strict=True)):
+            for rows, tensor in zip(gathered, tensors, strict=True):
                 total = scale(adasum(rows.view(size, -1)), after).view(tensor.shape)
-                results.append(total if into is None else into[k])
-                if into is not None:
-                    into[k].detach().copy_(total)
+                if in_place:
+                    tensor.detach().copy_(total)
+                results.append(tensor if in_place else total)
             return convert(results)
 
         flat = [scale(tensor.detach(), before).reshape(-1) for tensor in tensors]
         return submit("allgather", self.name, flat, self.process_set, finish)
+
+    def apply(
+        self,
+        function: type[torch.autograd.Function],
+        tensors: Tensors,
+        compression: type[Compressor],
+    ) -> list[Tensor]:
+        """The results of a differentiable function of this reduction and compressed tensors."""
+        small = [compression.compress(tensor) for tensor in tensors]
+        results = apply(function, self, *(tensor for tensor, _ in small))
+        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
+
+
+def parse_reduction(
+    collective: str,
+    name: str | None,
+    op: int | None,
+    average: bool | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> NamedReduction:
+    """The reduction of a collective's arguments; gives it a name if it has none."""
+    full = full_name(collective, name, process_set)
+    scales = (prescale_factor, postscale_factor)
+    return NamedReduction(full, parse_op(op, average), scales, process_set)
 
 
 def first(results: list[Tensor]) -> Tensor:
@@ -87,19 +112,6 @@ class _HorovodAllreduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         back = replace(ctx.reduction, name=f"{ctx.reduction.name}.backward")
         return None, *apply(_HorovodAllreduce, back, *grads)
-
-
-def parse_reduction(
-    collective: str,
-    name: str | None,
-    op: int | None,
-    average: bool | None,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-) -> NamedReduction:
-    """The reduction of a collective's arguments; gives it a name if it has none."""
-    full = full_name(collective, name, process_set)
-    return NamedReduction(full, parse_op(op, average), scales, process_set)
 
 
 def allreduce(
@@ -130,57 +142,43 @@ def allreduce(
     Raises HorovodInternalError on all ranks if they disagree in shape, dtype or op, and as
     `handles.submit`.
     """
-    small, ctx = compression.compress(tensor)
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
-    (result,) = apply(_HorovodAllreduce, reduction, small)
-    return compression.decompress(result, ctx)
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start `allreduce`; not differentiable. `synchronize` the handle for the result."""
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
-    return reduction.start([tensor], convert=first)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start `allreduce_`; before `synchronize`, the contents of `tensor` are undefined."""
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("allreduce", name, op, average, scales, process_set)
-    return reduction.start([tensor], into=[tensor], convert=first)
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """`allreduce` in place; not differentiable."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    reduction = parse_reduction(
+        "allreduce", name, op, average, prescale_factor, postscale_factor, process_set
     )
-    result: Tensor = handle.result()
+    return first(reduction.apply(_HorovodAllreduce, [tensor], compression))
+
+
+def _start_allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Start:
+    reduction = parse_reduction(
+        "allreduce", name, op, average, prescale_factor, postscale_factor, process_set
+    )
+    return functools.partial(reduction.start, [tensor], convert=first)
+
+
+@takes_arguments_of(_start_allreduce)
+def allreduce_async(start: Start) -> Handle:
+    """Start `allreduce`; not differentiable. `synchronize` the handle for the result."""
+    return start()
+
+
+@takes_arguments_of(_start_allreduce)
+def allreduce_async_(start: Start) -> Handle:
+    """Start `allreduce_`; before `synchronize`, the contents of `tensor` are undefined."""
+    return start(in_place=True)
+
+
+@takes_arguments_of(_start_allreduce)
+def allreduce_(start: Start) -> Tensor:
+    """`allreduce` in place; not differentiable."""
+    result: Tensor = start(in_place=True).result()
     return result
 
 
@@ -195,14 +193,13 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors of one dtype, which are sent as one."""
-    small = [compression.compress(tensor) for tensor in tensors]
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("grouped_allreduce", name, op, average, scales, process_set)
-    results = apply(_HorovodAllreduce, reduction, *(tensor for tensor, _ in small))
-    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
+    reduction = parse_reduction(
+        "grouped_allreduce", name, op, average, prescale_factor, postscale_factor, process_set
+    )
+    return reduction.apply(_HorovodAllreduce, tensors, compression)
 
 
-def grouped_allreduce_async(
+def _start_grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
@@ -210,43 +207,29 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Start:
+    reduction = parse_reduction(
+        "grouped_allreduce", name, op, average, prescale_factor, postscale_factor, process_set
+    )
+    return functools.partial(reduction.start, tensors)
+
+
+@takes_arguments_of(_start_grouped_allreduce)
+def grouped_allreduce_async(start: Start) -> Handle:
     """Start `grouped_allreduce`; not differentiable."""
-    scales = (prescale_factor, postscale_factor)
-    return parse_reduction("grouped_allreduce", name, op, average, scales, process_set).start(
-        tensors
-    )
+    return start()
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
+@takes_arguments_of(_start_grouped_allreduce)
+def grouped_allreduce_async_(start: Start) -> Handle:
     """Start `grouped_allreduce_`."""
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("grouped_allreduce", name, op, average, scales, process_set)
-    return reduction.start(tensors, into=tensors)
+    return start(in_place=True)
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@takes_arguments_of(_start_grouped_allreduce)
+def grouped_allreduce_(start: Start) -> list[Tensor]:
     """`grouped_allreduce` in place; not differentiable."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    results: list[Tensor] = handle.result()
+    results: list[Tensor] = start(in_place=True).result()
     return results
 
 

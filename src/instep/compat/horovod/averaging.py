@@ -158,7 +158,7 @@ class GradientAverager:
     def _start(self, bucket: _Bucket) -> None:
         dense = [self._dense(self._parameters[index]) for index in bucket.indices]
         small, bucket.contexts = zip(*map(self._options.compression.compress, dense), strict=True)
-        bucket.handle = self._options.reduction(bucket.name).start(small, into=small)
+        bucket.handle = self._options.reduction(bucket.name).start(small, in_place=True)
 
     def _dense(self, parameter: Tensor) -> Tensor:
         """The dense gradient to send; zeros for a sparse one, which is sent on its own, until the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
 from instep.compat.horovod.errors import WrongArgumentError
-from instep.compat.horovod.handles import Handle, full_name, submit
+from instep.compat.horovod.handles import Handle, Start, full_name, submit, takes_arguments_of
 from instep.distributed.communication.tensors import apply
 from instep.distributed.negotiation.message_table import Response
 
@@ -144,42 +145,37 @@ def broadcast(
     return result
 
 
-def broadcast_async(
+def _parse_broadcast(
     tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start `broadcast`; not differentiable."""
-    return _start_broadcast(
-        full_name("broadcast", name, process_set), tensor, root_rank, process_set
-    )
-
-
-def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start `broadcast_`; before `synchronize`, the contents of `tensor` are undefined."""
+) -> Start:
     name = full_name("broadcast", name, process_set)
-    return _start_broadcast(name, tensor, root_rank, process_set, into=tensor)
+    return functools.partial(_start_broadcast, name, tensor, root_rank, process_set)
 
 
-def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@takes_arguments_of(_parse_broadcast)
+def broadcast_async(start: Start) -> Handle:
+    """Start `broadcast`; not differentiable."""
+    return start()
+
+
+@takes_arguments_of(_parse_broadcast)
+def broadcast_async_(start: Start) -> Handle:
+    """Start `broadcast_`; before `synchronize`, the contents of `tensor` are undefined."""
+    return start(in_place=True)
+
+
+@takes_arguments_of(_parse_broadcast)
+def broadcast_(start: Start) -> Tensor:
     """`broadcast` in place; not differentiable."""
-    result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).result()
+    result: Tensor = start(in_place=True).result()
     return result
 
 
 def _start_broadcast(
-    name: str, tensor: Tensor, root: int, process_set: ProcessSet, into: Tensor | None = None
+    name: str, tensor: Tensor, root: int, process_set: ProcessSet, in_place: bool = False
 ) -> Handle:
     if root not in process_set.members:
         raise WrongArgumentError.root(root, process_set.members)
@@ -188,8 +184,8 @@ def _start_broadcast(
         name,
         [tensor],
         process_set,
-        lambda _, results: results[0] if into is None else into,
-        into=None if into is None else [into],
+        lambda _, results: tensor if in_place else results[0],
+        into=[tensor] if in_place else None,
         root=root,
     )
 

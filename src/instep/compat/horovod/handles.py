@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from instep.distributed.negotiation.negotiator import Task
 from instep.distributed.watchdog.call_stack import script_line
 
 Finish = Callable[[Response, list[Tensor]], Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Handle:
@@ -37,6 +42,26 @@ class Handle:
         return self._result
 
     wait = result  # the name in torch.distributed's Work
+
+
+Start = Callable[..., Handle]
+"""Starts a collective whose arguments are known; in place by `in_place=True`."""
+
+
+def takes_arguments_of(parse: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
+    """A decorator: the function has the arguments of `parse`, and is given the result of it."""
+
+    def decorate(function: Callable[[T], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(parse(*args, **kwargs))
+
+        result = inspect.signature(function).return_annotation
+        signature = inspect.signature(parse).replace(return_annotation=result)
+        vars(call)["__signature__"] = signature
+        return call
+
+    return decorate
 
 
 def poll(handle: Handle) -> bool:

@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.allreduce import NamedReduction, first, parse_reduction
+from instep.compat.horovod.allreduce import Convert, NamedReduction, first, parse_reduction
 from instep.compat.horovod.basics import ProcessSet, global_process_set
 from instep.compat.horovod.compression import Compression, Compressor
 from instep.compat.horovod.gather_broadcast import check_has_rows, grouped_allgather
 from instep.compat.horovod.handles import Handle, submit
 from instep.compat.horovod.ops import Average, Sum, op_name
-from instep.distributed.communication.tensors import apply
 
 Tensors = Sequence[Tensor]
 
 
-def _start(reduction: NamedReduction, tensors: Tensors, single: bool = False) -> Handle:
+def _start(reduction: NamedReduction, tensors: Tensors, convert: Convert = list) -> Handle:
     for tensor in tensors:
         check_has_rows(reduction.name, tensor)
     return submit(
@@ -27,7 +26,7 @@ def _start(reduction: NamedReduction, tensors: Tensors, single: bool = False) ->
         reduction.name,
         tensors,
         reduction.process_set,
-        lambda _, results: first(results) if single else results,
+        lambda _, results: convert(results),
         op=op_name("reducescatter", reduction.op),
         scales=reduction.scales,
     )
@@ -76,11 +75,10 @@ def reducescatter(
     Returns:
         A new, differentiable tensor. Raises as `allreduce`.
     """
-    small, ctx = compression.compress(tensor)
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("reducescatter", name, op, None, scales, process_set)
-    (result,) = apply(_HorovodReducescatter, reduction, small)
-    return compression.decompress(result, ctx)
+    reduction = parse_reduction(
+        "reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
+    )
+    return first(reduction.apply(_HorovodReducescatter, [tensor], compression))
 
 
 def reducescatter_async(
@@ -92,10 +90,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `reducescatter`; not differentiable."""
-    scales = (prescale_factor, postscale_factor)
-    return _start(
-        parse_reduction("reducescatter", name, op, None, scales, process_set), [tensor], single=True
+    reduction = parse_reduction(
+        "reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
     )
+    return _start(reduction, [tensor], convert=first)
 
 
 def grouped_reducescatter(
@@ -108,11 +106,10 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors of one dtype."""
-    small = [compression.compress(tensor) for tensor in tensors]
-    scales = (prescale_factor, postscale_factor)
-    reduction = parse_reduction("grouped_reducescatter", name, op, None, scales, process_set)
-    results = apply(_HorovodReducescatter, reduction, *(tensor for tensor, _ in small))
-    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(results, small, strict=True)]
+    reduction = parse_reduction(
+        "grouped_reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
+    )
+    return reduction.apply(_HorovodReducescatter, tensors, compression)
 
 
 def grouped_reducescatter_async(
@@ -124,7 +121,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `grouped_reducescatter`; not differentiable."""
-    scales = (prescale_factor, postscale_factor)
-    return _start(
-        parse_reduction("grouped_reducescatter", name, op, None, scales, process_set), tensors
+    reduction = parse_reduction(
+        "grouped_reducescatter", name, op, None, prescale_factor, postscale_factor, process_set
     )
+    return _start(reduction, tensors)
