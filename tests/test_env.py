@@ -11,7 +11,7 @@ import pytest
 
 from instep import cli
 from instep.distributed.identity import cuda_visible_devices
-from instep.launch.env import rank_report, self_test, table
+from instep.launch.env import command, rank_report, self_test
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -72,14 +72,14 @@ def test_every_collective_is_tried_and_right() -> None:
 
 def test_what_is_wrong_on_one_rank_is_shown() -> None:
     tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
-    alike = dict.fromkeys(table.RANK_COLUMNS, 0) | {
+    alike = dict.fromkeys(command.RANK_COLUMNS, 0) | {
         "versions": {"torch": "2"}, "interfaces": ["lo"], "gpus": [], "warnings": [],
         "layers": "/tmp (9.0 GiB free)",
     }  # fmt: skip
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
     job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
            "available": ["gloo"], "set": {}}  # fmt: skip
-    text = table.format_report({"job": job, "ranks": [alike, other], "tests": tests})
+    text = command.format_report({"job": job, "ranks": [alike, other], "tests": tests})
     assert "launcher    srun (SLURM_STEP_ID=0)" in text
     assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
     assert "versions    torch 2\n" in text

@@ -11,7 +11,7 @@ import pytest
 
 import components
 from instep import cli
-from instep.launch.slurm.batch import Batch, format_script
+from instep.launch.slurm import Batch, format_script
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
 

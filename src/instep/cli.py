@@ -21,7 +21,7 @@ COMMANDS = {
     "check": "instep.check.command",
     "horovodrun": "instep.launch.horovodrun",
     "env": "instep.launch.env.command",
-    "slurm": "instep.launch.slurm.command",
+    "slurm": "instep.launch.slurm",
 }
 """The module of each command. It defines `add_command`, which adds a parser to the subparsers of
 `instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from instep.verify.report import format_json, format_table
+from instep.verify.report import format_json, format_table, save_plot
 from instep.verify.runs import (
     InstepRunStarter,
     MultiRankRuns,
@@ -76,8 +76,6 @@ def run_and_report(
     if json is not None:
         Path(json).write_text(format_json(report), encoding="utf-8")
     if plot is not None:
-        from instep.verify.plot import save_plot  # matplotlib is optional
-
         save_plot(report, plot, " ".join(command))
     print(format_table(report))
     return int(report.verdict is Verdict.DIFFERENT)

@@ -40,7 +40,7 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
     leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
-        # No file object: gc_tuning looks for file objects that are open for writing.
+        # No file object: `freeze_torch_objects` looks for file objects that are open for writing.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
