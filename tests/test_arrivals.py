@@ -14,8 +14,8 @@ from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError, MixedJobError, PortInUseError, RendezvousError
-from instep.launch.multinode.hosts import parse_address
-from instep.launch.multinode.supervisor_rendezvous import Participant, join_rendezvous
+from instep.launch.multi_node.hosts import parse_address
+from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.worker import local_rank_argument
 
 CARD = JobFingerprint("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))

@@ -18,8 +18,8 @@ import pytest
 import components
 import failures
 from instep.distributed.watchdog.connection import Connection
-from instep.distributed.watchdog.diagnosis import find_deadlock
 from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.failure_analysis import find_deadlock
 from instep.distributed.watchdog.hub import Hub
 from instep.process.exit_status import describe_exit, format_failure, shell_exit_code
 from instep.process.procfs import exit_code

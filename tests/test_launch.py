@@ -491,3 +491,25 @@ def test_help_names_every_choice() -> None:
     command = [sys.executable, "-m", "instep", "run", "--help"]
     seen = subprocess.run(command, capture_output=True, text=True, check=True)
     assert all(word in seen.stdout for word in ("prefix", "rank0", "DIR", "rank1.out", "-m"))
+
+
+def test_a_callback_that_still_runs_at_the_end_of_the_script_aborts_no_rank(launch: Launch) -> None:
+    """A group that was not destroyed: its thread is in torch's C++ code when Python ends."""
+    script = """
+        import threading
+        import torch
+        import torch.distributed as dist
+        import instep.shm
+
+        def callback(future):
+            while threading.main_thread().is_alive():
+                pass
+            sum(range(10**7))
+            return future.value()
+
+        dist.init_process_group("instep")
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        later = work.get_future().then(callback)
+    """
+    done = launch.run("--plain", "-n", 2, launch.script(script))
+    assert (done.returncode, done.stderr) == (0, "")

@@ -28,7 +28,7 @@ from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secr
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError
-from instep.launch.multinode.supervisor_rendezvous import Participant, join_rendezvous
+from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 

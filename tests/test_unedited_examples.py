@@ -28,7 +28,7 @@ FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1"]}
 def proven(name: str, sizes: list[int], steps: int | None, arguments: list[str]) -> Report:
     report = verify_script([str(FOLDER / f"{name}.py"), *arguments], sizes, steps, start=Forked())
     assert report.verdict is not Verdict.DIFFERENT, (report.divergence, report.cause)
-    assert (report.differs_from_python is not None) == (name in RANDOM)
+    assert (report.compare_with_python is not None) == (name in RANDOM)
     assert [result.run.n for result in report.results] == sizes
     return report
 
@@ -77,5 +77,5 @@ def test_the_command_writes_table_json_and_picture(tmp_path):
     assert told.stdout.endswith("\nSAME\n"), told.stderr
     value = json.loads(report.read_text())
     assert [run["samples_per_rank"] for run in value["runs"]] == [[24], [12, 12]]
-    assert value["differs_from_python"] is None
+    assert value["compare_with_python"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -605,7 +605,7 @@ def test_an_honest_training_is_the_same(solo, tmp_path):
     assert runs.noise_by == REVERSED
     report = judged(3, (), runs, tmp_path)
     assert report.verdict is Verdict.SAME
-    assert "the samples come in another order" in report.differs_from_python
+    assert "the samples come in another order" in report.compare_with_python
     assert sum(report.results[0].run.samples_per_rank) == 88
 
 

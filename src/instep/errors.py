@@ -124,3 +124,7 @@ def __getattr__(name: str) -> Any:
         if name in names.split():
             return getattr(import_module(f"instep.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *" ".join(_DEFINED_IN.values()).split()]

@@ -13,7 +13,7 @@ from instep.errors import CommandLineError
 from instep.launch import supervisor
 from instep.launch.environment import count_cores
 from instep.launch.job import Job
-from instep.launch.multinode.hosts import (
+from instep.launch.multi_node.hosts import (
     ONE_NODE,
     NodeConfig,
     detect_nodes,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB, STORE_FD, is_launcher_variable
 from instep.distributed.identity.world import World
-from instep.launch.multinode.hosts import JobInfo
-from instep.launch.multinode.master import interface_variables
+from instep.launch.multi_node.hosts import JobInfo
+from instep.launch.multi_node.master import interface_variables
 from instep.process import settings
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
-from instep.launch.multinode.hosts import ONE_NODE, NodeConfig
+from instep.launch.multi_node.hosts import ONE_NODE, NodeConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
-from instep.launch.multinode.hosts import detect_nodes
+from instep.launch.multi_node.hosts import detect_nodes
 from instep.launch.worker.spawned_call import CALL, result_file
 
 

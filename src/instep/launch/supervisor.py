@@ -20,9 +20,9 @@ from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.job import Job
-from instep.launch.multinode import connections
-from instep.launch.multinode.connections import HostResult, Message, SupervisorConnections
-from instep.launch.multinode.hosts import JobInfo, join_hosts
+from instep.launch.multi_node import connections
+from instep.launch.multi_node.connections import HostResult, Message, SupervisorConnections
+from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, start_rank
 from instep.launch.reaper import Reaper, end_ranks

@@ -69,8 +69,8 @@ def _notes(report: Report) -> list[str]:
             f"at n = {undivided} every rank computed every sample: the numbers are the "
             "same, but it is not faster. `instep run` prints the reason."
         )
-    if report.differs_from_python:
-        notes.append(f"one process of instep is not plain python: {report.differs_from_python}.")
+    if report.compare_with_python:
+        notes.append(f"one process of instep is not plain python: {report.compare_with_python}.")
     return notes
 
 
@@ -124,7 +124,7 @@ def format_json(report: Report) -> str:
         "tolerance": {"gradient": report.tolerance.gradient, "run": report.tolerance.run},
         "first_divergence": None,
         "cause": report.cause,
-        "differs_from_python": report.differs_from_python,
+        "compare_with_python": report.compare_with_python,
     }
     if report.divergence is not None:
         divergence = vars(report.divergence)

@@ -63,7 +63,7 @@ class Report:
     noise_by: str
     tolerance: Tolerance
     results: tuple[RunResult, ...]
-    differs_from_python: str | None = None
+    compare_with_python: str | None = None
     """How one process under instep differs from plain Python, if it does."""
     cause: str | None = None
     divergence: Divergence | None = None
@@ -102,7 +102,7 @@ def make_report(single: SingleRankRuns, multi: Sequence[MultiRankRuns]) -> Repor
         single.noise_by,
         tolerance,
         results,
-        differs_from_python(single.oracle, single.plain, tolerance),
+        compare_with_python(single.oracle, single.plain, tolerance),
         nondeterminism or worst.cause,
         worst.divergence,
     )
@@ -197,7 +197,7 @@ def _requested_same_samples(oracle: RunRecord, plain: RunRecord) -> bool:
     return known > 0 and ours[:known] == theirs[:known]
 
 
-def differs_from_python(
+def compare_with_python(
     oracle: RunRecord, plain: RunRecord | None, tolerance: Tolerance
 ) -> str | None:
     """How one process under instep differs from the script without instep, in one sentence."""

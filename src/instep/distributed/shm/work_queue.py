@@ -6,6 +6,7 @@ behind them. Asynchronous ones run on one thread of the group, in the order of i
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -134,6 +135,8 @@ class QueuedWork(Work):
 
 _CLOSE_SECONDS = 10.0
 """A collective that waits for its peers for longer is left to the group's timeout."""
+_EXCHANGE_SECONDS = 1.0
+"""The same where the process ends and the group was not destroyed."""
 Step = Callable[[list[Tensor], list[Tensor], timedelta | None], None]
 """An exchange between the ranks: flat tensors that it writes, those that it only reads, timeout."""
 
@@ -194,6 +197,15 @@ class WorkQueue:
         else:
             self._queue.put(None)
             self._thread.join(_CLOSE_SECONDS)
+            self._thread = None
+
+    def join_at_exit(self) -> None:
+        """Wait for the thread's callbacks, but not for an exchange that waits for its peers."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_EXCHANGE_SECONDS)
+            if not self._running.locked():
+                self._thread.join(_CLOSE_SECONDS)
             self._thread = None
 
     def reset_after_fork(self) -> None:
@@ -267,3 +279,13 @@ def _reset_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def _join_at_exit() -> None:
+    # A thread that runs a callback of torch's C++ code when the interpreter ends aborts the process
+    # ("terminate called without an active exception").
+    for queue in list(_queues):
+        queue.join_at_exit()
+
+
+atexit.register(_join_at_exit)

@@ -9,12 +9,12 @@ from functools import partial
 from hmac import compare_digest
 
 from instep.distributed.watchdog.connection import Connection, Message
-from instep.distributed.watchdog.diagnosis import (
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.failure_analysis import (
     find_deadlock,
     find_first_failure,
     format_waits,
 )
-from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.interrupt_coordinator import InterruptCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
 from instep.process.exit_status import describe_early_exit, format_failure

@@ -18,7 +18,7 @@ STALLED_POLLS, STALLED_NOW_POLLS = 40, 120
 ranks may be interrupted where they are."""
 
 
-class Job(Protocol):
+class JobControl(Protocol):
     """The part of the hub that is used here."""
 
     def broadcast(self, message_type: str, **fields: object) -> None:
@@ -37,7 +37,7 @@ class Job(Protocol):
 class InterruptCoordinator:
     """One Ctrl-C, from the first rank that reports it until it has taken effect on all."""
 
-    def __init__(self, loop: EventLoop, job: Job) -> None:
+    def __init__(self, loop: EventLoop, job: JobControl) -> None:
         self._loop, self._job = loop, job
         self._requested = self._target_sent = self._now = self._aborted = False
         """A rank was interrupted; all know the collective; all may be interrupted at once."""

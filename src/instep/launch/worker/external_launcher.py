@@ -15,8 +15,8 @@ from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import port_file
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.environment import world_variables
-from instep.launch.multinode.master import choose_master, interface_variables, master_variables
-from instep.launch.multinode.supervisor_rendezvous import (
+from instep.launch.multi_node.master import choose_master, interface_variables, master_variables
+from instep.launch.multi_node.supervisor_rendezvous import (
     Participant,
     RendezvousResult,
     Values,

@@ -24,7 +24,7 @@ from instep.distributed.rendezvous import interfaces, job_fingerprint, listening
 from instep.distributed.rendezvous.arrival_wait import ArrivalWait
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import LaunchError
-from instep.launch.multinode.clients import (
+from instep.launch.multi_node.clients import (
     MESSAGE_TIMEOUT,
     REFUSED,
     ClientListener,

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instep.launch.multinode.hosts import JobInfo
+from instep.launch.multi_node.hosts import JobInfo
 from instep.process import settings
 from instep.process.failure import DETECTION_DELAY, Failure, RankExit
 

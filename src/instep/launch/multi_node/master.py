@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from instep.distributed.identity import endpoints
 from instep.distributed.rendezvous import interfaces, listening, port_file
-from instep.launch.multinode.supervisor_rendezvous import Participant, Values
+from instep.launch.multi_node.supervisor_rendezvous import Participant, Values
 
 
 def choose_master(

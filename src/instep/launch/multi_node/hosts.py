@@ -13,8 +13,8 @@ from instep.distributed.identity.authentication import make_secret
 from instep.distributed.rendezvous import listening, port_file
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
-from instep.launch.multinode.master import choose_master
-from instep.launch.multinode.supervisor_rendezvous import Participant, Values, join_rendezvous
+from instep.launch.multi_node.master import choose_master
+from instep.launch.multi_node.supervisor_rendezvous import Participant, Values, join_rendezvous
 from instep.process import settings
 
 _LOCAL_ENDPOINT = endpoints.Address(port_file.LOOPBACK_HOST, 0, "")

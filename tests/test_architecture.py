@@ -1,0 +1,203 @@
+"""The house rules that can be checked: sizes, imports, names, and the map in docs/design.md."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+import pytest
+import torch
+
+import instep
+from instep import errors, shm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import design_map
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "instep"
+DESIGN = ROOT / "docs" / "design.md"
+FILES = sorted(SRC.rglob("*.py"))
+TORCH_PACKAGES = (
+    *("_dynamo", "amp", "autograd", "cuda", "distributed", "fx", "multiprocessing", "nn"),
+    *("optim", "profiler", "testing", "utils"),
+)
+STANDARD_LIBRARY = (
+    *("argparse", "ast", "asyncio", "collections", "concurrent.futures", "contextlib", "email"),
+    *("faulthandler", "fcntl", "functools", "gc", "hashlib", "hmac", "importlib.abc", "inspect"),
+    *("io", "json", "linecache", "logging", "mmap", "multiprocessing", "os", "pathlib", "pickle"),
+    *("random", "resource", "sched", "secrets", "select", "selectors", "shlex", "shutil", "signal"),
+    *("socket", "socketserver", "sqlite3", "ssl", "stat", "statistics", "string", "struct"),
+    *("subprocess", "sys", "tempfile", "threading", "time", "tokenize", "traceback", "types"),
+    *("typing", "unittest.mock", "uuid", "warnings", "weakref", "zipfile"),
+)
+
+PUBLISHED = frozenset((*instep.__all__, *shm.__all__, *errors.__dir__(), "resident"))
+"""Names that users know."""
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=str)
+def test_a_package_holds_at_most_14_files(folder: Path) -> None:
+    assert len([*folder.glob("*.py")]) <= 14
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    assert [path for path in FILES if path.read_text().count("\n") > 400] == []
+
+
+def test_the_first_floor_has_eight_packages_that_say_what_they_are_for() -> None:
+    packages = {path.parent.name: ast.parse(path.read_text()) for path in SRC.glob("*/__init__.py")}
+    assert len(packages) <= 8
+    sentences = {
+        name: len(re.findall(r"[.!?](?=\s|$)", ast.get_docstring(tree) or ""))
+        for name, tree in packages.items()
+    }
+    assert {name: count for name, count in sentences.items() if count < 3} == {}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = grimp.build_graph("instep", cache_dir=None)
+    order: list[str] = []
+    waiting = {name: set(graph.find_modules_directly_imported_by(name)) for name in graph.modules}
+    while free := [name for name, needs in waiting.items() if needs <= {*order}]:
+        order += free
+        for name in free:
+            del waiting[name]
+    assert waiting == {}
+
+
+def test_a_class_name_stands_once() -> None:
+    """Two interfaces of other libraries may have a class of one name."""
+    names = Counter(
+        node.name
+        for path in FILES
+        if "compat" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_names_are_made_of_words_of_the_field() -> None:
+    """Of modules, classes, public functions and methods.
+
+    compat/ has the names of other libraries, a rule of check is named after what it finds, and
+    what users import or catch keeps its name.
+    """
+    allowed = vocabulary() | glossary()
+    unknown = defaultdict(set)
+    for path in FILES:
+        if not {"compat", "rules"} & {*path.parts}:
+            for name in {*public_names(path)} - PUBLISHED:
+                for word in words(name):
+                    if not is_known(word, allowed):
+                        unknown[word].add(f"{path.relative_to(SRC)}: {name}")
+    assert unknown == {}
+
+
+def test_the_glossary_is_short_and_each_entry_is_in_use() -> None:
+    entries = glossary_entries()
+    assert 0 < len(entries) <= 25
+    used = {word for path in FILES for name in public_names(path) for word in words(name)}
+    assert [entry for entry in entries if not any(is_known(w, used) for w in words(entry))] == []
+
+
+def test_the_map_in_the_design_is_that_of_the_files() -> None:
+    """`python scripts/design_map.py` writes it."""
+    page = DESIGN.read_text()
+    assert design_map.with_map(page) == page
+
+
+def test_the_design_names_functions_that_exist() -> None:
+    """Written as `file`: `function` or `file`: `Class.method`."""
+    pairs = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", DESIGN.read_text())
+    assert len(pairs) > 20
+    missing = [
+        (path, name)
+        for path, name in pairs
+        for part in name.split(".")
+        if not re.search(rf"^ *(?:def|class) {part}\b", (SRC / path).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """Of a module: its own, and those of its classes, public functions and public methods."""
+    yield path.parent.name if path.name == "__init__.py" else path.stem.strip("_")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+            yield from (
+                part.name
+                for part in node.body
+                if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")
+            )
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def words(name: str) -> list[str]:
+    """The words of `snake_case` or `CamelCase`, in lower case, without numbers."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return [part.lower() for part in parts]
+
+
+def is_known(word: str, known: Iterable[str]) -> bool:
+    """Whether the word, or another form of it, is among these."""
+    return not {*forms(word)}.isdisjoint(known)
+
+
+def forms(word: str) -> Iterator[str]:
+    """The word itself, and what it may be the plural, the past or the participle of."""
+    yield word
+    for ending, others in (
+        *(("ies", ("y",)), ("es", ("", "e")), ("s", ("",))),
+        *(("ied", ("y",)), ("ed", ("", "e")), ("ing", ("", "e"))),
+        *(("er", ("", "e")), ("or", ("", "e"))),
+    ):
+        if word.endswith(ending) and len(word) - len(ending) >= 3:
+            stem = word.removesuffix(ending)
+            yield from (stem + other for other in others)
+            if stem[-1] == stem[-2] and not ending.endswith("s"):
+                yield stem[:-1]  # dropped, running
+    yield from (f"{word}s", f"{word}ing", f"{word}ed")
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """The words in names of PyTorch and the standard library, and those of tests/vocabulary.txt."""
+    known = {"instep"}
+    folder = Path(torch.__file__).parent
+    for package in ("", *TORCH_PACKAGES):
+        for path in folder.glob("*.py") if not package else (folder / package).rglob("*.py"):
+            known.update(words(path.stem))
+            text = path.read_text(errors="replace")
+            for name in re.findall(r"^\s*(?:def|class) (\w+)", text, re.MULTILINE):
+                known.update(words(name))
+    for module in (builtins, *map(importlib.import_module, STANDARD_LIBRARY)):
+        known.update(words(module.__name__))
+        for name in dir(module):
+            known.update(words(name))
+            if isinstance(value := getattr(module, name), type):
+                known.update(word for part in dir(value) for word in words(part))
+    text = (ROOT / "tests" / "vocabulary.txt").read_text()
+    known.update(word for line in text.splitlines() if line[:1] != "#" for word in line.split())
+    return frozenset(known)
+
+
+def glossary_entries() -> list[str]:
+    """The terms of the table under the heading Glossary of docs/design.md."""
+    section = DESIGN.read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    return re.findall(r"^- \*\*([\w -]+)\*\*", section, re.MULTILINE)
+
+
+def glossary() -> frozenset[str]:
+    return frozenset(word for entry in glossary_entries() for word in words(entry))
