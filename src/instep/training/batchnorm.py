@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
@@ -71,6 +72,26 @@ def batch_norm(
             unbiased = var * (count / (count - 1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     return output
+
+
+def normalize(module: _BatchNorm, x: Tensor, transport: ReduceTransport) -> Tensor:
+    """The forward of Horovod's and Apex's SyncBatchNorm. Collective among `transport`'s ranks."""
+    momentum = 0.0 if module.momentum is None else module.momentum
+    if module.training and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            momentum = 1.0 / float(module.num_batches_tracked)
+    return batch_norm(
+        x,
+        module.running_mean if module.training else None,
+        module.running_var if module.training else None,
+        module.weight,
+        module.bias,
+        True,
+        momentum,
+        module.eps,
+        transport=transport,
+    )
 
 
 class _GlobalBatchNorm(torch.autograd.Function):

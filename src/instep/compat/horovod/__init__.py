@@ -11,17 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from instep.compat.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
 from instep.compat.horovod.basics import (
     ProcessSet,
     add_process_set,
@@ -71,11 +60,20 @@ from instep.compat.horovod.gather_broadcast import (
 from instep.compat.horovod.handles import barrier, join, poll, synchronize
 from instep.compat.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from instep.compat.horovod.optimizer import DistributedOptimizer
-from instep.compat.horovod.reducescatter import (
+from instep.compat.horovod.reductions import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from instep.compat.horovod.sync_batch_norm import SyncBatchNorm
 from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.allreduce import NamedReduction, SparseHandle, sparse_allreduce_async
 from instep.compat.horovod.basics import ProcessSet
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import CallOrderError
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Average, ReduceOp
+from instep.compat.horovod.reductions import NamedReduction, SparseHandle, sparse_allreduce_async
 from instep.process.patching import PatchHandle
 from instep.training import forward_calls, gradients
 from instep.training.buckets.layout import BucketLayout, plan_tensors

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.compat.horovod.allreduce import allreduce_async_
 from instep.compat.horovod.basics import size
 from instep.compat.horovod.gather_broadcast import allgather
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
-from instep.compat.sync_batch_norm import normalize
+from instep.compat.horovod.reductions import allreduce_async_
+from instep.training.batchnorm import normalize
 
 
 class SyncBatchNorm(_BatchNorm):

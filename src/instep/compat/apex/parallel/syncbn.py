@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from instep.compat.sync_batch_norm import normalize
 from instep.distributed.communication.groups import Group, group
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
+from instep.training.batchnorm import normalize
 
 Ranks = Group | dist.ProcessGroup | None
 
