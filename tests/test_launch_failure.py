@@ -359,7 +359,8 @@ def test_a_rank_that_nobody_watches_over_does_not_begin(
     hang_up(ours)
     worker = [sys.executable, "-m", "instep.launch.worker.entry"]
     worker += [str(theirs.fileno()), "lines", "plain"]
-    environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    failure_file = str(launch.folder / "failure")
+    environ = launch.environ | {"RANK": "0", "WORLD_SIZE": "1", "INSTEP_FAILURE_FILE": failure_file}
     with theirs:
         script = launch.script("tell('ran')")
         result = subprocess.run(

@@ -121,11 +121,11 @@ class ExitReporter:
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         follows = is_caused_by_another_rank(error)
         missed = getattr(root_cause(error), "rank", None) if follows else None
-        report_failure = Failure(
+        failure = Failure(
             self.rank, time.time(), code, raised, text, is_consequence=follows, awaited_rank=missed
         )
         with program.real_files():
-            report_failure.write(self.file)
+            failure.write(self.file)
         with suppress(BrokenPipeError):  # the supervisor is gone: the reaper ends this rank
             os.write(self.line, FAILED)
 
