@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from instep.unedited.files import os_functions
+from instep.unedited.files import atomic_writes, libraries, os_functions
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
@@ -238,3 +240,54 @@ open("model.pt", "w").write("x")
 def test_under_mpirun_the_file_is_the_new_one_or_the_old_one(tmp_path: Path) -> None:
     killed(tmp_path, MPIRUN, "import instep.auto", SAVES_LONG, f"meet(os.O_RDONLY); {IS_KILLED}")
     assert torch.load(tmp_path / "model.pt", weights_only=False) in (1, 2)  # mpirun gives it 1 s
+
+
+def test_errors_name_the_scripts_path(rank0: Path) -> None:
+    def full(_: object, place: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", place)
+
+    with pytest.raises(OSError, match="No space left") as raised:
+        libraries.torch_save(full, 1, "model.pt")
+    assert raised.value.filename == "model.pt"
+    with pytest.raises(FileNotFoundError) as missing:
+        torch.save(1, "no/where/model.pt", _use_new_zipfile_serialization=False)
+    assert "instep" not in str(missing.value)
+    assert os.listdir() == []
+
+
+def test_where_no_folder_can_be_made_a_file_is_written_in_place(
+    rank0: Path, rank1: OverlayFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save("old", "model.pt")
+    written = os.stat("model.pt").st_ino
+    made = os.mkdir
+
+    def refuses(path: str, *args: int) -> None:
+        if "instep" in path:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        made(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", refuses)
+    torch.save("new", "model.pt")
+    assert (os.stat("model.pt").st_ino, torch.load("model.pt")) == (written, "new")
+
+
+def test_a_file_keeps_its_owner(rank0: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("who is not root cannot give a file away")
+    torch.save("old", "model.pt")
+    os.chown("model.pt", 65534, 65533)
+    os.chmod("model.pt", 0o640)
+    torch.save("new", "model.pt")
+    seen = os.stat("model.pt")
+    assert (seen.st_uid, seen.st_gid, seen.st_mode & 0o777) == (65534, 65533, 0o640)
+
+
+def test_who_is_not_root_may_replace_his_own_files_only() -> None:
+    """Of others the draft could not be given to whom the file belongs to."""
+    mine = types.SimpleNamespace(st_uid=os.geteuid(), st_gid=os.getegid())
+    assert atomic_writes._is_own(mine)
+    for group in os.getgroups():
+        assert atomic_writes._is_own(types.SimpleNamespace(st_uid=os.geteuid(), st_gid=group))
+    assert not atomic_writes._is_own(types.SimpleNamespace(st_uid=1 << 20, st_gid=mine.st_gid))
+    assert not atomic_writes._is_own(types.SimpleNamespace(st_uid=mine.st_uid, st_gid=1 << 20))

@@ -288,3 +288,14 @@ def test_a_forward_whose_batch_cannot_be_known_is_an_error_at_its_backward():
 
 def test_candidates_of_one_batch_need_no_rows():
     assert BatchCandidates((Block(0, 2, 3),)).resolve() == Block(0, 2, 3)
+
+
+@ranks(2)
+def test_a_batch_whose_rows_fit_on_one_rank_only_is_not_meant():
+    """As an evaluation's rows may, by chance."""
+    blocks = (Block(instep.rank, 2, 9), None)
+    rows = frozenset({(3, 5)[instep.rank]})
+    assert blocks[0].count == (4, 5)[instep.rank]
+    assert BatchCandidates(blocks, rows).resolve() is None
+    fits = frozenset({blocks[0].count})
+    assert BatchCandidates(blocks, fits).resolve() is blocks[0]

@@ -1,9 +1,11 @@
 """Which tensors travel together. Pure."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from instep.training.buckets.layout import plan_buckets
+from instep.training.buckets.layout import plan_buckets, plan_tensors
 
 tensors = st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab")), max_size=20)
 
@@ -33,3 +35,10 @@ def test_a_bucket_holds_one_kind_without_gaps_and_within_its_capacity(tensors, c
 def test_tensors_of_one_kind_stay_in_order():
     buckets = plan_buckets([(7, 3), (2, 3), (5, 3)], ["a", "a", "a"], capacity=6)
     assert [[slot.index for slot in bucket.slots] for bucket in buckets] == [[7, 2], [5]]
+
+
+def test_the_size_of_buckets_is_given_in_mebibytes(monkeypatch):
+    parameters = {at: nn.Parameter(torch.zeros(3 << 15, dtype=torch.float64)) for at in range(4)}
+    for mebibytes, count in (("0", 4), ("1", 4), ("2", 2), ("3", 1)):
+        monkeypatch.setenv("INSTEP_BUCKET_MIB", mebibytes)
+        assert len(list(plan_tensors(parameters))) == count, mebibytes

@@ -47,6 +47,33 @@ def test_every_collective_is_itself_in_a_trial():
     )
 
 
+class CountingTransport:
+    """A transport whose other rank always does the same, and that counts what is gathered."""
+
+    rank, size, control_device = 0, 2, torch.device("cpu")
+
+    def __init__(self):
+        self.gathered = 0
+
+    def all_gather(self, tensor):
+        self.gathered += 1
+        return [tensor, tensor]
+
+    def all_gather_object(self, value):
+        return [value, value]
+
+
+def test_once_it_has_ended_a_trial_costs_no_messages_of_its_own():
+    transport, tried = CountingTransport(), []
+    assert attempt(tried.append, transport) == (None, "")
+    ended = transport.gathered
+    assert ended > 0
+    assert tried[0].all_gather_object(5) == [5, 5]
+    assert transport.gathered == ended
+    tried[0].all_gather(torch.ones(1))
+    assert transport.gathered == ended + 1
+
+
 def different(step):
     """Rank 1 does something else than the others; nobody waits for ever."""
     one = torch.ones(2)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from instep.errors import UneditedError
+from instep.unedited.files import rank0_files
 from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
@@ -121,3 +125,86 @@ def test_a_rank_that_is_late_sees_its_own_generation(
             second.apply(state)
         with seen_through(ranks.files[1]):
             assert (read("c"), os.path.exists("new")) == ("second", False)
+
+
+def test_a_rank_that_is_two_commands_late_sees_its_own_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rank 0 changes then is kept for the ranks of all generations."""
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    monkeypatch.setattr(rank0_files, "KEPT_BYTES", 20)
+    os.mkdir("empty")
+    os.chmod("empty", 0o711)
+    for name, text in (("large", "x" * 50), ("twice", "two names"), ("gone", "soon")):
+        write(name, "w", text)
+    os.link("twice", "other name")
+    os.symlink("c", "link")
+    ranks = Ranks(tmp_path)
+    oldest = ranks.files[1]
+    first = CommandFiles(ranks.changes[0], "", (), new_generation=True)
+    first.capture()  # rank 1 does not come to it
+    with seen_through(ranks.files[0]):
+        write("new", "w", "later")
+        write("twice", "w", "later")
+        write("c", "w", "later")
+        os.unlink("gone")
+        os.unlink("link")
+        os.rmdir("empty")
+        shutil.rmtree("a")
+        write("large", "w", "later")
+    with seen_through(oldest):
+        assert read("twice") == "two names"
+        assert (read("c"), read("gone"), read("link")) == ("second", "soon", "second")
+        assert stat.S_IMODE(os.stat("empty").st_mode) == 0o711
+        assert (os.listdir("empty"), os.path.exists("new")) == ([], False)
+        assert read("a/a") == "first"
+        assert os.path.isdir("a/b")
+        assert os.path.getsize("large") == 50
+        with pytest.raises(UneditedError, match="after rank 0 has written over it"):
+            read("large")
+
+
+def test_a_rank_stays_in_a_folder_that_only_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a process id in its name."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    ranks = Ranks(tmp_path)
+    with seen_through(ranks.files[1]):
+        os.makedirs("run1/deep")
+        os.chdir("run1/deep")
+        write("log", "w", "mine")
+    for number in range(3):
+        ranks.command(lambda: None)
+        with seen_through(ranks.files[1]):
+            assert os.getcwd() == str(tmp_path / "folder" / "run1" / "deep")
+            write("log", "a", str(number))
+            assert read("log") == read(f"{tmp_path}/folder/run1/deep/log")
+    with seen_through(ranks.files[1]):
+        assert read("log") == "mine012"
+    assert os.listdir(tmp_path / "folder") == []
+
+
+def test_on_another_host_files_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk may be another one; a temporary file of rank 0's is not there at all."""
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    ranks = Ranks(tmp_path)
+    layers = Generations(str(tmp_path / "elsewhere"), None)
+    there = OverlayFiles(layers.rank_layer, layers.before)
+    side = GenerationChange(there, None, layers)
+    assert (side.is_on_rank0_host, ranks.changes[1].is_on_rank0_host) == (False, True)
+    with seen_through(there):
+        write("c", "w", "mine")
+    command = CommandFiles(side, "", (), new_generation=True)
+    command.apply(CommandFiles(ranks.changes[0], "", (), new_generation=True).capture())
+    with seen_through(there):
+        assert read("c") == "mine"
+    assert layers.number == 0
+    ranks.files[0].add_temporary("/tmp/of-rank-0")
+    told = CommandFiles(ranks.changes[0], "sort /tmp/of-rank-0", (), new_generation=True).capture()
+    assert told.temporary == ["/tmp/of-rank-0"]
+    with pytest.raises(UneditedError, match="/tmp/of-rank-0"):
+        command.apply(told)

@@ -1,5 +1,7 @@
 """`.grad` is what it is in one process, however gradients travel."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -320,3 +322,20 @@ def reentrant():
 
 def test_what_reentrant_checkpoints_keep_from_being_summed_is_an_error():
     run(2, reentrant)
+
+
+def looked_for():
+    """A gradient that is no number, where the script looks for such."""
+    model, loss = part()
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")  # torch shows where the forward was
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            (loss() * float("nan")).backward()
+        assert torch.is_anomaly_enabled()
+    loss().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_what_is_no_number_is_found_where_the_script_looks_for_it():
+    for grads in run(2, looked_for):
+        assert all(grad.isfinite().all() for grad in grads)

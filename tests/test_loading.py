@@ -125,6 +125,16 @@ def test_what_draws_nothing_is_bit_equal_to_plain_python():
         assert loader.dataset is data
 
 
+@ranks(1, 2)
+def test_a_pass_over_a_loader_knows_how_many_batches_it_has():
+    for workers in (0, 2):
+        loader = DataLoader(Counting(23), 5, num_workers=workers)
+        plain, ours = iter(loader), batches(loader)
+        assert len(plain) == len(ours) == len(loader) == 5
+        next(ours)
+        assert len(ours) == 5
+
+
 @ranks(2, 3)
 def test_each_rank_loads_its_own_rows_only():
     data = Counting(24)

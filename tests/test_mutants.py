@@ -44,6 +44,8 @@ def changes(source):
         ("with a:\n    del b", {'with (__import__("contextlib").nullcontext()):', "pass"}),
         ("return a[1:b]", {"return None", "return a[(2):b]", "return a[:b]", "return a[1:]"}),
         ("return [a for a in b if a]", {"return None", "return [a for a in b if (True)]"}),
+        ("a = zip(b, strict=True)", {"pass"}),
+        ("a = g(k=True)", {"pass", "a = (g())", "a = g(k=(False))"}),
         ("raise ValueError(a + b)", {"pass"}),
         ("raise AssertionError(a)", set()),
         ("assert a == 1", set()),

@@ -3,6 +3,7 @@ process's files."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -19,9 +20,12 @@ from threading import Barrier
 import pytest
 import torch
 
+from instep.distributed.identity import launchers
+from instep.distributed.identity.world import World
 from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
-from instep.unedited.files import os_functions, overlay, rank0_files
+from instep.unedited import multi_rank, std_streams
+from instep.unedited.files import generations, os_functions, overlay, rank0_files
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
@@ -338,3 +342,175 @@ def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
             moves, seen = pool.submit(rank0), pool.submit(rank1, OverlayFiles(own, before))
             moves.result()
             assert seen.result() == f"{number}"
+
+
+def test_what_rank_0_removes_or_replaces_is_kept_whatever_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not be copied: nobody writes into it any more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank0_files, "KEPT_BYTES", 2)
+    before, own = Layer(str(tmp_path / "layer0")), Layer(str(tmp_path / "layer1"))
+    for name in ("unlinked", "removed", "written over"):
+        write(name, "w", f"old {name}")
+    torch.save("old", "saved")
+    with seen_through(Rank0Files(before)):
+        os.unlink("unlinked")
+        os.remove("removed")
+        torch.save("new", "saved")
+        write("written over", "w", "")
+    with seen_through(OverlayFiles(own, before)):
+        assert (read("unlinked"), read("removed")) == ("old unlinked", "old removed")
+        assert torch.load("saved") == "old"
+        with pytest.raises(UneditedError, match="after rank 0 has written over it"):
+            read("written over")
+
+
+plain_stat = os.stat
+
+
+def may(path: str, mode: int, **_: object) -> bool:
+    """os.access, for the owner of a file who is not root."""
+    try:
+        rights = plain_stat(path).st_mode >> 6
+    except OSError:
+        return False
+    return all(rights & bit or not mode & bit for bit in (os.R_OK, os.W_OK, os.X_OK))
+
+
+DENIED: dict[str, Callable[[], object]] = {
+    "write": lambda: write("locked/x", "w", ""),
+    "create": lambda: write("locked/x", "x", ""),
+    "os.open": lambda: os.open("locked/x", os.O_CREAT | os.O_WRONLY),
+    "unlink": lambda: os.unlink("locked/file"),
+    "mkdir": lambda: os.mkdir("locked/x"),
+    "mkfifo": lambda: os.mkfifo("locked/x"),
+    "rmdir": lambda: os.rmdir("locked/folder"),
+    "rename from": lambda: os.rename("locked/file", "x"),
+    "rename to": lambda: os.rename("c", "locked/x"),
+    "replace": lambda: os.replace("c", "locked/file"),
+    "symlink": lambda: os.symlink("file", "locked/x"),
+    "link": lambda: os.link("c", "locked/x"),
+    "rmtree": lambda: shutil.rmtree("locked/folder"),
+    "write into it": lambda: write("kept", "w", ""),
+    "append to it": lambda: write("kept", "a", ""),
+    "update it": lambda: write("kept", "r+", ""),
+    "truncate it": lambda: os.truncate("kept", 0),
+}
+
+
+@pytest.mark.parametrize("what", DENIED)
+def test_who_may_not_write_somewhere_may_not_on_any_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    os.makedirs("locked/folder")
+    write("locked/file", "w", "there")
+    write("kept", "w", "as it is")
+    os.chmod("kept", 0o444)
+    os.chmod("locked", 0o555)
+    monkeypatch.setattr(os, "access", may)
+    seen = tree()
+    own = Layer(str(tmp_path / "rank1"))
+    with seen_through(OverlayFiles(own, Layer(str(tmp_path / "before")))):
+        with pytest.raises(PermissionError) as denied:
+            DENIED[what]()
+        assert denied.value.errno == errno.EACCES
+        assert not str(denied.value.filename).startswith(own.directory)
+        assert tree() == seen
+        assert (read("locked/file"), read("kept")) == ("there", "as it is")
+        assert os.access("c", os.W_OK)
+        write("locked/file", "w", "one may write into a file that is there")
+        assert read("locked/file").endswith("is there")
+    os.chmod("locked", 0o755)
+
+
+def test_links_in_a_circle_have_not_been_changed_by_anybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink("one", "two")
+    os.symlink("two", "one")
+    os.mkdir("folder")
+    before = Layer(str(tmp_path / "before"))
+    role = Rank0Files(before)
+    assert not role.has_changed("one")
+    assert not role.has_changed("folder")
+    for mine in (role, OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        with seen_through(mine):
+            write("folder/new", "w", "x")
+            for look in (os.listdir, os.scandir, os.stat, os.chdir, os.mkdir, read):
+                with pytest.raises(OSError, match=r"levels of symbolic links|File exists"):
+                    look("one")
+    assert role.has_changed("folder")
+
+
+def test_the_mode_of_what_a_link_leads_to_is_changed_where_it_is_this_ranks_own(
+    rank1: Path,
+) -> None:
+    write("file", "w", "x")
+    os.symlink("file", "link")
+    os.chmod("link", 0o604)
+    os.utime("link", (1e9, 1e9))
+    os.utime("link", (2e9, 2e9), follow_symlinks=False)
+    assert stat.S_IMODE(os.stat("file").st_mode) == 0o604
+    assert (os.stat("file").st_mtime, os.lstat("link").st_mtime) == (1e9, 2e9)
+
+
+def test_a_file_that_vanishes_while_a_layer_is_emptied_is_none_too_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may empty it at the same time."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "there").write_text("x")
+    monkeypatch.setattr(os, "walk", lambda folder: [(f"{folder}/deep", [], ["vanished", "there"])])
+    generations.delete_files(str(tmp_path))
+    assert os.listdir(tmp_path / "deep") == []
+
+
+def test_the_last_rank_removes_the_layers_and_none_minds_if_they_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watcher may have removed them already."""
+    monkeypatch.delenv(launchers.FAILURE_FILE, raising=False)
+    shared = tmp_path / "layers"
+    for rank in range(2):
+        (shared / f"rank{rank}").mkdir(parents=True)
+    facts = multi_rank.SessionInfo(
+        0, std_streams.Terminal.detect(), multi_rank._host(), str(shared)
+    )
+    first, second = (
+        multi_rank._LayerDirectories(facts, World(rank, 2, rank, 2)) for rank in range(2)
+    )
+    assert second.writable() == [str(shared / "rank1"), str(shared)]
+    shutil.rmtree(shared / "rank1")
+    assert second.marker().parent == shared / "rank1"
+    assert stat.S_IMODE((shared / "rank1").stat().st_mode) == 0o700
+    first.delete()
+    assert os.listdir(shared) == ["rank1"]
+    second.delete()
+    assert not shared.exists()
+    first.delete()
+    second.delete()
+
+
+def test_what_rank_0_removes_while_another_rank_opens_it_is_opened_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("file", "w", "old")
+    before = Layer(str(tmp_path / "before"))
+    role, rank0 = OverlayFiles(Layer(str(tmp_path / "rank1")), before), Rank0Files(before)
+    decide, looks = role._write_location, []
+
+    def after_rank_0(plain: str, found: str, path: str, flags: int) -> str:
+        looks.append(found)
+        if len(looks) == 1:
+            rank0.keep("file", follow=False)
+            os.unlink("file")
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return decide(plain, found, path, flags)
+
+    monkeypatch.setattr(role, "_write_location", after_rank_0)
+    assert read(role.location_to_write("file", os.O_RDWR)) == "old"
+    assert len(set(looks)) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from instep.errors import DisagreementError, UneditedError
+from instep.errors import CollectiveTimeoutError, DisagreementError, UneditedError
 from instep.unedited.rank0_relay import MESSAGE_BYTES, Relay
 
 SIZE = 3
@@ -141,3 +141,24 @@ def test_ranks_mean_the_same_command_or_say_so(theirs: str, mine: str, alike: bo
     for error in () if alike else others:
         assert isinstance(error, DisagreementError)
         assert f"a command {theirs} on rank 0" in str(error)
+
+
+def test_a_rank_hears_what_rank_0_does_instead() -> None:
+    def body(relay: Relay, rank: int) -> int:
+        return relay.run_on_rank0("a command" if rank else "a line of input", lambda: 0)
+
+    first, *others = on_all(body)
+    assert first == 0
+    for number, error in enumerate(others, 1):
+        assert isinstance(error, DisagreementError)
+        assert f"a line of input on rank 0; a command on rank {number}" in str(error)
+
+
+def test_a_rank_hears_that_rank_0_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_TIMEOUT", "1")
+    first, *others = on_all(lambda relay, rank: rank and relay.run_on_rank0("a command", lambda: 0))
+    assert first == 0
+    for error in others:
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "rank 0" in str(error)
+        assert "a command" in str(error)

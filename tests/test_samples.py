@@ -49,6 +49,35 @@ def same(one, other):
     return one == other
 
 
+class Named(torch.Tensor):
+    """A tensor with something of its own."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6.0).view(2, 3).as_subclass(Named),
+        torch.eye(3).to_sparse(),
+        np.ma.masked_array([1.0, 2.0], [True, False]),
+        np.array([{1}, None], dtype=object),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.arange(12).reshape(3, 4).T,
+        np.array(["a", "bcd"]),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+    ],
+    ids=str,
+)
+def test_what_is_more_than_plain_numbers_travels_as_it_is(value):
+    (found,) = unpack(pack([value]))
+    assert type(found) is type(value)
+    if isinstance(value, np.ndarray):
+        assert found.dtype == value.dtype
+        assert found.tolist() == value.tolist()
+    else:
+        assert found.layout == value.layout
+        assert torch.equal(*(x.to_dense() if x.is_sparse else x for x in (found, value)))
+
+
 def test_samples_of_one_schema_are_found_again_in_what_they_were_collated_to():
     samples = [sample(k) for k in range(3)]
     schema = sample_schema.common_schema(samples)

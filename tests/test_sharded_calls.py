@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ from instep.training.blocks import Block
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
+from instep.unedited.sharded_call.plan import division, plan_cache
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run import grad_sums, random_numbers
 from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from pool import ranks, talking_over
@@ -81,6 +85,198 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
         assert "(calls 2 to 9 were divided)" in log.getvalue()
 
 
+class CouplesWhenTold(nn.Linear):
+    coupled = False
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        y = super().forward(input)
+        return y - y.mean(0) if self.coupled else y
+
+
+@ranks(2)
+def test_it_is_said_which_calls_may_have_been_sharded_wrongly() -> None:
+    """Those after the last one that was compared: here that of another shape."""
+    model = CouplesWhenTold(4, 3)
+    with sharding() as log:
+        for rows_ in (6, 6, 6, 6, 8, 6, 6, 6, 6):
+            model(torch.randn(rows_, 4))
+        model.coupled = True
+        model(torch.randn(6, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 1)
+    if instep.rank == 0:
+        assert "(calls 6 to 9 were divided)" in log.getvalue()
+
+
+class Ordered(nn.Linear):
+    """Says of each row at which place in the batch it would be, if that were in order."""
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002  (torch's name)
+        return super().forward(input), input[:, 0].argsort().argsort().tolist()
+
+
+@ranks(2)
+def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
+    x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])
+    with sharding() as log:
+        for _ in range(2):
+            assert Ordered(1, 2)(x)[1] == [3, 0, 5, 1, 4, 2]
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 2)
+    if instep.rank == 0:
+        assert "it returns a list that depends on the rows" in log.getvalue()
+
+
+def test_text_is_found_wherever_it_is() -> None:
+    for text in (
+        "a",
+        b"a",
+        ["a", "b"],
+        [1, ("a",)],
+        {"k": "a"},
+        {"k": [1, {"l": b"a"}]},
+        [{1: "a"}],
+    ):
+        assert division.has_text(text)
+    for other in (1, None, [], (1, 2.0), {"k": 1}, {"k": [1, {"l": None}]}, torch.ones(1)):
+        assert not division.has_text(other)
+
+
+class LearnsLater(nn.Linear):
+    """In some batches, and not in their parts, its bias is trained."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        bias = self.bias if len(input) in (8, 4, 12) else self.bias.detach()
+        return F.linear(input, self.weight, bias)
+
+
+@ranks(2)
+def test_gradients_of_another_shape_are_proven_too() -> None:
+    model = LearnsLater(4, 3)
+    with sharding() as log:
+        model(torch.randn(8, 4))
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+        model(torch.randn(12, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
+    if instep.rank == 0:
+        assert "computes LearnsLater whole: its gradients are not those" in log.getvalue()
+
+
+def test_sampled_calls_are_few_and_those_with_means_more() -> None:
+    for has_sums, expected in ((False, [10, 100]), (True, [1, 2, 3, 4, 10, 100])):
+        plan = cast(ShardingPlan, types.SimpleNamespace(has_reductions=has_sums))
+        sampled = [
+            n for n in range(1, 101) if plan_cache.CacheEntry((), plan, calls=n).is_sampled()
+        ]
+        assert sampled == expected
+
+
+class Wrapped(nn.Module):
+    """Returns what nobody can look into; its parts are ordinary."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        body: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        self.body = Wrapped(depth - 1) if depth else body
+
+    def forward(self, x: Tensor) -> Any:
+        return {1j: self.body(x)} if isinstance(self.body, Wrapped) else Opaque(self.body(x))
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([self.value])
+
+
+@ranks(2)
+def test_after_a_call_by_its_parts_all_is_as_before() -> None:
+    x, layer = torch.randn(6, 4), nn.Linear(4, 3)
+    with sharding():
+        for depth in (0, 1):
+            model = Wrapped(depth)
+            for _ in range(2):
+                model(x)
+        modules.call_counts.__init__()  # type: ignore[misc]
+        layer(x)
+        assert (
+            modules.call_counts.sharded,
+            modules.call_counts.whole,
+            modules.call_counts.samples,
+        ) == (1, 0, 3)
+
+
+class Bucket:
+    """A bucket, as far as a backward looks at it."""
+
+    def __init__(self, *, starts_early: bool = True) -> None:
+        self.starts_early = starts_early
+        self.started = self.waited = self.written = False
+
+    def start(self, _: object) -> None:
+        assert not self.started
+        self.started = True
+
+    def start_second_phase(self, _: object) -> None:
+        assert self.started
+
+    def wait(self) -> None:
+        assert self.started
+        self.waited = True
+
+    def write_grads(self) -> None:
+        assert self.waited
+        self.written = True
+
+
+def test_sums_travel_as_soon_as_all_calls_have_brought_their_parts() -> None:
+    """In one order on all ranks, while backward goes on."""
+    twice, once, late, last = Bucket(), Bucket(), Bucket(starts_early=False), Bucket()
+    buckets: list[Any] = [twice, once, late, last]
+    calls: list[Any] = [
+        types.SimpleNamespace(buckets=buckets),
+        types.SimpleNamespace(buckets=[twice]),
+    ]
+    backward = grad_sums.BucketedBackward(calls, get_transport())
+
+    def started() -> list[bool]:
+        return [bucket.started for bucket in buckets]
+
+    for bucket in buckets[1::-1]:
+        backward.finish_call(bucket)
+        assert started() == [False] * 4
+    backward.finish_call(buckets[0])
+    assert started() == [True, True, False, False]
+    for bucket in buckets[2:]:
+        backward.finish_call(bucket)
+        assert started() == [True, True, False, False]
+    backward.finish()
+    assert started() == [True] * 4
+    assert all(bucket.written for bucket in buckets)
+
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "off"),
+    [
+        ((), {}, True),
+        ((None,), {}, True),
+        ((None, 0.0), {}, True),
+        ((None, 0.5), {}, False),
+        ((), {"dropout_p": 0.5}, False),
+        ((None,), {"dropout_p": 0.0}, True),
+    ],
+)
+def test_attention_draws_where_it_has_dropout(
+    given: tuple[Any, ...], named: dict[str, Any], off: bool
+) -> None:
+    x = torch.ones(1, 1, 2, 2)
+    assert random_numbers._is_off(ATTENTION, (x, x, x, *given), named) is off
+    assert random_numbers._is_off(torch.ops.aten.dropout.default, (x, 0.0, True), {}) is False
+
+
 @ranks(3)
 def test_rounding_that_a_module_enlarges_is_distinguished_from_other_numbers() -> None:
     """Normalisation of features that are nearly alike enlarges rounding."""
@@ -93,7 +289,10 @@ def test_rounding_that_a_module_enlarges_is_distinguished_from_other_numbers() -
     before = [parameter.clone() for parameter in model.parameters()]
     with sharding():
         y = model(x)
-    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 0)
+        for _ in range(9):  # the last one is compared with the whole forward again
+            model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (10, 0)
     assert 1e-5 < (y - exact).norm() / exact.norm() < 1e-1
     assert all(map(torch.equal, before, model.parameters()))
     y.sum().backward()

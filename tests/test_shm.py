@@ -21,11 +21,16 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.distributed.shm import joining
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import group_by_host, obstacle
+from instep.distributed.shm.memory.mapping import create_memory
+from instep.distributed.shm.memory.peers import Peer
 from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
+from instep.distributed.shm.memory.signals import BYTES_PER_RANK, Signals
 from instep.distributed.shm.memory.staging import BUFFERS, Staging
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
+from instep.distributed.shm.shared_buckets import Resident
 from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.errors import (
     BrokenGroupError,
@@ -136,6 +141,10 @@ def test_a_sign_that_a_view_only_notes_is_not_forgotten():
             assert noted.is_neg()
             dist.all_reduce(noted, group=group())
             assert noted.tolist() == [-2] * 3
+            noted = torch.complex(torch.zeros(3), torch.ones(3)).conj()
+            assert noted.is_conj()
+            group().allreduce([noted]).wait()  # torch's own functions refuse it
+            assert noted.tolist() == [-2j] * 3
 
 
 @ranks(2)
@@ -168,6 +177,13 @@ def test_sums_follow_one_tree_and_have_the_same_bits_everywhere():
             result = mine.clone()
             dist.all_reduce(result, group=group())
             assert torch.equal(result, everyone[0])
+
+
+def test_what_one_rank_reduces_is_its_own():
+    mean = find_reduction(ReduceOp.RedOpType.AVG, torch.float32)
+    out, mine = torch.zeros(3), torch.arange(3.0)
+    reduce_into(out, [mine], mean, [])
+    assert out.equal(mine)
 
 
 def test_the_tree_of_eleven_ranks_needs_no_more_scratch_than_it_says():
@@ -406,6 +422,66 @@ def test_a_resident_bucket_is_reduced_where_it_lives():
         dist.all_reduce(mine, group=group())
         assert torch.equal(bucket.tensor, mine)
         assert bucket.tensor.data_ptr() == address
+
+
+def test_a_resident_bucket_is_reduced_when_the_call_returns_unless_it_is_asynchronous():
+    begun, waited = [], []
+
+    class Waited:
+        def wait(self):
+            waited.append(self)
+
+    bucket = Resident(torch.zeros(1), lambda *how: begun.append(how) or Waited())
+    assert bucket.all_reduce() is waited[0]
+    assert len(waited) == 1
+    bucket.all_reduce(ReduceOp.RedOpType.MAX, True)
+    assert len(waited) == 1
+    assert begun == [(ReduceOp.RedOpType.SUM, False), (ReduceOp.RedOpType.MAX, True)]
+
+
+@ranks(2, 3)
+def test_a_groups_own_methods_need_no_options():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    own = group()
+    every = torch.arange(float(size))
+
+    def mine():
+        return torch.full((2,), float(rank))
+
+    def total(tensor):
+        return tensor.tolist() == [every.sum().item()] * 2
+
+    one, two = mine(), mine()
+    own.allreduce([one]).wait()
+    own.allreduce_coalesced([two]).wait()
+    assert total(one)
+    assert total(two)
+    one, two = mine(), mine()
+    own.reduce([one]).wait()
+    assert rank != 0 or total(one)
+    own.broadcast([two]).wait()
+    assert two.tolist() == [0, 0]
+    parts = [torch.empty(2) for _ in range(size)]
+    own.allgather([parts], [mine()]).wait()
+    assert torch.stack(parts)[:, 0].equal(every)
+    for gather in (own.all_gather_single, own._allgather_base):
+        whole = torch.empty(2 * size)
+        gather(whole, mine()).wait()
+        assert whole[::2].equal(every)
+    wholes = [torch.empty(2 * size) for _ in range(2)]
+    own.all_gather_single_coalesced(wholes, [mine(), 2 * mine()]).wait()
+    assert wholes[1][::2].equal(2 * every)
+    one = torch.empty(2)
+    own.reduce_scatter([one], [[mine() for _ in range(size)]]).wait()
+    assert total(one)
+    for scatter in (own.reduce_scatter_single, own._reduce_scatter_base):
+        one = torch.empty(2)
+        scatter(one, mine().repeat(size)).wait()
+        assert total(one)
+    ones = [torch.empty(2), torch.empty(2)]
+    own.reduce_scatter_single_coalesced(ones, [mine().repeat(size)] * 2).wait()
+    assert all(map(total, ones))
+    own.barrier().wait()
 
 
 @ranks(2)
@@ -875,6 +951,39 @@ def test_without_memory_the_group_talks_over_gloo_and_says_so_in_one_line(tmp_pa
         "([Errno 27] File too large)"
     ]
     assert "instep" not in (tmp_path / "stderr1").read_text()
+
+
+@pytest.mark.parametrize(("cores", "spins"), [(1, False), (2, True), (3, True)])
+def test_a_rank_spins_only_where_each_has_a_core(monkeypatch, cores, spins):
+    own = {0: set(range(cores)), 1: set(range(2))}  # process 1 may have others
+    monkeypatch.setattr(os, "sched_getaffinity", own.__getitem__)
+    peers = [Peer(rank, os.getpid(), 0) for rank in range(2)]
+    memory = memoryview(bytearray(2 * BYTES_PER_RANK))
+    made = Signals(memory, 0, peers, lambda: timedelta(seconds=1))
+    assert bool(made._spins) is spins
+    assert made.ranks == [0, 1]
+
+
+def test_no_memory_is_shared_on_a_machine_that_does_not_keep_the_order_of_writes(monkeypatch):
+    monkeypatch.setattr(joining, "obstacle", lambda: "it needs another processor")
+    with pytest.raises(joining.CannotShareMemory, match="it needs another processor"):
+        joining.join(dist.HashStore(), 0, [0], lambda: timedelta(seconds=1))
+
+
+def test_a_group_of_one_rank_has_its_host_for_itself_and_still_its_memory():
+    alone = {"rank": 0, "pid": 5, "started": 7}
+    assert group_by_host([("", "a host", alone)]) == [[alone]]
+    assert group_by_host([("", "a host", alone), ("", "another", alone)]) == ""
+
+
+def test_other_users_may_not_open_the_shared_memory():
+    with create_memory(5000) as place:
+        made = os.fstat(place.descriptor)
+        assert (place.pid, made.st_size, made.st_mode & 0o777) == (os.getpid(), 5000, 0o600)
+        with pytest.raises(PermissionError):
+            os.ftruncate(place.descriptor, 1)  # whoever touched the rest would get SIGBUS
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(place.descriptor)
 
 
 def test_another_processor_or_host_is_a_reason_for_gloo():

@@ -57,3 +57,31 @@ def test_what_is_typed_reaches_every_rank(tmp_path):
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     seen = ["Ada", "read as it is\n", "by the line\n", True, [77, 24], False, "no more"]
     assert place.views("n2") == [seen, seen]
+
+
+MUTED = """
+import sys
+from instep.unedited.std_streams import StdStreams, Terminal
+
+streams = StdStreams(int(sys.argv[1]), Terminal.detect(), None)
+print("before")
+print("before", file=sys.stderr)
+streams.install()
+print("meanwhile")
+print("meanwhile", file=sys.stderr)
+streams.restore()
+print("after")
+print("after", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "heard"), [(0, ["before", "meanwhile", "after"]), (1, ["before", "after"])]
+)
+def test_of_another_rank_nothing_is_heard_meanwhile(rank, heard):
+    """Whatever is still in a buffer."""
+    done = subprocess.run(
+        [sys.executable, "-c", MUTED, str(rank)], capture_output=True, text=True, check=True,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr.split()) == (heard, heard)

@@ -65,6 +65,7 @@ UNSEEN_KEYWORDS = {
     "strict": "an assertion of ours about two lengths, in zip",
     "maxsize": "how much a cache may hold",
     "name": "how a thread is shown",
+    "flush": "of what the core prints, all goes to stderr, which Python writes line by line anyway",
 }
 UNSEEN_CONSTANTS = {
     "_SECONDS": "how long or how often one waits or looks: a matter of speed",
@@ -302,7 +303,8 @@ class _Finder:
                 self.expression(node.body)
                 return
         for child in ast.iter_child_nodes(node):
-            self.expression(child)
+            if not _is_unseen(child):
+                self.expression(child)
 
     def _call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name) and node.func.id in CALLED:
@@ -355,6 +357,12 @@ def _names(nodes: list[ast.expr]) -> set[str]:
         elif isinstance(called, ast.Name):
             names.add(called.id)
     return names
+
+
+def _is_unseen(node: ast.AST) -> bool:
+    """Whether this is `frozen=True` or its like: another constant is as good as none."""
+    is_keyword = isinstance(node, ast.keyword) and node.arg in UNSEEN_KEYWORDS
+    return is_keyword and isinstance(node.value, ast.Constant)
 
 
 def _is_error(node: ast.expr) -> bool:
