@@ -45,6 +45,13 @@ class File:
             file.write(self.said + "x")
 
 
+class SoundFile(File):
+    """Calls the path `file`."""
+
+    def __init__(self, file: Any, mode: str = "r", *more: Any, **options: Any) -> None:
+        super().__init__(file, mode, *more, **options)
+
+
 class Tokenizer:
     """As tokenizers has it."""
 
@@ -114,7 +121,7 @@ def libraries() -> dict[str, dict[str, Any]]:
             "safe_open": lambda filename, framework, device="cpu": plain_read(filename),
         },
         "h5py": {"File": type("File", (File,), {"__init__": File.__init__})},
-        "soundfile": {"SoundFile": type("SoundFile", (File,), {"__init__": File.__init__})},
+        "soundfile": {"SoundFile": type("SoundFile", (SoundFile,), dict(vars(SoundFile)))},
         "lmdb": {"Environment": lmdb, "open": lmdb},
         "tokenizers": {"Tokenizer": type("Tokenizer", (Tokenizer,), dict(vars(Tokenizer)))},
         "cv2": {

@@ -41,6 +41,8 @@ def by_name() -> Iterator[Callable[[], object]]:
     yield lambda: os.close(os.open(path="f", flags=os.O_CREAT | os.O_WRONLY, mode=0o640))
     yield lambda: open(file="f", mode="w", encoding="utf-8").close()
     yield lambda: open("f", "rb", 0, None, None, None, True).close()
+    yield lambda: open("f", "w", -1, "utf-8", None, None, True, None).close()
+    yield lambda: open("f", "a", -1, None, None, None, True, own_opener).close()
     yield lambda: open(
         "g", mode="xb", buffering=0, opener=lambda p, f: os.open(p, f, 0o600)
     ).close()
@@ -81,6 +83,7 @@ def by_name() -> Iterator[Callable[[], object]]:
     yield lambda: sorted(os.listdir(b"."))
     yield lambda: sorted(entry.name for entry in os.scandir(path="."))
     yield lambda: sorted(entry.path for entry in os.scandir(None))
+    yield lambda: sorted((e.name, e.path, os.fspath(e), e.is_file()) for e in os.scandir(b"."))
     yield lambda: [e.inode() == os.lstat(e.path).st_ino for e in os.scandir(".")]
     yield lambda: sorted((e.name, e.is_file(), e.is_dir(), e.is_symlink()) for e in os.scandir("."))
     yield lambda: sorted((e.name, e.is_file(follow_symlinks=False)) for e in os.scandir("."))
@@ -283,6 +286,9 @@ def databases() -> Iterator[Callable[[], object]]:
         yield count("file:held?mode=memory&cache=private", uri=True)
         yield count("file::memory:", uri=True)
         yield count("file:un%20quoted?mode=rwc", uri=True)
+    for name in ("file:nowhere?mode=ro", "file:no/where?mode=ro", "file:no/where?mode=rwc"):
+        yield count(name, uri=True)
+    yield count("no/where.db")
     yield lambda: sorted(name for name in os.listdir() if "t.db" in name or " " in name)
 
 
@@ -394,6 +400,9 @@ def standing_in() -> Iterator[Callable[[], object]]:
             yield lambda library=library, mode=mode: library(mode, mode=mode).said
             yield lambda mode=mode: os.unlink(mode)
         yield lambda library=library: library(library.__name__, "r", 1, more=2).more
+        name = {h5py.File: "name", soundfile.SoundFile: "file"}[library]
+        for mode in ({"mode": "a"}, {"mode": "r"}, {}):
+            yield lambda library=library, named=mode | {name: "named"}: library(**named).said
         yield lambda library=library: library(library.__name__, "r", 1, more=2).options
     for make in (lmdb.open, lmdb.Environment):
         yield lambda make=make: make("env").said

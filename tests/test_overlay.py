@@ -26,6 +26,7 @@ from instep.errors import UneditedError
 from instep.process.patching import PatchHandle
 from instep.unedited import multi_rank, std_streams
 from instep.unedited.files import generations, os_functions, overlay, rank0_files
+from instep.unedited.files.bypass import bypass_overlay
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
@@ -514,3 +515,50 @@ def test_what_rank_0_removes_while_another_rank_opens_it_is_opened_as_it_was(
     monkeypatch.setattr(role, "_write_location", after_rank_0)
     assert read(role.location_to_write("file", os.O_RDWR)) == "old"
     assert len(set(looks)) == 2
+
+
+def test_a_file_that_is_too_large_to_keep_leaves_room_for_small_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank0_files, "KEPT_BYTES", 20)
+    before = Layer(str(tmp_path / "before"))
+    write("large", "w", "x" * 50)
+    write("small", "w", "old")
+    with seen_through(Rank0Files(before)):
+        write("large", "w", "new")
+        write("small", "w", "new")
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        assert read("small") == "old"
+        with pytest.raises(UneditedError, match="after rank 0 has written over it"):
+            read("large")
+
+
+@pytest.mark.parametrize(
+    "listing", [lambda at: os.listdir(at), lambda at: [e.name for e in os.scandir(at)]]
+)
+def test_a_directory_that_rank_0_removes_while_another_rank_lists_it_is_listed_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: Callable[[str], list[str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("data")
+    write("data/1", "w", "old")
+    before = Layer(str(tmp_path / "before"))
+    files, rank0 = OverlayFiles(Layer(str(tmp_path / "rank1")), before), Rank0Files(before)
+    look = files.listdir
+
+    def before_rank_0(path: str) -> list[str] | None:
+        found = look(path)
+        with bypass_overlay():
+            if os.path.lexists("data"):
+                rank0.keep("data/1", follow=False, never_written_again=True)
+                os.unlink("data/1")
+                rank0.keep("data", follow=False)
+                os.rmdir("data")
+        return found
+
+    monkeypatch.setattr(files, "listdir", before_rank_0)
+    with seen_through(files):
+        assert listing("data") == ["1"]
+    with bypass_overlay():
+        assert not os.path.lexists("data")

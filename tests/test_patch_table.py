@@ -175,6 +175,8 @@ def test_outside_of_a_job_signals_streams_and_commands_are_what_they_are(
         yield lambda: subprocess.check_output(["echo", "b"], text=True)
         yield lambda: os.spawnv(os.P_WAIT, "/bin/sh", ["sh", "-c", "exit 5"])
         yield lambda: os.spawnve(os.P_WAIT, "/bin/sh", ["sh", "-c", "exit $A"], {"A": "6"})
+        yield lambda: os.spawnve(mode=os.P_WAIT, file="/bin/sh", args=["sh", "-c", "exit $A"],
+                                 env={"A": "6"})  # fmt: skip
         yield lambda: os.spawnlp(os.P_WAIT, "sh", "sh", "-c", "exit 5")
         yield lambda: os.spawnvpe(os.P_WAIT, "sh", ["sh", "-c", "exit $A"], {"A": "6"})
         yield lambda: awaited(os.spawnv(os.P_NOWAIT, "/bin/sh", ["sh", "-c", "exit 7"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from instep.process.patching import Function
@@ -18,9 +18,11 @@ def listdir(original: Function, path: Any = ".") -> Any:
     files = files_for()
     with script_paths_in_errors(path):
         directory = _directory(path, files)
-        names = files.listdir(directory) if isinstance(files, OverlayFiles) else None
-    if names is not None:
-        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+        if isinstance(files, OverlayFiles):
+            names, found = _list_once(files, directory, lambda: original(path))
+            if names is None:
+                return found
+            return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
     names = original(path)
     return (
         sorted(names) if isinstance(files, Rank0Files) and files.has_changed(directory) else names
@@ -34,15 +36,33 @@ def _directory(path: Any, files: Rank0Files | OverlayFiles | None) -> Any:
     return files.open_directories.path_of(path) if files and isinstance(path, int) else path
 
 
-class DirEntry(os.PathLike[str]):
+def _list_once(
+    files: OverlayFiles, directory: Any, list_real: Callable[[], list[Any]]
+) -> tuple[list[str] | None, list[Any]]:
+    """The names in a directory, or None and what is in the real one, if this job has not changed
+    it: looked up again afterwards, because rank 0 may have begun to change it meanwhile."""
+    names, found = files.listdir(directory), []
+    if names is None:
+        try:
+            found = list_real()
+        except OSError:
+            names = files.listdir(directory)
+            if names is None:
+                raise
+        else:
+            names = files.listdir(directory)
+    return names, found
+
+
+class DirEntry(os.PathLike[Any]):
     """Takes the place of os.DirEntry if the real directory is not the one that the rank sees."""
 
-    def __init__(self, directory: str, name: str, *, by_descriptor: bool = False) -> None:
+    def __init__(self, directory: Any, name: Any, *, by_descriptor: bool = False) -> None:
         self.name = name
         self._path = os.path.join(directory, name)
         self.path = name if by_descriptor else self._path
 
-    def __fspath__(self) -> str:
+    def __fspath__(self) -> Any:
         return self.path
 
     def __repr__(self) -> str:
@@ -103,15 +123,24 @@ class _ScandirIterator:
 def scandir(original: Function, path: Any = ".") -> Any:
     """For os.scandir."""
     files = files_for()
-    if files is None or isinstance(path, bytes):
+    if files is None:
         return original(path)
     with script_paths_in_errors(path):
         directory = _directory(path, files)
-        names = files.listdir(directory) if isinstance(files, OverlayFiles) else None
-    if names is not None:
-        at, by_descriptor = os.fspath(directory), isinstance(path, int)
-        return _ScandirIterator([DirEntry(at, n, by_descriptor=by_descriptor) for n in names])
-    if isinstance(files, OverlayFiles) or not files.has_changed(directory):
+        if isinstance(files, OverlayFiles):
+            names, entries = _list_once(files, directory, lambda: _read_entries(original, path))
+            at, by_descriptor = os.fspath(directory), isinstance(path, int)
+            text = os.fsencode if isinstance(at, bytes) else str
+            if names is not None:
+                entries = [DirEntry(at, text(n), by_descriptor=by_descriptor) for n in names]
+            return _ScandirIterator(entries)
+    if not files.has_changed(directory):
         return original(path)
+    return _ScandirIterator(
+        sorted(_read_entries(original, path), key=lambda entry: os.fsdecode(entry.name))
+    )
+
+
+def _read_entries(original: Function, path: Any) -> list[Any]:
     with original(path) as entries:
-        return _ScandirIterator(sorted(entries, key=lambda entry: str(entry.name)))
+        return list(entries)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -91,13 +93,22 @@ def _call_with(
     return function(*args, **kwargs | {name: location})
 
 
-def file_init(original: Function, self: Any, path: Any, mode: Any = "r", *a: Any, **k: Any) -> Any:
-    """For the __init__ of a class that opens a path with a mode, such as h5py.File."""
-    if _is_path(path):
-        text = mode or "r"
-        flags = os.O_TRUNC | os.O_CREAT if text[0] in "wx" else _KEEP_CONTENT
-        path = path_to_read(path) if text == "r" else path_to_write(path, flags)
-    return original(self, path, mode, *a, **k)
+def file_init(name: str) -> Function:
+    """A replacement of the __init__ of a class that opens a path with a mode, such as h5py.File.
+
+    `name` is that of the parameter for the path.
+    """
+
+    def init(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        path = args[0] if args else kwargs.get(name)
+        if not _is_path(path):
+            return original(self, *args, **kwargs)
+        mode = (args[1] if len(args) > 1 else kwargs.get("mode")) or "r"
+        flags = os.O_TRUNC | os.O_CREAT if mode[0] in "wx" else _KEEP_CONTENT
+        location = path_to_read(path) if mode == "r" else path_to_write(path, flags)
+        return _call_with(location, 0, name, functools.partial(original, self), args, kwargs)
+
+    return init
 
 
 def sqlite_connect(original: Function, database: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,14 +131,22 @@ def _sqlite_location(name: str, is_uri: bool) -> str:
     if name in ("", ":memory:"):
         return name
     if not is_uri or not name.startswith("file:"):
-        return _write_with_journals(name)
+        return _or_missing(_write_with_journals, name)
     uri, _, query = name.partition("?")
     path = unquote(urlsplit(uri).path)
     mode = parse_qs(query).get("mode", ["rwc"])[0]
     if mode == "memory" or path in ("", ":memory:"):
         return name
-    location = path_to_read(path) if mode == "ro" else _write_with_journals(path)
+    location = _or_missing(path_to_read if mode == "ro" else _write_with_journals, path)
     return f"file:{quote(os.path.abspath(location))}{'?' if query else ''}{query}"
+
+
+def _or_missing(locate: Callable[[str], str], path: str) -> str:
+    """The location of a database; if there can be none, one for which SQLite raises its error."""
+    try:
+        return locate(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.path.join(os.devnull, "missing")
 
 
 def _write_with_journals(path: str) -> str:

@@ -168,7 +168,7 @@ def open_(
         files.keep(file)
     if isinstance(files, OverlayFiles) and given is None:
         return original(file, mode, *args[:5], opener=_opener, **kwargs)
-    return original(file, mode, *args, opener=opener, **kwargs)
+    return original(file, mode, *args[:5], opener=given, **kwargs)
 
 
 def numpy_opener(original: Function, self: Any, extension: Any) -> Any:

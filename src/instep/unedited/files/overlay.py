@@ -259,7 +259,8 @@ class OverlayFiles(PathResolver):
         """The names in a directory: first those of the real one, in their order."""
         names: dict[str, None] = {}
         if is_directory(resolved) and self._parents_unchanged(resolved):
-            names = dict.fromkeys(os.listdir(resolved))
+            with suppress(FileNotFoundError):  # rank 0 has just removed it, and kept its entries
+                names = dict.fromkeys(os.listdir(resolved))
         if not self.is_private(resolved):
             for layer in reversed(self.layers):
                 there, whiteouts = layer.names(resolved)

@@ -64,10 +64,11 @@ class Rank0Files(PathResolver):
         draft = self._before.add_file(f"/.instep-{os.getpid()}")
         linked = never_written_again and _try_link(resolved, draft)
         if not (linked or clone(resolved, draft)):
-            self._bytes += os.lstat(resolved).st_size
-            if self._bytes > KEPT_BYTES or not _try_copy(resolved, draft):
+            size = os.lstat(resolved).st_size
+            if self._bytes + size > KEPT_BYTES or not _try_copy(resolved, draft):
                 self._before.copy_metadata(resolved)
                 return
+            self._bytes += size
         os.replace(draft, self._before.add_file(resolved))
 
     def _copy_to_earlier(self, resolved: str, layer: Layer) -> None:

@@ -138,10 +138,10 @@ def spawn_at_terminal(original: Function, argv: Any, *args: Any, **kwargs: Any) 
 # --------------------------------------------------------------- commands with a process id
 
 
-def spawn(original: Function, mode: int, file: Any, args: Any, *env: Any) -> Any:
+def spawn(original: Function, mode: int, file: Any, args: Any, *env: Any, **kwargs: Any) -> Any:
     """For os.spawnv and so on."""
     shared = shared_command(args)
-    start = partial(original, mode, file, args, *env)
+    start = partial(original, mode, file, args, *env, **kwargs)
     if shared is None:
         return start()
     return shared.run(start) if mode == os.P_WAIT else add_pid(shared.start(start))
