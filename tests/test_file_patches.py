@@ -11,6 +11,7 @@ import sqlite3
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -444,10 +445,12 @@ def test_sockets_have_names_of_any_length(
         with all_patches(files), socket.socket(socket.AF_UNIX) as server:
             descriptors = len(os.listdir("/proc/self/fd"))
             server.bind(name)
+            assert server.getsockname() == "socket"
             server.listen()
             for reach in ("connect", "connect_ex"):
                 with socket.socket(socket.AF_UNIX) as client:
                     assert not getattr(client, reach)(name)
+                    assert client.getpeername() == "socket"
                 server.accept()[0].close()
             assert len(os.listdir("/proc/self/fd")) == descriptors
             assert os.listdir() == ["socket"]
@@ -458,6 +461,19 @@ def test_sockets_have_names_of_any_length(
                 again.bind(name)
             os.unlink(name)
     assert os.listdir() == []
+
+
+def test_the_address_of_a_listener_can_be_connected_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = Layer(str(tmp_path / "before"))
+    os.mkdir("x" * 60)
+    for files in (None, Rank0Files(before), OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        with all_patches(files), Listener("x" * 60 + "/socket") as listener:
+            assert listener.address == "x" * 60 + "/socket"
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(listener.address)
 
 
 def test_sockets_without_a_file_are_left_alone(tmp_path: Path) -> None:

@@ -477,6 +477,20 @@ def test_a_data_set_with_a_hidden_state_gives_every_rank_the_same_and_a_line_say
     assert (line in said.getvalue()) == (instep.rank == 0)
 
 
+class OtherOnEachRank(Noisy):
+    def __getitem__(self, index):
+        return torch.tensor(index + instep.rank / 10)
+
+
+@ranks(2)
+def test_samples_that_depend_on_the_rank_are_exchanged_however_cheap_they_are():
+    with redirect_stderr(io.StringIO()):
+        found = torch.stack([*batches(DataLoader(OtherOnEachRank(60), 6))])
+    assert found.shape == (10, 6)
+    first, second = instep.all_gather_object(found)
+    assert first.equal(second)
+
+
 def test_own_rows_pay_when_loading_takes_longer_than_talking():
     assert is_exchange_faster(seconds=0.32, nbytes=20_000_000, count=32, ranks=2)
     assert not is_exchange_faster(seconds=0.001, nbytes=1000, count=32, ranks=2)

@@ -207,7 +207,23 @@ def socket_bind(original: Function, self: Any, address: Any) -> Any:
     """For the bind of a Unix socket."""
     if not _is_unix_path(self, address):
         return original(self, address)
-    return _call_with_short_path(path_to_create(address), lambda path: original(self, path))
+
+    def bind(path: Any) -> Any:
+        result = original(self, path)
+        _bound[os.fsdecode(path)] = os.fsdecode(address)
+        return result
+
+    return _call_with_short_path(path_to_create(address), bind)
+
+
+_bound: dict[str, str] = {}
+"""The addresses that the script has bound, by those that the kernel has got."""
+
+
+def socket_name(original: Function, self: Any) -> Any:
+    """For getsockname and getpeername."""
+    name = original(self)
+    return _bound.get(name, name) if isinstance(name, str) else name
 
 
 def socket_connect(original: Function, self: Any, address: Any) -> Any:

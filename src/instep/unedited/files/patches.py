@@ -28,6 +28,7 @@ FILE_PATCHES: tuple[Patch, ...] = (
         (os, "getcwd", os_functions.getcwd),
         (os, "getcwdb", os_functions.getcwdb),
         (socket.socket, "connect connect_ex", libraries.socket_connect),
+        (socket.socket, "getsockname getpeername", libraries.socket_name),
     ),
     *patches(
         _CHANGES,
