@@ -14,7 +14,7 @@ def summed():
 
 
 def unsplit():
-    blocks.Block.rows = lambda block, batch: batch
+    blocks.Block.slice = lambda block, batch: batch
 
 
 def padded():
@@ -22,7 +22,7 @@ def padded():
         count = -(-block.total // block.size)
         return [batch[(block.rank * count + k) % block.total] for k in range(count)]
 
-    blocks.Block.rows = rows
+    blocks.Block.slice = rows
 
 
 def dropped():
@@ -30,7 +30,7 @@ def dropped():
         count = block.total // block.size
         return batch[block.rank * count : (block.rank + 1) * count]
 
-    blocks.Block.rows = rows
+    blocks.Block.slice = rows
 
 
 def shuffled_by_rank():
@@ -45,7 +45,7 @@ def shuffled_by_size():
 
 def never_reduced():
     for way in (transport.ProcessGroupTransport, transport.SharedMemoryTransport):
-        way.all_reduce = lambda self, tensor, op: transport._Done()
+        way.all_reduce = lambda self, tensor, op: transport._Completed()
         way.all_reduce_each = lambda self, tensors, op: None
 
 
