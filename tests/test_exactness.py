@@ -739,3 +739,13 @@ def compiled(log, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend):
     assert compare(compiled, (backend,), size=2, nudge=True).gradient < 1e-13
+
+
+@ranks(1, 2)
+def test_checkpointed_dropout_outside_of_replicas_is_computed_again_with_its_own_mask():
+    model = instep.replicate(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    model(instep.shard(torch.ones(4, 4)))
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(lambda x: nn.functional.dropout(x * 1, 0.5), x, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)

@@ -170,7 +170,7 @@ def _mask(mask_shape: MaskShape, x: Tensor, p: float, training: bool) -> Tensor 
 def _next_draw() -> MaskDraw | None:
     """The mask of this call of dropout; None if torch draws it itself."""
     if torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes again
-        return _drawn.get(_token()) if _drawn else None
+        return _recomputed_draw() if _drawn else None
     call = forward_calls.current()
     if call is None or call.dropout == "rank":
         return None
@@ -179,6 +179,18 @@ def _next_draw() -> MaskDraw | None:
     call.masks += 1
     if len(_drawn) > _MAX_MASKS:
         _drawn.popitem(last=False)
+    return draw
+
+
+def _recomputed_draw() -> MaskDraw | None:
+    """The mask that was drawn at this state of torch's generator, in a replica.
+
+    Without one the generator stays as it is, so that torch draws the mask of its own forward again.
+    """
+    state = torch.get_rng_state()
+    draw = _drawn.get(_token())
+    if draw is None:
+        torch.set_rng_state(state)
     return draw
 
 
