@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from instep.check.checker import check_files, check_text, find_errors
+from instep.check import check_files, severe_findings
+from instep.check.checker import check_text
 from instep.check.command import add_command
 from instep.check.pages import generate_pages
 from instep.check.rules import RULES, THEMES
@@ -272,22 +273,22 @@ def test_columns_count_characters_not_bytes() -> None:
 
 def test_find_errors_are_the_errors_only() -> None:
     script = str(SCRIPTS / "launched.py")
-    severe = find_errors(script)
+    severe = severe_findings(script)
     assert severe == [f for f in check_files([script]).findings if f.severity == "error"]
     assert 0 < len(severe) < len(EXPECTED["launched.py"])
 
 
 def test_find_errors_of_what_is_not_python_are_none(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("this is not Python")
-    assert find_errors(str(tmp_path / "train.py")) == []
-    assert find_errors(str(tmp_path / "absent.py")) == []
+    assert severe_findings(str(tmp_path / "train.py")) == []
+    assert severe_findings(str(tmp_path / "absent.py")) == []
 
 
 def test_checking_imports_no_torch_and_runs_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nraise SystemExit('it ran')\n")
     program = (
-        "import sys; from instep.check.checker import check_files; "
+        "import sys; from instep.check import check_files; "
         f"print(check_files([{str(script)!r}]).findings, 'torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -98,7 +98,7 @@ def _apply_rules(script: Script, rules: Collection[Rule]) -> list[Finding]:
     return sorted(found)
 
 
-def find_errors(path: str) -> list[Finding]:
+def severe_findings(path: str) -> list[Finding]:
     """The findings of severity error in one script, for `instep run`.
 
     A script that cannot be read or parsed has none: running it shows the error.

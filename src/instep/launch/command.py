@@ -162,10 +162,10 @@ def _mention_findings(job: Job) -> None:
     """
     if not job.plain and static_opt_out.find_opt_out(job.command) is None:
         return
-    from instep.check.checker import find_errors  # takes time that the start must not wait for
+    from instep.check.checker import severe_findings  # takes time that the start must not wait for
 
     script = job.command[0]
-    findings = find_errors(script) if job.hosts.node == 0 else []
+    findings = severe_findings(script) if job.hosts.node == 0 else []
     if findings:
         named = dict.fromkeys(f"{finding.code} ({finding.name})" for finding in findings)
         codes = ", ".join(named)

@@ -101,11 +101,11 @@ def start_rank(
     """
     ours, theirs = socket.socketpair()
     buffering = "untouched" if streams[0] is None else "lines"
-    way = "plain" if plain else "unedited"
+    mode = "plain" if plain else "unedited"
     worker = [sys.executable, "-P", "-m", "instep.launch.worker.entry"]
     with theirs:
         process = subprocess.Popen(
-            [*worker, str(theirs.fileno()), buffering, way, *command],
+            [*worker, str(theirs.fileno()), buffering, mode, *command],
             env=environ,
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=streams[0],

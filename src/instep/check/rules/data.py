@@ -40,9 +40,9 @@ def _set_epoch_forgotten(info: ScriptInfo) -> Iterator[Hit]:
             step(batch)
     ```
     """
-    told = list(info.script.calls_named("set_epoch"))
+    calls = list(info.script.calls_named("set_epoch"))
     imported = {name.split(".")[0] for name in info.script.imported_modules}
-    if any(not _about_evaluation(info, call) for call in told) or "accelerate" in imported:
+    if any(not _about_evaluation(info, call) for call in calls) or "accelerate" in imported:
         return
     for sampler in info.samplers:
         shuffle = keyword(sampler, "shuffle", 3)

@@ -122,15 +122,15 @@ def split_sizes(rows: int, size: int) -> list[int]:
 def _all_gather(
     response: Response, tensors: Tensors, into: Tensors | None, group: Group
 ) -> list[Tensor]:
-    way = get_transport(group)
+    transport = get_transport(group)
     results = []
     for k, tensor in enumerate(tensors):
         shapes = [(rows[k], *tensor.shape[1:]) for rows in response.rows]
         if len(set(shapes)) == 1 and tensor.numel():
-            flat = torch.cat(way.all_gather(as_bytes(tensor)))
+            flat = torch.cat(transport.all_gather(as_bytes(tensor)))
             results.append(flat.view(tensor.dtype).view(-1, *tensor.shape[1:]))
         else:
-            results.append(torch.cat(exchange(way, [tensor] * way.size, shapes)))
+            results.append(torch.cat(exchange(transport, [tensor] * transport.size, shapes)))
     return results
 
 

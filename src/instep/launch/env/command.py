@@ -45,12 +45,13 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     init()
     outcome = self_test.run_collectives(rank_report.find_device())
     mine = (rank_report.describe_rank(), outcome)
-    everybody = gather_object(mine) if all(said == "ok" for _, said, _ in outcome) else [mine]
-    if everybody is not None:
-        ranks, tests = zip(*everybody, strict=True)
+    passed = all(result == "ok" for _, result, _ in outcome)
+    rows = gather_object(mine) if passed else [mine]
+    if rows is not None:
+        ranks, tests = zip(*rows, strict=True)
         report = {"job": rank_report.describe_job(), "ranks": list(ranks), "tests": list(tests)}
         print(json.dumps(report, indent=2) if asked.json else format_report(report), flush=True)
-    return int(any(said != "ok" for _, said, _ in outcome))
+    return int(not passed)
 
 
 # --------------------------------------------------------------------------- the table (pure)
@@ -104,7 +105,9 @@ def _tests(tests: Sequence[Sequence[tuple[str, str, float]]]) -> list[tuple[str,
     """One row for each collective: the slowest rank's time, and the errors of all ranks."""
     rows = []
     for outcomes in zip(*tests, strict=False):
-        wrong = [f"rank {k}: {said}" for k, (_, said, _) in enumerate(outcomes) if said != "ok"]
+        wrong = [
+            f"rank {k}: {result}" for k, (_, result, _) in enumerate(outcomes) if result != "ok"
+        ]
         slowest = max(milliseconds for _, _, milliseconds in outcomes)
         rows.append((outcomes[0][0], f"{slowest:.2f}", "; ".join(wrong) or "ok"))
     return rows

@@ -34,7 +34,7 @@ PLAIN = "plain"
 """The script runs as it is, and nothing is divided."""
 
 
-def main(line: str, buffering: str, way: str, *command: str) -> None:
+def main(line: str, buffering: str, mode: str, *command: str) -> None:
     """Run `command` and exit as it would, but write its exception to a file instead of stderr."""
     hook = sys.excepthook = ExceptHook()
     leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
@@ -45,7 +45,7 @@ def main(line: str, buffering: str, way: str, *command: str) -> None:
         enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        program.run_program(command, plain=way == PLAIN)
+        program.run_program(command, plain=mode == PLAIN)
         leave.report_success("the end of the script")
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
