@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import instep
-from instep import errors, shm
+from instep import check, errors, shm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import design_map
@@ -40,7 +40,9 @@ STANDARD_LIBRARY = (
     *("typing", "unittest.mock", "uuid", "warnings", "weakref", "zipfile"),
 )
 
-PUBLISHED = frozenset((*instep.__all__, *shm.__all__, *errors.__dir__(), "resident"))
+PUBLISHED = frozenset(
+    (*instep.__all__, *check.__all__, *shm.__all__, *errors.__dir__(), "resident")
+)
 """Names that users know."""
 
 
