@@ -267,8 +267,9 @@ def test_where_no_folder_can_be_made_a_file_is_written_in_place(
             raise PermissionError(errno.EACCES, "Permission denied", path)
         made(path, *args)
 
-    monkeypatch.setattr(os, "mkdir", refuses)
-    torch.save("new", "model.pt")
+    with monkeypatch.context() as patched:  # undone before the fixture's patches are removed
+        patched.setattr(os, "mkdir", refuses)
+        torch.save("new", "model.pt")
     assert (os.stat("model.pt").st_ino, torch.load("model.pt")) == (written, "new")
 
 

@@ -84,6 +84,16 @@ def descendants(pid: int) -> set[int]:
     return found.union(*map(descendants, found))
 
 
+def threads(name: str) -> list[int]:
+    """The ids of this process's threads of a name (its first 15 bytes)."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            if file.read().rstrip("\n") == name:
+                found.append(int(thread))
+    return found
+
+
 def context_switches(pid: int) -> int:
     """How often the main thread was put to sleep or preempted.
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 # destruction; a Gloo thread that lets a tensor go while Python ends aborts the process.
 import torch.distributed.nn.functional
 
-from instep.distributed import shm
+from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
 from instep.distributed.identity import launchers
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
@@ -135,6 +135,7 @@ def _init(
     )
     _add_state(joined.key or _broadcast_key(), one_host, store_of_torch)
     _joined[:] = [world]
+    gloo_threads.wait_at_exit()
     atexit.unregister(leave)  # of an earlier group
     atexit.register(leave)
     _remember_watched()

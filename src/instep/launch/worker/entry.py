@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from instep.distributed import gloo_threads
 from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
 from instep.launch.control_bytes import FAILED, GO, READY
 from instep.launch.worker import program
@@ -40,6 +41,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
     leave = ExitReporter(int(line), int(os.environ["RANK"]), Path(os.environ[FAILURE_FILE]))
     try:
         _wait_for_go(int(line))
+        gloo_threads.wait_at_exit()
         # No file object: `freeze_torch_objects` looks for file objects that are open for writing.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))

@@ -23,7 +23,6 @@ from instep.unedited.files.bypass import bypass_overlay, is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 
-_mkdir = os.mkdir
 _current: list[Rank0Files | OverlayFiles] = []
 
 
@@ -136,12 +135,14 @@ def path_to_write(path: Any, flags: int = os.O_CREAT | os.O_TRUNC) -> Any:
     return files.location_to_write(path, flags) if isinstance(files, OverlayFiles) else path
 
 
-def path_to_create(path: Any) -> Any:
+def path_to_create(path: Any, *, directory: bool = False) -> Any:
     """The location at which it is to make `path`, which must not exist."""
     files = files_for(path)
     if isinstance(files, Rank0Files):
         files.keep(path, follow=False)
-    return files.new_location(path) if isinstance(files, OverlayFiles) else path
+    if isinstance(files, OverlayFiles):
+        return files.new_location(path, directory=directory)
+    return path
 
 
 @contextmanager
@@ -261,17 +262,19 @@ def set_metadata(original: Function, path: Any, *args: Any, **kwargs: Any) -> An
 # ----------------------------------------------------------------------------------- changing
 
 
-@_resolve_dir_fds
-def make(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """For os.mkdir, os.mkfifo and os.mknod."""
-    files = files_for(path)
-    if isinstance(files, Rank0Files):
-        files.keep(path, follow=False)
-    if isinstance(files, OverlayFiles):
+def _makes(*, directory: bool) -> Function:
+    """A replacement of a function that makes a directory, or another thing, at a path."""
+
+    @_resolve_dir_fds
+    def answer(original: Function, path: Any, *args: Any, **kwargs: Any) -> Any:
         with script_paths_in_errors(path):
-            location = files.new_location(path, directory=original is _mkdir)
-            return original(location, *args, **kwargs)
-    return original(path, *args, **kwargs)
+            return original(path_to_create(path, directory=directory), *args, **kwargs)
+
+    return answer
+
+
+mkdir, mknod = _makes(directory=True), _makes(directory=False)
+"""For os.mkdir; for os.mknod and os.mkfifo."""
 
 
 @_resolve_dir_fds
