@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
@@ -273,3 +276,23 @@ def init_run(original: Function, *args: Any, **kwargs: Any) -> Any:
     disabled = {"mode": "disabled"} if isinstance(current_files(), OverlayFiles) else {}
     with rank_local():  # rank 0 starts processes there that the others do not start
         return original(*args, **kwargs | disabled)
+
+
+def numpy_opener(original: Function, self: Any, extension: Any) -> Any:
+    """For numpy's table of openers, which holds the original `open`."""
+    found = original(self, extension)
+    return builtins.open if extension is None else found
+
+
+def make_temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For the functions of tempfile: make a real file in the usual directory, private to a rank."""
+    directory = signature(original).bind(*args, **kwargs).arguments.get("dir")
+    files = current_files()
+    if files is None or (directory is not None and os.fspath(directory) != tempfile.gettempdir()):
+        return original(*args, **kwargs)
+    with bypass_overlay():
+        made = original(*args, **kwargs)
+    path = made if isinstance(made, str) else getattr(made, "name", None) or made[1]
+    if isinstance(path, str):
+        files.add_temporary(path)
+    return made

@@ -7,11 +7,9 @@ becomes an absolute one. A function that is given the descriptor of a file is no
 
 from __future__ import annotations
 
-import builtins
 import functools
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -19,7 +17,7 @@ from typing import Any
 
 from instep.process.patching import Function
 from instep.unedited.files.atomic_writes import atomic_write
-from instep.unedited.files.bypass import bypass_overlay, is_bypassed
+from instep.unedited.files.bypass import is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 
@@ -172,12 +170,6 @@ def open_(
     return original(file, mode, *args[:5], opener=given, **kwargs)
 
 
-def numpy_opener(original: Function, self: Any, extension: Any) -> Any:
-    """For numpy's table of openers, which holds the original `open`."""
-    found = original(self, extension)
-    return builtins.open if extension is None else found
-
-
 def _opener(path: Any, flags: int) -> int:
     return os.open(path, flags, 0o666)
 
@@ -287,9 +279,23 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
     return original(src, dst, *args, **kwargs)
 
 
+def link(
+    original: Function, src: Any, dst: Any, *, follow_symlinks: bool = True, **dir_fds: int | None
+) -> Any:
+    """For os.link, which follows a symbolic link `src` only if it is given descriptors (Linux)."""
+    files = files_for(dst, src)
+    if files is None:
+        return original(src, dst, follow_symlinks=follow_symlinks, **dir_fds)
+    if not follow_symlinks or all(fd is None for fd in dir_fds.values()):
+        return _link(original, src, dst, **dir_fds)
+    with script_paths_in_errors(src, dst):
+        fd = dir_fds.pop("src_dir_fd", None)
+        absolute = src if fd is None else _join(fd, src, files)
+        return _link(original, os.path.realpath(absolute, strict=True), dst, **dir_fds)
+
+
 @_resolve_dir_fds
-def link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
-    """For os.link."""
+def _link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     files = _files_for_new_link(dst, src)
     if isinstance(files, OverlayFiles):
         with script_paths_in_errors(src, dst):
@@ -380,19 +386,3 @@ def getcwd(original: Function) -> str:
 def getcwdb(original: Function) -> bytes:
     """For os.getcwdb."""
     return os.fsencode(os.getcwd())
-
-
-# ---------------------------------------------------------------------------------- temporary
-
-
-def make_temporary(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """For the functions of tempfile: make a real file in the usual directory, private to a rank."""
-    directory = signature(original).bind(*args, **kwargs).arguments.get("dir")
-    if not _current or (directory is not None and os.fspath(directory) != tempfile.gettempdir()):
-        return original(*args, **kwargs)
-    with bypass_overlay():
-        made = original(*args, **kwargs)
-    path = made if isinstance(made, str) else getattr(made, "name", None) or made[1]
-    if isinstance(path, str):
-        _current[0].add_temporary(path)
-    return made

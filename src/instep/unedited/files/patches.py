@@ -58,7 +58,7 @@ FILE_PATCHES: tuple[Patch, ...] = (
     ),
     *patches(
         "every rank draws a name of its own, which no other rank can mean",
-        (tempfile, "mkstemp mkdtemp NamedTemporaryFile TemporaryFile", os_functions.make_temporary),
+        (tempfile, "mkstemp mkdtemp NamedTemporaryFile TemporaryFile", libraries.make_temporary),
     ),
     *patches(
         "rank 0 may be ended while it writes, and the file must be complete or absent",
@@ -67,7 +67,7 @@ FILE_PATCHES: tuple[Patch, ...] = (
     ),
     *patches(
         _OPENS_ITSELF,
-        ("numpy.lib._datasource:_FileOpeners", "__getitem__", os_functions.numpy_opener),
+        ("numpy.lib._datasource:_FileOpeners", "__getitem__", libraries.numpy_opener),
         ("torch", "save", libraries.torch_save),
         ("torch", "load", libraries.torch_load),
         ("torch", "from_file", libraries.torch_from_file),
