@@ -562,3 +562,19 @@ def test_a_directory_that_rank_0_removes_while_another_rank_lists_it_is_listed_a
         assert listing("data") == ["1"]
     with bypass_overlay():
         assert not os.path.lexists("data")
+
+
+def test_a_file_below_a_link_that_has_gone_is_not_the_one_that_rank_0_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link is kept, too: through it the kept file would be taken for the new path."""
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    os.symlink("a", "b")
+    before = Layer(str(tmp_path / "before"))
+    with seen_through(Rank0Files(before)):
+        shutil.rmtree("a")
+        os.unlink("b")
+        os.mkdir("b")
+        write("b/a", "w", "new")
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        assert (read("a/a"), read("b/a"), sorted(os.listdir("b"))) == ("first", "first", ["a", "b"])

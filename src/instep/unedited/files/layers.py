@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 from contextlib import suppress
+from itertools import accumulate
 
 MISSING = ""
 """The location of a path that a layer says does not exist."""
@@ -53,6 +54,12 @@ class Layer:
         ):
             return None  # made as a parent only: its mode is not that of the real directory
         return location
+
+    def is_below_link(self, path: str) -> bool:
+        """Whether a symbolic link of this layer stands where `path` has a directory."""
+        names = path.split("/")[1:-1]
+        parents = accumulate(names, lambda parent, name: f"{parent}/{name}", initial=self._files)
+        return any(map(os.path.islink, parents))
 
     def has_entry(self, path: str) -> bool:
         """Whether this layer has `path` itself or a whiteout for it."""

@@ -47,7 +47,9 @@ class Rank0Files(PathResolver):
         if resolved in self._kept or self.is_private(resolved):
             return
         self._kept.add(resolved)
-        if not os.path.lexists(resolved):
+        if self._before.is_below_link(resolved):
+            pass  # the link has gone by now: while it was there, nothing had this path
+        elif not os.path.lexists(resolved):
             self._before.remove(resolved)
         elif self._before.find(resolved) is None:
             mode = os.lstat(resolved).st_mode
@@ -56,7 +58,7 @@ class Rank0Files(PathResolver):
             elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):
                 self._keep_file(resolved, never_written_again)
         for layer in self._earlier():
-            if layer.find(resolved) is None:
+            if not layer.is_below_link(resolved) and layer.find(resolved) is None:
                 self._copy_to_earlier(resolved, layer)
 
     def _keep_file(self, resolved: str, never_written_again: bool) -> None:
@@ -74,7 +76,7 @@ class Rank0Files(PathResolver):
     def _copy_to_earlier(self, resolved: str, layer: Layer) -> None:
         """Copy the present entry of a path to an earlier layer, which has none."""
         location = self._before.find(resolved)
-        if location == MISSING:
+        if location == MISSING or self._before.is_below_link(resolved):
             layer.remove(resolved)
         elif location is None:
             return
