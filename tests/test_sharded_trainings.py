@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -502,6 +503,175 @@ def checkpointed_layers(log: Log) -> None:
             return self.head(body)
 
     model = Saving()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+class Checkpointed(Around):
+    """A module whose body backward computes again, in one of torch's two ways."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(nn.BatchNorm1d(8), nn.Dropout(0.2), out=8)
+        self.stem, self.head, self.reentrant = nn.Linear(6, 6), nn.Linear(8, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        body = torch.utils.checkpoint.checkpoint(
+            self.body, self.stem(x), use_reentrant=self.reentrant
+        )
+        self.keep(body)
+        return self.head(body)
+
+    def keep(self, body: Tensor) -> None:
+        pass
+
+
+class CheckpointedAndWhole(Checkpointed):
+    def keep(self, body: Tensor) -> None:
+        self.kept = body
+
+
+@sharded
+def reentrant_checkpoints(log: Log) -> None:
+    model = Checkpointed(reentrant=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+            return F.cross_entropy(model(x), y)
+
+    train(log, model, step)
+
+
+@sharded
+def reentrant_checkpoints_of_what_asks_for_no_gradient(log: Log) -> None:
+    """Their parameters get none, as in plain Python."""
+
+    class Frozen(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings(action="ignore"):
+                fixed = torch.utils.checkpoint.checkpoint(self.body[0], x, use_reentrant=True)
+            return self.body[1:](fixed)
+
+    model = Frozen()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+    assert model.body[0].weight.grad is None
+
+
+@whole
+def reentrant_checkpoints_in_a_module_that_is_whole(log: Log) -> None:
+    model = CheckpointedAndWhole(reentrant=True)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def checkpoints_in_a_module_that_is_whole(log: Log) -> None:
+    model = CheckpointedAndWhole(reentrant=False)
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@sharded
+def reentrant_checkpoints_of_the_script(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.2))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True), y)
+
+    train(log, model, step)
+
+
+@whole
+def checkpoints_of_the_script(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.2))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y)
+
+    train(log, model, step)
+
+
+@sharded
+def gradients_that_are_detached_in_place(log: Log) -> None:
+    """As `zero_grad` once did, and fastai does."""
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+        return F.cross_entropy(model(x), y)
+
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log.begin(model)
+    for x, y in batches():
+        loss = step(x, y)
+        loss.backward()
+        log.loss(loss)
+        log.step(optimizer, model)
+
+
+class Sealed(OrderedDict[str, Any]):
+    """A configuration that cannot be changed, as diffusers' FrozenDict."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if "sealed" in self:
+            raise TypeError("a configuration cannot be changed")
+        super().__setitem__(key, value)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a configuration cannot be changed")
+
+    __delitem__ = clear = copy = pop = setdefault = update = _refuse
+
+
+@sharded
+def a_configuration_that_cannot_be_changed(log: Log) -> None:
+    model = mlp(nn.BatchNorm1d(8))
+    model.settings = Sealed(layers=2)
+    model.settings["sealed"] = True
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+    assert list(model.settings.items()) == [("layers", 2), ("sealed", True)]
+
+
+@sharded
+def buffers_that_get_their_shapes_in_the_first_forward(log: Log) -> None:
+    """As those of the observers of quantization-aware training."""
+
+    class Observed(Around):
+        scale: Tensor
+        zero_point: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(0))
+            self.register_buffer("zero_point", torch.zeros(0, dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not len(self.scale):
+                self.scale.resize_(3).fill_(2)
+                self.zero_point.resize_(3).fill_(1)
+            return self.body(x) * self.scale + self.zero_point
+
+    model = Observed()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@sharded
+def parameters_that_are_a_list(log: Log) -> None:
+    """As in MAML-Pytorch, whose method returns its nn.ParameterList."""
+
+    class Learner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([torch.ones(3, 6) / 6, torch.zeros(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weights[0], self.weights[1])
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return self.weights
+
+    model = Learner()
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
@@ -1137,7 +1307,14 @@ def test_what_cannot_be_sharded_is_whole_on_every_rank(training: Training) -> No
     same_as_one_process(unedited, training, False, sizes=(3,), dtype=torch.float64, nudge=True)
 
 
-@pytest.mark.parametrize("training", [twice_in_one_backward_by_buckets, losses_inside_of_forward])
+@pytest.mark.parametrize(
+    "training",
+    [
+        twice_in_one_backward_by_buckets,
+        losses_inside_of_forward,
+        gradients_that_are_detached_in_place,
+    ],
+)
 def test_over_gloo_as_well(training: Training) -> None:
     with talking_over("gloo"):
         same_as_one_process(unedited, training, True, sizes=(2,), dtype=torch.float64, nudge=True)

@@ -178,7 +178,7 @@ class GradBucket(ABC):
         if parameter.grad is not None:
             parameter.grad.add_(total)
         elif self._can_give(index, total, parameter):
-            parameter.grad = total
+            parameter.grad = total.data  # no view to autograd: `p.grad.detach_()` must work
         else:  # in the parameter's own layout, as autograd's: fused optimizers rely on that
             parameter.grad = torch.empty_like(parameter).copy_(total)
 

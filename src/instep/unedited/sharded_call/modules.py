@@ -21,8 +21,14 @@ from instep.unedited.sharded_call.plan.module_properties import find_user_hook, 
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.run.region import call_state
 
 _FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
+
+_CHECKPOINTED = (
+    "torch.utils.checkpoint(use_reentrant=False) calls it outside of a divided call, and must find "
+    "the same tensors again"
+)
 
 
 @dataclass
@@ -39,10 +45,6 @@ class CallCounts:
 
 call_counts = CallCounts()
 _reported: set[tuple[str, str]] = set()
-_inside = False
-"""Whether a call is under way whose parts run as they are."""
-_whole_depth = 0
-"""How many calls are under way that run whole, and whose parts may be sharded."""
 
 
 def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -50,14 +52,13 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
 
     Where that cannot be, the module's parts are, unless they are single layers.
     """
-    global _inside
     if (
         torch.compiler.is_compiling()
-        or _inside
+        or call_state.inside
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
-        or next(module.parameters(), None) is None
-        or (_whole_depth and not module._modules)
+        or next(iter(nn.Module.parameters(module)), None) is None  # an override may return a list
+        or (call_state.whole_depth and not module._modules)
         or threading.current_thread() is not threading.main_thread()
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
     ):
@@ -65,16 +66,20 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
     call = BoundCall.of(original, module, args, kwargs)
     if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
         return original(module, *args, **kwargs)
-    _inside = True
+    call_state.inside = True
     try:
         with ignore_grad_warnings(module.modules()):
             return _call_outermost(call, get_transport())
     finally:
-        _inside = False
+        call_state.inside = False
 
 
 def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it."""
+    if call_state.is_checkpointed:
+        _report_whole(call.module, _CHECKPOINTED)
+        _count_whole(call)
+        return call.run_whole()
     entry = plan_cache.lookup(call, transport.size)
     entry.calls += 1
     if why := entry.why_whole or find_user_hook(call.module):
@@ -110,12 +115,11 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
 
 
 def _run_by_parts(call: BoundCall) -> Any:
-    global _inside, _whole_depth
-    _inside, _whole_depth = False, _whole_depth + 1
+    call_state.inside, call_state.whole_depth = False, call_state.whole_depth + 1
     try:
         return call.run_whole()
     finally:
-        _inside, _whole_depth = True, _whole_depth - 1
+        call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
 
 
 def _count_sharded(call: BoundCall, plan: ShardingPlan, transport: Transport) -> None:
@@ -132,7 +136,7 @@ def _count_whole(call: BoundCall) -> None:
 
 
 def _count_samples(rows: int) -> None:
-    if torch.is_grad_enabled() and not _whole_depth:
+    if torch.is_grad_enabled() and not call_state.whole_depth:
         call_counts.samples += rows
 
 
@@ -158,7 +162,7 @@ def _report_whole(module: nn.Module, why: str) -> None:
     That the batch is too small is not repeated for each part of what is computed whole anyway.
     """
     name = type(module).__name__
-    if (name, why) in _reported or (_whole_depth and why == _FEW_ROWS):
+    if (name, why) in _reported or (call_state.whole_depth and why == _FEW_ROWS):
         return
     _reported.add((name, why))
     if get_transport().rank == 0:

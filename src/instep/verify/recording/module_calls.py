@@ -94,7 +94,7 @@ class ModuleCallRecorder:
         self._depth -= 1
         output = rest[-1]
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None]
-        if self._depth or not outputs or next(module.parameters(), None) is None:
+        if self._depth or not outputs or next(iter(module.parameters()), None) is None:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
         inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)

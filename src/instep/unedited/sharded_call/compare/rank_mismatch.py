@@ -29,7 +29,7 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
         leaves: the arguments of the call.
     """
     parts = {
-        "its parameters are": [*module.parameters(), *module.buffers()],
+        "its parameters are": [*nn.Module.parameters(module), *module.buffers()],
         "it is called with arguments that are": leaves,
     }
     mine = [[_summary(value) for value in values] for values in parts.values()]
@@ -80,7 +80,8 @@ def _summary(value: Any) -> _Summary:
         return _Summary(exact)
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):
-        return _Summary((*exact, crc32(flat.cpu().view(torch.uint8).numpy().data)))
+        # Of a copy: what has been a numpy array cannot be resized, as quantization's buffers are.
+        return _Summary((*exact, crc32(flat.cpu().clone().view(torch.uint8).numpy().data)))
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
     tolerance = torch.finfo(flat.dtype).eps ** 0.5
     return _Summary(exact, *_project(flat), tolerance=tolerance)

@@ -86,7 +86,7 @@ def perturbed(module: nn.Module) -> Iterator[None]:
     Autograd does not see it: what it has saved before is in order again afterwards.
     """
     generator = torch.Generator().manual_seed(0)
-    parameters = [p for p in module.parameters() if p.is_floating_point()]
+    parameters = [p for p in nn.Module.parameters(module) if p.is_floating_point()]
     saved = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
@@ -152,7 +152,7 @@ class VectorJacobianProduct:
         cotangents = [
             torch.randn(outputs[k].shape, generator=generator).to(outputs[k]) for k in indices
         ]
-        parameters = [p for p in call.module.parameters() if p.requires_grad]
+        parameters = [p for p in nn.Module.parameters(call.module) if p.requires_grad]
         inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
         return cls(indices, cotangents, list({id(t): t for t in (*parameters, *inputs)}.values()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from operator import is_
 from typing import Any
 
 import torch
@@ -34,7 +36,9 @@ class Snapshot:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = {
             "its input": [t._version for t in inputs if not t.is_inference()],
-            "its parameters": [p._version for p in module.parameters() if not p.is_inference()],
+            "its parameters": [
+                p._version for p in nn.Module.parameters(module) if not p.is_inference()
+            ],
         }
 
     def restore(self) -> None:
@@ -42,6 +46,9 @@ class Snapshot:
         self._others.restore()
         self._torch.restore()
         for (k, name), (buffer, value) in self.buffers.items():
+            if buffer.shape != value.shape:  # an observer of quantization makes room for channels
+                with torch.no_grad():
+                    buffer.resize_(value.shape)
             buffer.data.copy_(value)
             self._parts[k]._buffers[name] = buffer
         # What autograd had saved is what it was again.
@@ -54,11 +61,8 @@ class Snapshot:
                 del now[name]
             for name, (value, contents) in kept.items():
                 now[name] = value
-                if isinstance(value, list):
-                    value[:] = contents
-                elif isinstance(value, dict):
-                    value.clear()
-                    value.update(contents)
+                if isinstance(value, list | dict) and not _is_same(_contents(value), contents):
+                    _set_contents(value, contents)
 
     def is_random(self, after: Snapshot) -> bool:
         """Whether a forward in between drew from torch's generator."""
@@ -109,10 +113,39 @@ class Snapshot:
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Of each attribute the object, and what it contains where that can change."""
     return {
-        name: (value, value.copy() if isinstance(value, list | dict) else value)
+        name: (value, _contents(value) if isinstance(value, list | dict) else value)
         for name, value in part.__dict__.items()
         if name not in _MODULE_TABLES
     }
+
+
+# The methods of the built-in types: a subclass may refuse to be changed, or count its changes.
+
+
+def _base(value: dict[Any, Any]) -> Any:
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, list):
+        return list.copy(value)
+    return dict(_base(value).items(value))
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether two contents are the same objects in the same order."""
+    left, right = ([*x.keys(), *x.values()] if isinstance(x, dict) else x for x in (now, before))
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def _set_contents(value: Any, contents: Any) -> None:
+    if isinstance(value, list):
+        list.__setitem__(value, slice(None), contents)
+        return
+    base = _base(value)
+    base.clear(value)
+    for key, item in contents.items():
+        base.__setitem__(value, key, item)
 
 
 def _plain(attributes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:

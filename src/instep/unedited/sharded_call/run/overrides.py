@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from instep.process.patching import Function
 from instep.process.torch_compile import disable_compile
 from instep.training import batchnorm
-from instep.unedited.sharded_call.run.region import Region, current_region, is_inside
+from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -56,36 +57,50 @@ def checkpoint(
     function: Function,
     *args: Any,
     use_reentrant: bool | None = None,
-    context_fn: Callable[[], Contexts] = _no_contexts,
     **kwargs: Any,
 ) -> Any:
-    """torch.utils.checkpoint.checkpoint: backward recomputes inside of the same sharded call.
+    """torch.utils.checkpoint.checkpoint: backward recomputes what the forward has computed.
 
-    There it is never reentrant: that would compute with the parameters themselves instead of their
-    aliases. The numbers are the same.
+    In a module's call it is never reentrant: that would compute with the parameters themselves
+    instead of their aliases, and knows no torch.autograd.grad. The numbers are the same, and as
+    there nothing gets a gradient where no argument asks for one. A script's own reentrant
+    checkpoint recomputes with gradients what it has computed without, so modules may be sharded in
+    both. Otherwise the recomputation must save the same tensors, and modules run as they are.
     """
     region = current_region()
-    if region is None:
-        return original(
-            function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **kwargs
-        )
+    inside = region is not None or call_state.inside or call_state.is_checkpointed
+    reentrant = use_reentrant is not False  # torch's default, too
+    if reentrant and not (inside and _has_gradient(args)):
+        return original(function, *args, use_reentrant=use_reentrant, **kwargs)
+    script_contexts: Callable[[], Contexts] = kwargs.pop("context_fn", _no_contexts)
+
+    around = partial(call_state.setting, "inside") if region is None else region.entered
+    checkpointed = nullcontext if inside else partial(call_state.setting, "is_checkpointed")
 
     def contexts() -> Contexts:
-        forward, recompute = context_fn()
-        return forward, _RecomputeContext(region, recompute)
+        forward, recompute = script_contexts()
+        return _Nested(checkpointed, forward), _Nested(around, recompute)
 
     return original(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-class _RecomputeContext:
-    """A sharded call, entered again, and inside of it the script's own context."""
+def _has_gradient(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
-    def __init__(self, region: Region, inner: AbstractContextManager[Any]) -> None:
-        self._region, self._inner = region, inner
+
+class _Nested:
+    """A context around the script's own; like that one, it may be entered more than once."""
+
+    def __init__(
+        self,
+        outer: Callable[[], AbstractContextManager[None]],
+        inner: AbstractContextManager[Any],
+    ) -> None:
+        self._outer, self._inner = outer, inner
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.enter_context(self._region.entered())
+        self._stack.enter_context(self._outer())
         self._stack.enter_context(self._inner)
 
     def __exit__(self, *error: Any) -> None:

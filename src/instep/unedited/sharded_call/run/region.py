@@ -51,6 +51,29 @@ class Region:
             forward_calls.pop()
 
 
+@dataclass
+class CallState:
+    """How deep the script is in calls of modules."""
+
+    inside: bool = False
+    """Whether a call is under way whose parts run as they are."""
+    whole_depth: int = 0
+    """How many calls are under way that run whole, and whose parts may be sharded."""
+    is_checkpointed: bool = False
+    """Whether what runs now must save the same tensors when backward computes it again."""
+
+    @contextmanager
+    def setting(self, name: str) -> Iterator[None]:
+        """Inside, this attribute is true."""
+        before = getattr(self, name)
+        setattr(self, name, True)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+call_state = CallState()
 _current: Region | None = None
 _inside = False  # what torch.compile can put a guard on
 
