@@ -508,8 +508,15 @@ def test_a_callback_that_still_runs_at_the_end_of_the_script_aborts_no_rank(laun
             return future.value()
 
         dist.init_process_group("instep")
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["rank 0 has a callback"])
         work = dist.all_reduce(torch.ones(8), async_op=True)
-        later = work.get_future().then(callback)
+        if rank == 0:
+            later = work.get_future().then(callback)
+            store.set("rank 0 has a callback", "")
+        else:
+            work.wait()
     """
     done = launch.run("--plain", "-n", 2, launch.script(script))
     assert (done.returncode, done.stderr) == (0, "")
