@@ -320,6 +320,24 @@ def test_generators_that_nobody_seeds_are_the_same_on_any_number_of_ranks(place:
     assert place.run("other", *RUN, "1", script, INSTEP_SEED="5").stdout != one.stdout
 
 
+@pytest.mark.parametrize("early", ["numpy", "json"])
+def test_seeds_do_not_depend_on_what_was_imported_before(early: str) -> None:
+    """numpy asks for bits while it is imported."""
+    code = f"""
+        import {early}
+        from instep.process.patching import PatchHandle
+        from instep.unedited import seeds
+        seeds.seed_everything(4)
+        PatchHandle(seeds.SEED_PATCHES)
+        import numpy
+        print(numpy.random.default_rng().random(), numpy.random.default_rng().random())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["0.31896214069752826", "0.5628507549625561"]
+
+
 @pytest.mark.launch
 def test_a_module_of_a_package_with_relative_imports(place: Place) -> None:
     folder = place.folder / "n2"

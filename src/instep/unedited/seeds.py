@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
+import sys
+from collections import Counter
 from hashlib import shake_128
 from importlib import import_module
 from multiprocessing import current_process
+from types import FrameType
 from typing import Any
 
 from instep.distributed.communication.rank_local import is_thread_rank_local
@@ -16,7 +18,8 @@ from instep.process.import_hooks import after_import
 from instep.process.patching import Function, patches
 
 _seed = 0
-_calls = itertools.count()
+_calls: Counter[str] = Counter()
+"""How often bits were asked for: while each module was imported, and otherwise."""
 
 
 def choose_seed() -> int:
@@ -29,7 +32,7 @@ def choose_seed() -> int:
 def seed_everything(seed: int) -> None:
     """Seed random, numpy and torch; the last two when they are imported, if they ever are."""
     global _seed, _calls
-    _seed, _calls = seed, itertools.count()
+    _seed, _calls = seed, Counter()
     random.seed(seed)
     after_import("numpy.random", lambda module: module.seed(seed))
     after_import("torch", lambda module: module.manual_seed(seed))
@@ -39,14 +42,30 @@ def random_bits(original: Function, bits: int) -> int:
     """For the bits that numpy takes from the operating system to seed a generator.
 
     A function of the job's seed, of the process among those of its rank, and of the number of
-    calls. Where ranks do different work the number of calls differs, so there the bits come from
-    Python's generator, which instep has seeded.
+    calls. Calls of a module that is being imported are counted by themselves, since another world
+    may have imported it before (numpy asks for bits then, and a world of one imports it late).
+    Where ranks do different work the number of calls differs, so there the bits come from Python's
+    generator, which instep has seeded.
     """
     if is_thread_rank_local():
         return random.getrandbits(bits)
-    parts = (_seed, current_process()._identity, next(_calls))
+    importing = _importing()
+    parts = (_seed, current_process()._identity, importing, _calls[importing])
+    _calls[importing] += 1
     digest = shake_128(repr(parts).encode()).digest((bits + 7) // 8)
     return int.from_bytes(digest, "little") >> -bits % 8
+
+
+def _importing() -> str:
+    """The innermost module that is being imported; "" if none is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            spec = frame.f_globals.get("__spec__")
+            if getattr(spec, "_initializing", False):
+                return str(frame.f_globals["__name__"])
+        frame = frame.f_back
+    return ""
 
 
 def seed_random(original: Function, a: Any = None, version: int = 2) -> None:
