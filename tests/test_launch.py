@@ -501,7 +501,10 @@ def test_a_callback_that_still_runs_at_the_end_of_the_script_aborts_no_rank(laun
         import torch.distributed as dist
         import instep.shm
 
+        begun = threading.Event()
+
         def callback(future):
+            begun.set()
             while threading.main_thread().is_alive():
                 pass
             sum(range(10**7))
@@ -515,6 +518,7 @@ def test_a_callback_that_still_runs_at_the_end_of_the_script_aborts_no_rank(laun
         if rank == 0:
             later = work.get_future().then(callback)
             store.set("rank 0 has a callback", "")
+            begun.wait()
         else:
             work.wait()
     """
