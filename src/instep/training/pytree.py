@@ -1,5 +1,6 @@
 """Nested values: tuples, lists, dicts, what torch.utils._pytree knows, and beyond that dataclasses,
-attrs classes, SimpleNamespace and subclasses of list, tuple and dict.
+attrs classes, SimpleNamespace, subclasses of list, tuple, dict, UserDict and UserList, and the
+caches that language models of transformers return.
 
 Other objects are leaves: a copy of them may lack what their class keeps elsewhere.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 import random
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Generic
@@ -54,9 +55,14 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """`flatten` for a call's arguments; their structure builds the pair (args, kwargs)."""
+    """`flatten` for a call's arguments; their structure builds the pair (args, kwargs).
+
+    A cache is one leaf: the call changes it.
+    """
     leaves: list[Any] = []
-    places = [_flatten(value, leaves, ()) for value in (*args, *kwargs.values())]
+    places = [
+        _flatten(value, leaves, (), is_leaf=is_cache) for value in (*args, *kwargs.values())
+    ]
     count, names = len(args), tuple(kwargs)
 
     def build(values: list[Any]) -> Any:
@@ -73,6 +79,21 @@ def unflatten(leaves: Iterable[Any], structure: Structure) -> Any:
 def leaves_of(value: Any) -> list[Any]:
     """The leaves of a nested value."""
     return flatten(value)[0]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether this is a cache of transformers: the keys and values, or the states, of the tokens
+    that a language model has seen. The model returns it, and changes it where it is an argument.
+    """
+    return _is_cache_class(type(value))
+
+
+def leaves_in_caches(structure: Structure) -> list[bool]:
+    """Of each leaf whether it is in a cache."""
+    if structure is None:
+        return [False]
+    found = [inside for child in structure.children for inside in leaves_in_caches(child)]
+    return [True] * len(found) if _is_cache_class(structure.type) else found
 
 
 def is_value(leaf: Any) -> bool:
@@ -133,17 +154,23 @@ class ValueSnapshot:
         )
 
 
-def _flatten(value: Any, leaves: list[Any], above: tuple[int, ...]) -> Structure:
+def _flatten(
+    value: Any,
+    leaves: list[Any],
+    above: tuple[int, ...],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Structure:
     if isinstance(value, Tensor) or is_value(value) or id(value) in above or is_column(value):
         leaves.append(value)
         return None
-    parts = _parts(value)
+    parts = None if is_leaf is not None and is_leaf(value) else _parts(value)
     if parts is None:
         leaves.append(value)
         return None
     keys, children, build = parts
     above = (*above, id(value))
-    return Node(type(value), keys, tuple(_flatten(c, leaves, above) for c in children), build)
+    inside = tuple(_flatten(child, leaves, above, is_leaf) for child in children)
+    return Node(type(value), keys, inside, build)
 
 
 def _unflatten(leaves: Iterator[Any], structure: Structure) -> Any:
@@ -163,10 +190,20 @@ def _parts(value: Any) -> _Parts | None:
     if cls is dict:
         names = tuple(value)
         return names, list(value.values()), lambda new: dict(zip(names, new, strict=True))
+    if _is_cache_class(cls):  # before torch: some versions register them, and change them so
+        return None if _has_hidden_state(cls) else _object_parts(value)
     children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     if not spec.is_leaf():
         return spec, children, lambda new: tree_unflatten(new, spec)
     return _object_parts(value) if _is_container(cls) else None
+
+
+def _is_cache_class(cls: type) -> bool:
+    return any(
+        base.__module__.startswith("transformers.")
+        and ("Cache" in base.__name__ or base.__module__ == "transformers.cache_utils")
+        for base in cls.__mro__
+    ) and not issubclass(cls, nn.Module)
 
 
 def _is_container(cls: type) -> bool:
@@ -175,7 +212,7 @@ def _is_container(cls: type) -> bool:
     return (
         is_dataclass(cls)
         or hasattr(cls, "__attrs_attrs__")
-        or issubclass(cls, types.SimpleNamespace | dict | list | tuple)
+        or issubclass(cls, types.SimpleNamespace | dict | list | tuple | UserDict | UserList)
     )
 
 

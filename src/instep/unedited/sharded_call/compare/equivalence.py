@@ -5,6 +5,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.training.autograd_graph import next_nodes, walk
-from instep.training.pytree import flatten, is_column, unflatten
+from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
@@ -110,7 +111,11 @@ def _compare(
         raise ShardedCallError(why)
     if _has_foreign_leaf(local, start):
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
-    outputs = tuple(_plan_output(mine, k, reference, region) for k, mine in enumerate(local))
+    in_caches = leaves_in_caches(structure)  # of which nobody reads most
+    outputs = tuple(
+        replace(_plan_output(mine, k, reference, region), is_lazy=in_caches[k])
+        for k, mine in enumerate(local)
+    )
     plan = ShardingPlan(division, outputs, structure, reference.is_random)
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):

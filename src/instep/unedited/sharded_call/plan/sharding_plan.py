@@ -22,6 +22,8 @@ class OutputPlan:
     """The dimension of the rows, where it is sharded."""
     interleaved: bool = False
     """Whether one row of each sample comes after the other: (time x batch, ...)."""
+    is_lazy: bool = False
+    """Whether the rows stay on their ranks until the script looks at them, however few they are."""
 
 
 @dataclass(frozen=True)

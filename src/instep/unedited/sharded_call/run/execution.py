@@ -163,7 +163,7 @@ def join_output(local: Any, plan: OutputPlan, region: Region) -> Any:
         return gather_from_region(rows, block, dim + 1, transport).flatten(dim, dim + 1)
     if not isinstance(local, Tensor):
         return type(local)(chain(*transport.all_gather_object(local)))
-    if dim == 0 and _is_large(local, region):
+    if dim == 0 and (plan.is_lazy or _is_large(local, region)):
         return ShardedOutput.of(local, block, transport)
     return gather_from_region(local, block, dim, transport)
 
