@@ -4,7 +4,7 @@ objects that a forward changes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -66,6 +66,33 @@ class Pair(tuple):  # type: ignore[type-arg]
     features = property(lambda self: self[1])
 
 
+class Encoding(UserDict):  # type: ignore[type-arg]
+    scores = property(lambda self: self["scores"])
+    features = property(lambda self: self["features"])
+
+
+class Layer:
+    """A stand-in for transformers' DynamicLayer."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.dtype, self.is_initialized, self.seen = keys.dtype, True, 0
+        self.keys, self.values = keys, values
+
+
+class DynamicCache:
+    """A stand-in for transformers' class, which no table of containers holds."""
+
+    __module__ = "transformers.cache_utils"
+
+    def __init__(self, *layers: Layer) -> None:
+        self.layers, self.layer_class_to_replicate = list(layers), Layer
+
+    scores = property(lambda self: self.layers[0].keys)
+    features = property(lambda self: self.layers[0].values)
+
+
 MAKERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a dataclass": Output,
     "a frozen dataclass around another": lambda scores, f: Frozen(Output(scores, f)),
@@ -73,6 +100,8 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a namespace": lambda scores, f: SimpleNamespace(scores=scores, features=f),
     "a dict of its own class": lambda scores, f: Named(scores=scores, features=f),
     "a tuple of its own class": lambda scores, f: Pair((scores, f)),
+    "a dict around a dict": lambda scores, f: Encoding(scores=scores, features=f),
+    "a cache": lambda scores, f: DynamicCache(Layer(scores, f)),
     "an object": Own,
 }
 
@@ -134,6 +163,68 @@ def test_an_object_into_which_nobody_looks_is_named() -> None:
         assert second == "instep: every rank computes Counting whole: it returns no tensor."
 
 
+class Model(Around):
+    """As language models of transformers: makes a cache, or adds to the one that it is given."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, cache: DynamicCache | None = None) -> SimpleNamespace:
+        Model.calls += 1
+        features = self.body(x)
+        if cache is None:
+            cache = DynamicCache()
+        cache.layers.append(Layer(features * 2, features.detach()))
+        keys = torch.stack([layer.keys for layer in cache.layers])
+        return SimpleNamespace(scores=keys.sum(0), cache=cache)
+
+
+@ranks(2)
+def test_what_is_in_a_cache_stays_on_its_ranks_until_it_is_read() -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(6, 6)
+    expected = model(x)
+    with sharding():
+        for _ in range(2):
+            output = model(x)
+            assert type(output.scores) is Tensor
+            (layer,) = output.cache.layers
+            assert (type(output.cache), type(layer)) == (DynamicCache, Layer)
+            assert layer.keys.shape == (6, 3)
+            assert layer.keys.full is layer.values.full is None
+        assert torch.allclose(layer.values, expected.cache.layers[0].values)
+        assert layer.keys.full is None
+        (slope,) = torch.autograd.grad(layer.keys.sum(), model.body[2].bias)
+    assert torch.equal(slope, torch.full((3,), 12.0))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+@ranks(2)
+def test_a_call_that_is_given_a_cache_is_made_once_and_whole(learning: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(6, 6)
+
+    def generate() -> list[Tensor]:
+        cache = DynamicCache()
+        return [model(x, cache).scores for _ in range(3)] + [model(x, cache=cache).scores]
+
+    with torch.set_grad_enabled(learning):
+        expected = generate()
+        with sharding() as log:
+            model(x)
+            Model.calls = 0
+            outputs = generate()
+    assert all(map(torch.allclose, outputs, expected))
+    assert Model.calls == 4
+    parts = 4 if learning else 0  # a token of a text that is generated is not worth a message
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (1 + parts, 4)
+    if instep.rank == 0:
+        assert log.getvalue() == (
+            "instep: every rank computes Model whole where it is given a DynamicCache, which it "
+            "changes, as in generate(); other calls are not affected.\n"
+        )
+
+
 # ------------------------------------------------------------------ arguments: rows of any kind
 
 
@@ -186,6 +277,21 @@ def captions(log: Log) -> None:
 
 def test_captions_and_lists_of_numbers_are_sharded_with_the_rows() -> None:
     same_as_one_process(unedited, captions, True, sizes=(3,), dtype=torch.float64, nudge=True)
+
+
+@ranks(2)
+def test_a_batch_that_is_a_dict_around_a_dict_is_sharded() -> None:
+    class Reader(Around):
+        def forward(self, batch: Encoding) -> Encoding:
+            assert type(batch) is Encoding
+            return Encoding(scores=self.body(batch["x"]) + batch["shift"])
+
+    model, batch = Reader(), Encoding(x=torch.randn(6, 6), shift=torch.randn(6, 1))
+    expected = model(batch)["scores"]
+    with sharding():
+        outputs = [model(batch) for _ in range(2)]
+    assert all(torch.allclose(output["scores"], expected) for output in outputs)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 0)
 
 
 class Switching(Around):

@@ -60,9 +60,7 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
     A cache is one leaf: the call changes it.
     """
     leaves: list[Any] = []
-    places = [
-        _flatten(value, leaves, (), is_leaf=is_cache) for value in (*args, *kwargs.values())
-    ]
+    places = [_flatten(value, leaves, (), is_leaf=is_cache) for value in (*args, *kwargs.values())]
     count, names = len(args), tuple(kwargs)
 
     def build(values: list[Any]) -> Any:

@@ -85,7 +85,7 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     if why := entry.why_whole or find_user_hook(call.module):
         _report_whole(call.module, why)
         _count_whole(call)
-        return _run_by_parts(call)
+        return _run_by_parts(call) if entry.has_parts else call.run_whole()
     if _count_batch(call, entry.plan) < transport.size:
         _report_whole(call.module, _FEW_ROWS)
         _count_whole(call)
@@ -166,5 +166,5 @@ def _report_whole(module: nn.Module, why: str) -> None:
         return
     _reported.add((name, why))
     if get_transport().rank == 0:
-        separator = " " if why == _FEW_ROWS else ": "
+        separator = " " if why.startswith("where ") else ": "
         print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from instep.training.pytree import is_column, is_value
+from instep.training.pytree import is_cache, is_column, is_value
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import has_text, max_rows
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
@@ -44,6 +44,9 @@ class CacheEntry:
     key: tuple[Any, ...]
     plan: ShardingPlan | None = None
     why_whole: str = ""
+    has_parts: bool = True
+    """Whether its parts are sharded where it is whole: not those of a language model that
+    generates, which compute one token of each row."""
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
     numbers: tuple[Any, ...] = ()
     """Those among the arguments of the last call."""
@@ -107,6 +110,12 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
     entries.append(CacheEntry((key, texts)))
+    if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
+        entries[-1].why_whole = (
+            f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "
+            "other calls are not affected"
+        )
+        entries[-1].has_parts = torch.is_grad_enabled()
     return entries[-1]
 
 
