@@ -1,5 +1,8 @@
 """Something that may fail on some ranks only is tried so that no rank is left waiting."""
 
+import contextlib
+import re
+
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from instep.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from pool import ranks, run
 
-OTHERS = "another rank fails or takes another branch"
+BRANCH = re.compile(
+    r"it takes another branch on rank 1, which (calls|has).*, than on rank 0, which"
+)
 
 
 def talk(transport):
@@ -104,6 +109,23 @@ def different(step):
     return result, why
 
 
+def caught():
+    def action(transport):
+        with contextlib.suppress(Exception):
+            instep.all_reduce(torch.ones(2 + instep.rank))
+
+    return attempt(action, get_transport())
+
+
+def test_a_mismatch_that_the_script_catches_is_one_all_the_same():
+    for result, why in run(2, caught):
+        assert result is None
+        assert why == (
+            "it takes another branch on rank 1, which calls all_reduce of ((3, 'float32'), 'sum'), "
+            "than on rank 0, which calls all_reduce of ((2, 'float32'), 'sum')"
+        )
+
+
 STEPS = [
     *("all_reduce", "all_reduce_each", "all_reduce_each by op", "reduce", "broadcast"),
     *("broadcast of another shape", "all_gather", "all_to_all", "all_gather_object"),
@@ -115,7 +137,7 @@ STEPS = [
 def test_ranks_that_take_another_step_all_stop(step):
     for result, why in run(3, different, step):
         assert result is None
-        assert why in (OTHERS, "another rank fails")
+        assert BRANCH.match(why)
 
 
 def fail_on_rank_1(error):
@@ -128,9 +150,10 @@ def fail_on_rank_1(error):
 
 
 def test_a_rank_that_fails_says_why_and_the_others_go_on():
+    failure = "it cannot be computed for some of its rows (ValueError: so it is)"
     assert run(3, fail_on_rank_1, ValueError("so it is.")) == [
-        (None, OTHERS),
-        (None, "it cannot be computed for some of its rows (ValueError: so it is)"),
-        (None, OTHERS),
+        (None, f"on rank 1 {failure}"),
+        (None, failure),
+        (None, f"on rank 1 {failure}"),
     ]
     assert run(3, fail_on_rank_1, ShardedCallError("it has reasons"))[1] == (None, "it has reasons")

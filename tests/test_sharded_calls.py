@@ -115,6 +115,45 @@ class Ordered(nn.Linear):
 
 
 @ranks(2)
+def test_the_line_names_the_attribute_the_buffer_and_the_rank() -> None:
+    class Counting(nn.Linear):
+        seen = 0
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            self.seen += len(input)
+            return super().forward(input)
+
+    class Averaging(nn.Linear):
+        mean: Tensor
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            self.mean.lerp_(input.mean(0), 0.5)
+            return super().forward(input)
+
+    class Failing(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+            if len(input) == 4:
+                raise ValueError("four of them")
+            return super().forward(input)
+
+    averaging = Averaging(4, 3)
+    averaging.register_buffer("mean", torch.zeros(4))
+    for layer, why in (
+        (Counting(4, 3), "its attribute 1.0.seen depends on the rows"),
+        (averaging, "its buffer 1.0.mean differs"),
+        (
+            Failing(4, 3),
+            "on rank 1 it cannot be computed for some of its rows (ValueError: four of them)",
+        ),
+    ):
+        with sharding() as log:
+            nn.Sequential(nn.Identity(), nn.Sequential(layer))(torch.randn(7, 4))
+        assert modules.call_counts.whole == 1
+        if instep.rank == 0:
+            assert f"computes Sequential whole: {why}." in log.getvalue(), log.getvalue()
+
+
+@ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])
     with sharding() as log:

@@ -676,6 +676,20 @@ def parameters_that_are_a_list(log: Log) -> None:
 
 
 @sharded
+def means_that_are_zero_by_mathematics(log: Log) -> None:
+    """Behind a layer without bias, of inputs that are normed: the means are all rounding."""
+    normed = nn.Sequential(
+        nn.Linear(6, 8, bias=False),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 8, bias=False),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    )
+    train(log, normed, lambda x, y: F.cross_entropy(normed(x), y))
+
+
+@sharded
 def frozen_backbone(log: Log) -> None:
     backbone, head = mlp(nn.BatchNorm1d(8), out=8), nn.Linear(8, 3)
     backbone.requires_grad_(False)

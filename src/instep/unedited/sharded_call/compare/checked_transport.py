@@ -27,24 +27,26 @@ class MismatchError(Exception):
 def attempt(action: Callable[[Transport], T], transport: Transport) -> tuple[T | None, str]:
     """The result of `action`, if it returns on all ranks; else None and why not. Collective."""
     checked: Any = CheckedTransport(transport)  # a Transport by its __getattr__
-    result, why = None, "another rank fails or takes another branch"
+    result, why = None, ""
     try:
         with use_transport(checked):
             result = action(checked)
-        why = ""
-    except MismatchError:
-        pass
+    except MismatchError as mismatch:
+        return None, str(mismatch)
     except ShardedCallError as error:
         why = str(error)
     except Exception as error:  # whatever the script's forward raises on some of its rows
         line = "".join(traceback.format_exception_only(error)).partition("\n")[0].rstrip(".")
         why = f"it cannot be computed for some of its rows ({line})"
-    succeeded = checked.finish("failed" if why else "done")
-    return (result, "") if succeeded and not why else (None, why or "another rank fails")
+    try:
+        checked.finish(why)
+    except MismatchError as mismatch:
+        return None, why or str(mismatch)
+    return (None, why) if why else (result, "")
 
 
 def _layout(tensor: Tensor) -> object:
-    return tuple(tensor.shape), tensor.dtype
+    return (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
 
 
 _COLLECTIVES: dict[str, Callable[..., object]] = {
@@ -66,17 +68,17 @@ class CheckedTransport:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._finished = False
+        self._mismatch = ""
 
-    def finish(self, outcome: str) -> bool:
-        """End the trial; returns whether all ranks end it with the same outcome."""
-        if self._finished:
-            return False
-        try:
-            self._check(outcome)
-        except MismatchError:
-            return False
+    def finish(self, why: str) -> None:
+        """End the trial, in which this rank has failed if it says `why`.
+
+        Raises MismatchError unless all ranks end it now, and all of them well or none of them.
+        """
+        if self._finished:  # the script has caught the error
+            raise MismatchError(self._mismatch)
+        self._check("failed" if why else "done", why=why)
         self._finished = True
-        return True
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._transport, name)
@@ -89,8 +91,24 @@ class CheckedTransport:
 
         return checked
 
-    def _check(self, *step: object) -> None:
+    def _check(self, *step: object, why: str = "") -> None:
         code = torch.tensor([crc32(repr(step).encode())], device=self._transport.control_device)
-        if any(int(theirs) != int(code) for theirs in self._transport.all_gather(code)):
-            self._finished = True
-            raise MismatchError
+        codes = [int(theirs) for theirs in self._transport.all_gather(code)]
+        if len(set(codes)) == 1:
+            return
+        self._finished = True
+        self._mismatch = self._describe_mismatch(codes, step, why)
+        raise MismatchError(self._mismatch)
+
+    def _describe_mismatch(self, codes: list[int], step: tuple[object, ...], why: str) -> str:
+        operation, layout = (*step, "")[:2]
+        doing = "has ended" if operation == "done" else f"calls {operation} of {layout}"
+        by_rank = self._transport.all_gather_object((why, doing))
+        for rank, (failure, _) in enumerate(by_rank):
+            if failure:
+                return f"on rank {rank} {failure}"
+        odd = next(rank for rank, code in enumerate(codes) if code != codes[0])
+        return (
+            f"it takes another branch on rank {odd}, which {by_rank[odd][1]}, than on rank 0, "
+            f"which {by_rank[0][1]}"
+        )

@@ -35,7 +35,10 @@ class Noise:
                 relative_error(again, out) if isinstance(out, Tensor) else 0.0
                 for again, out in zip(outputs, reference.outputs, strict=True)
             ]
-            self.buffers = Snapshot(call.module, call.leaves).buffer_error(reference.after)
+            after = Snapshot(call.module, call.leaves)
+            self.buffers = {
+                key: error.to_spread for key, error in after.buffer_errors(reference.after).items()
+            }
             self.gradients: list[float] = []
             if reference.vjp is not None:
                 grads = reference.vjp.grads(outputs)
@@ -93,11 +96,16 @@ class Reference:
 
     def find_difference(self, local: Snapshot) -> str | None:
         """Say which state a sharded forward has left otherwise; None if none."""
-        noise = self.noise.buffers if self.noise else 0.0
         devices = {buffer.device.type for buffer, _ in self.after.buffers.values()}
         limit = max((tolerance(torch.float32, device) for device in devices), default=0.0)
-        self._is_close(local.buffer_error(self.after), limit, noise, MAX_ERROR)
-        return local.find_difference(self.after, allowed_error(limit, noise, MAX_ERROR))
+        noises = self.noise.buffers if self.noise else {}
+        far = [
+            key
+            for key, error in local.buffer_errors(self.after).items()
+            if error.relative > limit
+            and not self._is_close(error.to_spread, 0.0, noises.get(key, 0.0), MAX_ERROR)
+        ]
+        return local.find_difference(self.after, far)
 
     def matches_gradients(self, outputs: list[Any]) -> bool:
         """Whether these outputs give the same gradients, if they were computed."""

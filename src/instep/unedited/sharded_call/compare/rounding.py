@@ -98,9 +98,9 @@ def perturbed(module: nn.Module) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of `expected`; infinite if rounding cannot be the
-    reason."""
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference over the norm of `expected`, or over `floor` if that is more;
+    infinite if rounding cannot be the reason."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if not (actual.is_floating_point() or actual.is_complex()):
@@ -111,7 +111,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     if not torch.equal(a.isfinite(), finite):
         return math.inf
     difference = float(torch.where(finite, a - b, 0).norm())
-    return _ratio(difference, float(torch.where(finite, b, 0).norm()))
+    return _ratio(difference, max(float(torch.where(finite, b, 0).norm()), floor))
 
 
 def gradient_errors(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,21 @@ from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 
+BufferKey = tuple[int, str]
+"""Which of the modules, and the buffer's name there."""
+
+
+class BufferDistance(NamedTuple):
+    """How far a buffer is from the one that it should be."""
+
+    relative: float
+    """Relative to its own norm."""
+    to_spread: float
+    """The same, but of a running mean relative to the standard deviations: a mean may be zero by
+    mathematics, as behind a layer without bias whose inputs are normed, and is then all rounding.
+    """
+
+
 _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -21,7 +37,7 @@ class Snapshot:
     """The state before or after a forward of `module` with these arguments."""
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
-        self._parts = list(module.modules())
+        self._names, self._parts = zip(*module.named_modules(), strict=True)
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
@@ -87,27 +103,45 @@ class Snapshot:
                     return f"its forward keeps tensors in {type(part).__name__}.{name}"
         return None
 
-    def buffer_error(self, expected: Snapshot) -> float:
-        """The largest relative error of the buffers that two forwards have left."""
+    def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
+        """How far the buffers are apart that two forwards have left."""
         keys = self.buffers.keys() & expected.buffers.keys()
-        errors = [relative_error(self.buffers[k][1], expected.buffers[k][1]) for k in keys]
-        return max(errors, default=0.0)
+        return {key: self._buffer_error(key, expected) for key in keys}
 
-    def find_difference(self, expected: Snapshot, tolerance: float) -> str | None:
-        """Say in which state two forwards have not left the same; None if in all."""
+    def _buffer_error(self, key: BufferKey, expected: Snapshot) -> BufferDistance:
+        actual, right = self.buffers[key][1], expected.buffers[key][1]
+        part, name = key
+        _, variance = expected.buffers.get((part, "running_var"), (None, None))
+        spread = 0.0
+        if name == "running_mean" and variance is not None:
+            spread = float(variance.double().sqrt().norm())
+        return BufferDistance(relative_error(actual, right), relative_error(actual, right, spread))
+
+    def find_difference(self, expected: Snapshot, far: Container[BufferKey]) -> str | None:
+        """Say in which state two forwards have not left the same; None if in all.
+
+        `far`: the buffers that are further apart than rounding explains.
+        """
         if not self._torch.same(expected._torch):
             return "its random numbers are not those of the whole batch"
         if not self._others.equals_except_torch(expected._others):
             return "its forward draws from numpy's or Python's random numbers"
-        if self.buffers.keys() != expected.buffers.keys():
-            return "it has other buffers"
-        for key, (_, actual) in self.buffers.items():
-            if not relative_error(actual, expected.buffers[key][1]) <= tolerance:
-                return f"its buffer {key[1]} differs"
-        for actual_, expected_ in zip(self._attributes, expected._attributes, strict=True):
-            if _plain(actual_) != _plain(expected_):
-                return "its attributes differ"
+        if others := self.buffers.keys() ^ expected.buffers.keys():
+            return f"its forward makes the buffer {self._path(*min(others))}"
+        for key in self.buffers:
+            if key in far:
+                return f"its buffer {self._path(*key)} differs"
+        for k, (mine, theirs) in enumerate(
+            zip(self._attributes, expected._attributes, strict=True)
+        ):
+            now, right = _plain(mine), _plain(theirs)
+            for name in sorted(now.keys() | right.keys()):
+                if name not in now or name not in right or now[name] != right[name]:
+                    return f"its attribute {self._path(k, name)} depends on the rows"
         return None
+
+    def _path(self, part: int, name: str) -> str:
+        return f"{self._names[part]}.{name}".removeprefix(".")
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
