@@ -110,6 +110,15 @@ def kind(module: str) -> type:
         CALLS.append((module, a, k)))})  # fmt: skip
 
 
+class Arguments:
+    """As transformers' TrainingArguments, a dataclass."""
+
+    fsdp: object = None
+
+    def __post_init__(self) -> None:
+        CALLS.append(("transformers", (), {}))
+
+
 def libraries() -> dict[str, dict[str, Any]]:
     """What the table knows of libraries that may not be installed, as far as it uses them."""
     lmdb = type("Environment", (Environment,), {})
@@ -144,6 +153,10 @@ def libraries() -> dict[str, dict[str, Any]]:
             "init_distributed": heard("deepspeed.init_distributed"),
         },
         "accelerate.state": {"PartialState": kind("accelerate.state")},
+        "accelerate.accelerator": {"Accelerator": kind("accelerate.accelerator")},
+        "transformers.training_args": {
+            "TrainingArguments": type("Arguments", (Arguments,), dict(vars(Arguments)))
+        },
         "lightning.fabric.fabric": {"Fabric": kind("lightning.fabric.fabric")},
         "lightning.pytorch.trainer.trainer": {"Trainer": kind("lightning.pytorch")},
         "lightning_fabric.fabric": {"Fabric": kind("lightning_fabric")},

@@ -4,6 +4,7 @@ import argparse
 import socket
 import sys
 import threading
+import types
 from contextlib import suppress
 
 import pytest
@@ -17,6 +18,7 @@ from instep.errors import CommandLineError, MixedJobError, PortInUseError, Rende
 from instep.launch.multi_node.hosts import parse_address
 from instep.launch.multi_node.supervisor_rendezvous import Participant, join_rendezvous
 from instep.launch.worker import local_rank_argument
+from instep.unedited import session
 
 CARD = JobFingerprint("h", "net", "1.0", "train.py (abc)", ("--lr", "1"))
 
@@ -266,6 +268,41 @@ def test_a_script_gets_its_local_rank_in_the_spelling_that_it_declares(offered, 
     assert vars(parser.parse_args(["--lr", "2"]))["local_rank"] == -1  # not the command line
     sys.argv[1:] = [f"{spelling}=1"]
     assert parser.parse_args().local_rank == 1
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """As in an unedited script on several ranks; yields what it is left alone for."""
+    reasons = []
+    running = types.SimpleNamespace(multi_rank=types.SimpleNamespace())
+
+    def opt_out(reason):
+        reasons.append(reason)
+        running.multi_rank = None
+
+    monkeypatch.setattr(session, "_current", running)
+    monkeypatch.setattr(session, "_at_opt_out", [])
+    monkeypatch.setattr(session, "opt_out", opt_out)
+    return reasons
+
+
+def test_a_divided_script_gets_its_own_default_until_it_is_left_alone(offered, divided):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--lr")
+    args = parser.parse_args()
+    assert (divided, vars(args)) == ([], {"local_rank": -1, "lr": "1"})
+    for function in session._at_opt_out:
+        function()
+    assert vars(args) == {"local_rank": 3, "lr": "1"}
+
+
+def test_a_script_that_requires_its_local_rank_is_left_alone(offered, divided):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local-rank", type=int, required=True)
+    parser.add_argument("--lr")
+    assert vars(parser.parse_args()) == {"local_rank": 3, "lr": "1"}
+    assert divided == ["it requires --local-rank"]
 
 
 def test_a_script_that_declares_none_sees_none(offered):

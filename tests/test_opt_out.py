@@ -1,8 +1,10 @@
 """What an unedited script hears of its launcher, and what it is left alone for."""
 
 import os
+import sys
 
 import pytest
+import torch
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
@@ -13,7 +15,7 @@ from test_unedited_world import RUN, Place
 @pytest.fixture
 def claimed():
     reasons = []
-    opt_out.set_handler(reasons.append)
+    opt_out.set_handler(lambda reason, numbers: reasons.append(reason))
     yield reasons
     opt_out.set_handler(None)
 
@@ -116,6 +118,92 @@ def test_cuda_means_the_ranks_own_gpu(monkeypatch, device, visible, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher_env.set_visible_device(World(1, 2, 1, 2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+TRAINER = """
+    # Finds out how many processes there are in every way that a library of trainers does.
+    import argparse, os, shutil
+    import torch
+    import torch.distributed as dist
+
+    NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "SLURM_NTASKS",
+             "MV2_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+
+    def signs():
+        yield from (name for name in sorted(NAMES) if os.environ.get(name) is not None)
+        yield from (name for name in sorted(NAMES) if name in os.environ or os.getenv(name))
+        for names in (os.environ.keys(), os.environ.copy(), dict(os.environ), [*os.environ]):
+            yield from NAMES & set(names)
+        yield from (name for name, _ in os.environ.items() if name in NAMES)
+        if dist.is_available() and dist.is_initialized() or dist.is_torchelastic_launched():
+            yield "torch"
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", default=-1)
+        parser.add_argument("view")
+        if parser.parse_args().local_rank != -1:
+            yield "local_rank"
+
+    class Trainer:
+        def __init__(self, model, data):
+            self.signs = [*signs()]
+            if self.signs:
+                dist.init_process_group("gloo")
+            self.model, self.data, self.steps, self.log = model, data, 0, []
+            self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train(self, epochs, folder="checkpoints"):
+            best = None
+            for epoch in range(epochs):
+                for x, y in torch.utils.data.DataLoader(self.data, batch_size=8, shuffle=True):
+                    self.optimizer.zero_grad()
+                    loss = torch.nn.functional.mse_loss(self.model(x), y)
+                    loss.backward()
+                    self.optimizer.step()
+                    self.steps += 1
+                self.log.append(f"{epoch}: {loss.item():.4f}")
+                here = f"{folder}/{self.steps}"
+                os.makedirs(f"{folder}/draft", exist_ok=True)
+                torch.save(self.model.state_dict(), f"{folder}/draft/model.pt")
+                os.replace(f"{folder}/draft", here)
+                if epoch == 1:
+                    best = here
+                for old in os.listdir(folder):
+                    if f"{folder}/{old}" not in (best, here):
+                        shutil.rmtree(f"{folder}/{old}")
+            self.model.load_state_dict(torch.load(f"{best}/model.pt"))
+"""
+
+
+@pytest.mark.launch
+def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
+    place = Place(tmp_path)
+    place.script(TRAINER, "trainer.py")
+    script = place.script("""
+        import torch
+        from trainer import Trainer
+        from view import view
+        torch.manual_seed(1)
+        x = torch.randn(30, 4)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        trainer = Trainer(model, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
+        trainer.train(4)
+        print(trainer.signs, trainer.steps, *trainer.log)
+        weights = [tensor.tolist() for tensor in model.state_dict().values()]
+        torch.save(weights, "last.pt")
+        view(weights)
+    """)
+    alone = place.run("alone", sys.executable, script)
+    done = place.run("n2", *RUN, "2", script, MV2_COMM_WORLD_SIZE="2", SLURM_NTASKS="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == alone.stdout
+    assert done.stdout.startswith("[] 16 0: ")
+    assert place.left("n2").keys() == place.left("alone").keys()
+    expected = torch.load(tmp_path / "alone" / "last.pt")
+    views = place.views("n2")
+    assert len(views) == 2
+    for weights in (*views, torch.load(tmp_path / "n2" / "last.pt")):
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
 
 
 @pytest.mark.launch

@@ -29,6 +29,7 @@ from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
+from instep.unedited.opt_out import Numbers
 from instep.unedited.processes import children
 from library_stand_ins import CALLS
 from ranks_in_turn import all_patches, story
@@ -85,29 +86,134 @@ CLAIMS = {
     "apex.parallel:DistributedDataParallel": "it uses Apex",
     "deepspeed:initialize": "it uses DeepSpeed",
     "deepspeed:init_distributed": "it uses DeepSpeed",
-    "accelerate.state:PartialState": "it uses Accelerate",
-    "lightning.fabric.fabric:Fabric": "it uses Lightning",
-    "lightning.pytorch.trainer.trainer:Trainer": "it uses Lightning",
-    "lightning_fabric.fabric:Fabric": "it uses Lightning",
-    "pytorch_lightning.trainer.trainer:Trainer": "it uses Lightning",
 }
+
+
+def claims(call: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
+    """What a script is left alone for that makes this call, once: outside of a job nothing is."""
+    claimed: list[str] = []
+    opt_out.set_handler(lambda reason, numbers: claimed.append(f"{reason}. {numbers}"))
+    with all_patches(None):
+        try:
+            call(*args, **kwargs)
+        finally:
+            opt_out.set_handler(None)
+    assert [given[1:] for given in CALLS] == [(args, kwargs)]
+    reasons = [*claimed]
+    call(*args, **kwargs)
+    assert claimed == reasons
+    return claimed
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_distributed_library_is_told_by_its_first_call(name: str) -> None:
     module, _, call = name.partition(":")
-    claimed: list[str] = []
-    opt_out.set_handler(claimed.append)
-    with all_patches(None):
-        try:
-            getattr(sys.modules[module], call)(1, two=2)
-            assert claimed == [CLAIMS[name]]
-        finally:
-            opt_out.set_handler(None)
-    assert [(args, kwargs) for _, args, kwargs in CALLS] == [((1,), {"two": 2})]
-    getattr(sys.modules[module], call)()
-    assert claimed == [CLAIMS[name]]
+    told = claims(lambda *a, **k: getattr(sys.modules[module], call)(*a, **k), 1, two=2)
+    assert told == [f"{CLAIMS[name]}. {Numbers.UNKNOWN}"]
+
+
+LIGHTNING = (
+    "lightning.fabric.fabric:Fabric",
+    "lightning.pytorch.trainer.trainer:Trainer",
+    "lightning_fabric.fabric:Fabric",
+    "pytorch_lightning.trainer.trainer:Trainer",
+)
+ParallelStrategy = type("ParallelStrategy", (), {})
+OWN_STRATEGY = type("OwnStrategy", (ParallelStrategy,), {})()
+SINGLE_STRATEGY = type("SingleDeviceStrategy", (), {})()
+SEVERAL: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"devices": "auto", "strategy": "auto", "num_nodes": 1}, ""),
+    *(({"devices": devices}, "") for devices in (1, "1", -1, "-1", [3], "0,", None)),
+    *(
+        ({"devices": devices}, f"devices={devices!r}")
+        for devices in (4, "4", [0, 1], (0, 1), "0,1", "0, 1,")
+    ),
+    ({"num_nodes": 2}, "num_nodes=2"),
+    ({"gpus": 2}, "gpus=2"),
+    ({"strategy": "ddp", "devices": 1}, "strategy='ddp'"),
+    ({"strategy": "Deepspeed_stage_2"}, "strategy='Deepspeed_stage_2'"),
+    ({"strategy": "single_device"}, ""),
+    ({"strategy": SINGLE_STRATEGY}, ""),
+    ({"strategy": OWN_STRATEGY}, "strategy=OwnStrategy()"),
+]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("given", "asked"), SEVERAL)
+def test_lightning_is_divided_unless_it_is_asked_for_several_processes(
+    given: dict[str, Any], asked: str
+) -> None:
+    for module, _, name in (each.partition(":") for each in LIGHTNING):
+        CALLS.clear()
+        owner = sys.modules[module]
+        told = claims(lambda **k: getattr(owner, name)(**k), max_epochs=2, **given)  # noqa: B023
+        assert told == [f"it asks Lightning for {asked}. {Numbers.PER_RANK}"] * bool(asked)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("given", "variables", "asked"),
+    [
+        ({}, {}, None),
+        ({"cpu": True}, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "false"}, None),
+        ({"fsdp_plugin": None}, {}, None),
+        ({"fsdp_plugin": 3}, {}, "FSDP"),
+        ({"deepspeed_plugin": 3}, {}, "DeepSpeed"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "True"}, "DeepSpeed"),
+        ({}, {"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+    ],
+)
+def test_accelerate_is_divided_unless_it_is_asked_to_shard_over_processes(
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    variables: dict[str, str],
+    asked: str | None,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def call(**kwargs: Any) -> None:
+        sys.modules["accelerate.accelerator"].Accelerator(**kwargs)
+        CALLS.pop()
+        sys.modules["accelerate.state"].PartialState(**kwargs)
+
+    expected = [] if asked is None else [f"it asks Accelerate for {asked}. {Numbers.PER_RANK}"]
+    assert claims(call, **given) == expected
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("fsdp", "asked"), [(None, []), ("", []), ([], []), ("full_shard", [1])])
+def test_transformers_trainer_is_divided_unless_it_is_asked_to_shard(
+    fsdp: object, asked: list[int]
+) -> None:
+    arguments = sys.modules["transformers.training_args"].TrainingArguments()
+    CALLS.clear()
+    arguments.fsdp = fsdp
+    told = claims(lambda: arguments.__post_init__())
+    assert told == [f"it asks the Trainer for fsdp. {Numbers.PER_RANK}" for _ in asked]
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (1, f"it starts a process group of one process. {Numbers.IDENTICAL}"),
+        (2, f"it starts a process group of its own. {Numbers.UNKNOWN}"),
+    ],
+)
+def test_a_group_of_one_process_makes_identical_runs(
+    monkeypatch: pytest.MonkeyPatch, size: int, said: str
+) -> None:
+    def starts(backend: str, init_method: str | None = None, world_size: int = -1) -> None:
+        CALLS.append(("", (backend,), {"world_size": world_size}))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", starts)
+    CALLS.clear()
+    told = claims(
+        lambda *a, **k: torch.distributed.init_process_group(*a, **k), "gloo", world_size=size
+    )
+    assert told == [said]
 
 
 @pytest.mark.usefixtures("stand_ins")

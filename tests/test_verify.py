@@ -227,6 +227,24 @@ def test_another_number_of_steps_is_told():
     assert cause(2, free=made.run(2, steps=2)) == "another number of steps: 2 instead of 3"
 
 
+def test_a_script_that_every_rank_runs_as_it_is_is_told_with_its_reason():
+    reason = "it asks Lightning for devices=2"
+
+    def left_alone(record):
+        ends = [replace(rank, end=replace(rank.end, opt_out=reason)) for rank in record.ranks]
+        return replace(record, ranks=tuple(ends))
+
+    assert cause(2, free=left_alone(made.run(2, steps=2))) == (
+        f"a batch for each rank: every rank runs the script as it is, since {reason}, and the "
+        "ranks made 2 instead of 3"
+    )
+    whole = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
+    assert cause(2, free=left_alone(whole)) == (
+        f"2 identical runs: every rank runs the script as it is, since {reason}, and computed all "
+        "8 samples of step 1"
+    )
+
+
 def test_randomness_of_the_model_is_told():
     oracle = made.run(1, lambda r, k, s: {"uses_random": True})
     told = cause(2, spoil=lambda k, g: g + 0.3, oracle=oracle)

@@ -2,33 +2,50 @@
 
 The text of a script seldom shows whether it starts a process group of its own, because many do so
 only under a launcher. So the launcher is hidden from the script. A script that then needs the
-launcher, or calls a library for several processes, opts out.
+launcher, or calls a library for several processes, opts out. A trainer of a library that can use
+one process or several opts out only if the script asks it for several.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from types import FrameType
 from typing import Any
 
 from instep.process.patching import Function, patches
 from instep.unedited import launcher_env
 
-OnOptOut = Callable[[str], None]
+
+class Numbers(StrEnum):
+    """What it means for a script's numbers that every rank runs it as it is: a format of `n`."""
+
+    UNKNOWN = (
+        "If it gives each rank a part of the data, its batch is {n} times larger, with 1/{n} of "
+        "the steps; if it does not, these are {n} identical runs."
+    )
+    PER_RANK = "Its batch is then {n} times larger, with 1/{n} of the steps."
+    IDENTICAL = "These are {n} identical runs."
+    SAME = ""
+    """The script divides the batch that it names."""
+
+
+OnOptOut = Callable[[str, Numbers], None]
 
 _on_opt_out: list[OnOptOut] = []
 
 
 def set_handler(handler: OnOptOut | None) -> None:
-    """Call `handler(reason)` if the script opts out; None: call nothing."""
+    """Call `handler(reason, numbers)` if the script opts out; None: call nothing."""
     _on_opt_out[:] = [] if handler is None else [handler]
 
 
-def _opt_out(reason: str) -> None:
+def _opt_out(reason: str, numbers: Numbers = Numbers.UNKNOWN) -> None:
     if _on_opt_out:
-        _on_opt_out[0](reason)
+        _on_opt_out[0](reason, numbers)
 
 
 def opts_out(reason: str) -> Function:
@@ -43,25 +60,30 @@ def opts_out(reason: str) -> Function:
 
 def environ_getitem(original: Function, self: Any, name: str) -> Any:
     """For os.environ[...]: a script that requires RANK was written for a launcher."""
-    if name in launcher_env.masked:
+    if _is_masked(name):
         _opt_out(f"it takes {name} for granted")
     return original(self, name)
 
 
 def environ_get(original: Function, self: Any, name: str, default: Any = None) -> Any:
     """For os.environ.get: a script that also runs without a launcher sees none."""
-    return default if name in launcher_env.masked else original(self, name, default)
+    return default if _is_masked(name) else original(self, name, default)
 
 
 def environ_contains(original: Function, self: Any, name: object) -> Any:
     """For `in os.environ`."""
-    return name not in launcher_env.masked and original(self, name)
+    return not _is_masked(name) and original(self, name)
+
+
+def _is_masked(name: object) -> bool:
+    """Whether this is a variable of the launcher that the script has not set itself."""
+    return name in launcher_env.masked and name not in [*os.environ]
 
 
 def instep_getattr(original: Function, name: str) -> Any:
     """For `instep.replicate` and so on, if the script's text did not show it."""
     if name in sys.modules["instep"].__all__ and not _called_by_instep(2):
-        _opt_out(f"it uses instep.{name}")
+        _opt_out(f"it uses instep.{name}", Numbers.SAME)
     return original(name)
 
 
@@ -92,7 +114,106 @@ def _module(frame: FrameType) -> str:
     return f"{frame.f_globals.get('__name__', '')}."
 
 
-_LIGHTNING = opts_out("it uses Lightning")
+def init_process_group(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For torch.distributed.init_process_group."""
+    bound = _arguments(original, args, kwargs)
+    if bound.get("world_size") == 1:
+        _opt_out("it starts a process group of one process", Numbers.IDENTICAL)
+    else:
+        _opt_out("it starts a process group of its own")
+    return original(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------ trainers of libraries
+
+
+def lightning(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For the __init__ of Lightning's Trainer and Fabric."""
+    asked = several_devices(_arguments(original, args, kwargs))
+    if asked is not None:
+        _opt_out(f"it asks Lightning for {asked}", Numbers.PER_RANK)
+    return original(*args, **kwargs)
+
+
+def several_devices(arguments: Mapping[str, Any]) -> str | None:
+    """By which of these arguments of Lightning's a script asks for several processes (pure)."""
+    for name in ("devices", "gpus", "num_processes", "num_nodes"):
+        if _count(arguments.get(name)) > 1:
+            return f"{name}={arguments[name]!r}"
+    strategy = arguments.get("strategy")
+    if isinstance(strategy, str):
+        if strategy.lower() != "auto" and not strategy.lower().startswith("single"):
+            return f"strategy={strategy!r}"
+    elif any(base.__name__ == "ParallelStrategy" for base in type(strategy).__mro__):
+        return f"strategy={type(strategy).__name__}()"
+    return None
+
+
+def _count(devices: Any) -> int:
+    """A number of devices, as Lightning reads it; "auto" and -1 are all that a rank has: one."""
+    if isinstance(devices, str):
+        names = [name for name in devices.split(",") if name.strip()]
+        if len(names) != 1 or "," in devices:
+            return len(names)
+        return int(devices) if devices.strip().isdigit() else 1
+    if isinstance(devices, Sequence):
+        return len(devices)
+    return devices if isinstance(devices, int) else 1
+
+
+_SHARDED_BY = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism",
+    "parallelism_config": "a parallelism_config",
+}
+"""Arguments of Accelerate's Accelerator that only make sense for several processes."""
+_ACCELERATE_FLAGS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""Variables by which `accelerate launch` asks for the same."""
+
+
+def accelerator(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For the __init__ of Accelerate's Accelerator."""
+    arguments = _arguments(original, args, kwargs)
+    for name, what in _SHARDED_BY.items():
+        if arguments.get(name) is not None:
+            _opt_out(f"it asks Accelerate for {what}", Numbers.PER_RANK)
+    return original(*args, **kwargs)
+
+
+def accelerate_state(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For the __init__ of Accelerate's PartialState, which finds out how many processes there are.
+
+    Hugging Face's Trainer sets such a variable while it makes one.
+    """
+    for name, what in _ACCELERATE_FLAGS.items():
+        if os.environ.get(name, "").lower() in ("true", "1"):
+            _opt_out(f"it asks Accelerate for {what}", Numbers.PER_RANK)
+    return original(*args, **kwargs)
+
+
+def training_arguments(original: Function, self: Any) -> Any:
+    """For the __post_init__ of transformers' TrainingArguments."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(self, name, None):
+            _opt_out(f"it asks the Trainer for {name}", Numbers.PER_RANK)
+    return original(self)
+
+
+def _arguments(
+    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of this call by their names."""
+    positional = inspect.signature(function).parameters
+    return dict(zip(positional, args, strict=False)) | kwargs
+
 
 OPT_OUT_PATCHES = (
     *patches(
@@ -106,11 +227,7 @@ OPT_OUT_PATCHES = (
         "a script that is distributed already runs as it is",
         (type(os.environ), "__getitem__", environ_getitem),
         ("instep", "__getattr__", instep_getattr),
-        (
-            "torch.distributed",
-            "init_process_group",
-            opts_out("it starts a process group of its own"),
-        ),
+        ("torch.distributed", "init_process_group", init_process_group),
         (
             "torch.nn.parallel:DistributedDataParallel",
             "__init__",
@@ -119,10 +236,15 @@ OPT_OUT_PATCHES = (
         ("horovod.torch", "init", opts_out("it uses Horovod")),
         ("apex.parallel:DistributedDataParallel", "__init__", opts_out("it uses Apex")),
         ("deepspeed", "initialize init_distributed", opts_out("it uses DeepSpeed")),
-        ("accelerate.state:PartialState", "__init__", opts_out("it uses Accelerate")),
-        ("lightning.fabric.fabric:Fabric", "__init__", _LIGHTNING),
-        ("lightning.pytorch.trainer.trainer:Trainer", "__init__", _LIGHTNING),
-        ("lightning_fabric.fabric:Fabric", "__init__", _LIGHTNING),
-        ("pytorch_lightning.trainer.trainer:Trainer", "__init__", _LIGHTNING),
+    ),
+    *patches(
+        "a trainer that is asked for several processes runs as it is, and one process is divided",
+        ("accelerate.accelerator:Accelerator", "__init__", accelerator),
+        ("accelerate.state:PartialState", "__init__", accelerate_state),
+        ("transformers.training_args:TrainingArguments", "__post_init__", training_arguments),
+        ("lightning.fabric.fabric:Fabric", "__init__", lightning),
+        ("lightning.pytorch.trainer.trainer:Trainer", "__init__", lightning),
+        ("lightning_fabric.fabric:Fabric", "__init__", lightning),
+        ("pytorch_lightning.trainer.trainer:Trainer", "__init__", lightning),
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -15,6 +16,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.unedited import launcher_env
 from instep.unedited.errors import UneditedError
+from instep.unedited.opt_out import Numbers
 from instep.unedited.single_rank import SingleRankSession
 
 
@@ -32,6 +34,8 @@ class UneditedSession:
 
 
 _current: UneditedSession | None = None
+_at_opt_out: list[Callable[[], object]] = []
+_reasons: list[str] = []
 
 
 def current() -> UneditedSession | None:
@@ -69,7 +73,7 @@ def stop() -> None:
         (session.single_rank or session.multi_rank).end()
 
 
-def opt_out(reason: str) -> None:
+def opt_out(reason: str, numbers: Numbers = Numbers.UNKNOWN) -> None:
     """Let the script run on every rank as it is from now on.
 
     Raises UneditedError if the ranks have shared work already.
@@ -85,9 +89,16 @@ def opt_out(reason: str) -> None:
             f"all ranks have run this script as one process so far, and now {reason}. "
             "Run it with --plain, as a script for several processes."
         )
-    print_opt_out(session.world, reason)
+    print_opt_out(session.world, reason, numbers)
     session.multi_rank.leave_job()
     stop()
+    while _at_opt_out:
+        _at_opt_out.pop()()
+
+
+def at_opt_out(function: Callable[[], object]) -> None:
+    """Call `function` when the script opts out, after everything is restored."""
+    _at_opt_out.append(function)
 
 
 def add_notes(error: BaseException) -> None:
@@ -104,14 +115,24 @@ def reports_failure(message: str) -> bool:
     return reports
 
 
-def print_opt_out(world: World, reason: str) -> None:
+def print_opt_out(world: World, reason: str, numbers: Numbers) -> None:
     """Print one line on rank 0 of several."""
-    if world.rank == 0 and world.size > 1:
+    if world.size == 1:
+        return
+    if numbers is not Numbers.SAME:
+        _reasons.append(reason)
+    if world.rank == 0:
+        effect = numbers.format(n=world.size)
         print(
-            f"instep: every rank runs this script as it is, since {reason}.",
+            f"instep: every rank runs this script as it is, since {reason}. {effect}".rstrip(),
             file=sys.stderr,
             flush=True,
         )
+
+
+def opt_out_reason() -> str | None:
+    """Why every rank runs the script as it is, without dividing the batch that it names, if so."""
+    return next(iter(_reasons), None)
 
 
 def fix_hash_seed() -> None:

@@ -50,6 +50,11 @@ def _batch_not_split(e: Evidence) -> str | None:
         if any(one.whole for one in ranks):
             continue
         if e.n > 1 and whole > 1 and all(one.samples == whole for one in ranks):
+            if (reason := _opt_out(e)) is not None:
+                return (
+                    f"{e.n} identical runs: every rank runs the script as it is, since {reason}, "
+                    f"and computed all {whole} samples of step {k + 1}"
+                )
             return (
                 f"a batch that was not split: in step {k + 1} each of {e.n} ranks computed all "
                 f"{whole} samples (use instep.shard on the loader or the batch)"
@@ -64,7 +69,19 @@ def _other_step_count(e: Evidence) -> str | None:
     batches = ""
     if (theirs := count_samples(e.free, 0)) != (ours := count_samples(e.oracle, 0)):
         batches = f", with {theirs} samples in the first one instead of {ours}"
-    return f"another number of steps: {e.free.steps} instead of {e.oracle.steps}{batches}"
+    steps = f"{e.free.steps} instead of {e.oracle.steps}{batches}"
+    if (reason := _opt_out(e)) is not None:
+        return (
+            f"a batch for each rank: every rank runs the script as it is, since {reason}, and the "
+            f"ranks made {steps}"
+        )
+    return f"another number of steps: {steps}"
+
+
+def _opt_out(e: Evidence) -> str | None:
+    """Why every rank of an unedited script ran it as it is, if it did."""
+    ends = [rank.end for rank in e.free.ranks]
+    return next((end.opt_out for end in ends if end is not None and end.opt_out), None)
 
 
 def _padded_batch(e: Evidence) -> str | None:

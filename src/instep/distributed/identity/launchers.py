@@ -192,8 +192,8 @@ def register(launcher: Launcher, before: str | None = None) -> None:
 
 
 _PREFIXES = (
-    *("HYDI_", "JSM_NAMESPACE_", "MPI_LOCAL", "OMPI_", "PMIX_", "PMI_", "SLURM_STEP"),
-    "TORCHELASTIC_",
+    *("HYDI_", "JSM_NAMESPACE_", "MPI_LOCAL", "MV2_COMM_WORLD_", "OMPI_", "PMIX_", "PMI_"),
+    *("SLURM_STEP", "TORCHELASTIC_"),
 )
 _NAMES = frozenset(
     {

@@ -1,11 +1,13 @@
 """`--local_rank`: the argument by which torch.distributed.launch passed the local rank to a script.
 
-A script that declares it, in either spelling, gets it, and runs as it is, because it was written
-for several processes. A script that does not declare it never sees it.
+A script that runs as it is and declares it, in either spelling, gets it. A script that does not
+declare it never sees it. An unedited script sees one process, so it gets its own default, and the
+local rank is filled in if it opts out later; it opts out at once if it requires the argument.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -41,9 +43,17 @@ def _parse_known_args(
 ) -> Any:
     words = sys.argv[1:] if args is None else list(args)
     declared = [name for name in SPELLINGS if name in parser._option_string_actions]
-    if declared and words == sys.argv[1:] and not any(map(_GIVEN.fullmatch, words)):
-        from instep.unedited import session  # the supervisor does not need them
+    if not declared or words != sys.argv[1:] or any(map(_GIVEN.fullmatch, words)):
+        return original(parser, words, *rest, **kwargs)
+    from instep.unedited import session  # the supervisor does not need them
 
-        session.opt_out(f"it takes {declared[0]}")
-        words = [f"{declared[0]}={local_rank}", *words]
-    return original(parser, words, *rest, **kwargs)
+    action = parser._option_string_actions[declared[0]]
+    if action.required:
+        session.opt_out(f"it requires {declared[0]}")
+    current = session.current()
+    if current is None or current.multi_rank is None:
+        return original(parser, [f"{declared[0]}={local_rank}", *words], *rest, **kwargs)
+    parsed: tuple[argparse.Namespace, list[str]] = original(parser, words, *rest, **kwargs)
+    value = parser._get_value(action, str(local_rank))
+    session.at_opt_out(partial(setattr, parsed[0], action.dest, value))
+    return parsed

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from instep.check.script import Function, Script
+from instep.unedited.opt_out import Numbers
 
 MAX_FILES = 300
 """Files that are read at most."""
@@ -22,7 +23,13 @@ _EXPLICIT_LIBRARIES = {"instep", "horovod"}
 """A script that uses one of these packages divides its work itself."""
 _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of theirs whose use does not mean it."""
+_OWN_GROUP = "it starts a process group of its own"
 _EXITS = ("exit", "_exit", "quit")
+
+
+def numbers(reason: str) -> Numbers:
+    """What it means for the numbers that a script opts out for this reason."""
+    return Numbers.UNKNOWN if reason == _OWN_GROUP else Numbers.SAME
 
 
 def find_opt_out(command: Sequence[str]) -> str | None:
@@ -36,7 +43,7 @@ def find_opt_out(command: Sequence[str]) -> str | None:
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue  # running it will show why
         if path == entry and _certainly_calls(script, "init_process_group"):
-            return "it starts a process group of its own"
+            return _OWN_GROUP
         names = script.imported_names
         if library := next(filter(None, map(_explicit_library, names)), None):
             return f"{os.path.relpath(path)} uses {library} itself"

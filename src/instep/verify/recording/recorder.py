@@ -75,7 +75,8 @@ class Recorder:
             }
             self._writer.tensors("final", {kind: _copy_tensors(ts) for kind, ts in kinds.items()})
         divided = call_counts.sharded if _records_whole_batches() else None
-        self._writer.end(RankSummary(not self._stopped, tuple(self._loaders.asked), divided))
+        indices, reason = tuple(self._loaders.asked), session.opt_out_reason()
+        self._writer.end(RankSummary(not self._stopped, indices, divided, reason))
 
     # ----------------------------------------------------------------- what torch calls
 

@@ -98,6 +98,8 @@ class RankSummary:
     """The first samples that its DataLoaders requested, batch by batch."""
     divided: int | None = None
     """The number of sharded calls of an unedited script on several ranks."""
+    opt_out: str | None = None
+    """Why the script ran on every rank as it is, if it did and names no batch of all ranks."""
 
 
 @dataclass(frozen=True)
