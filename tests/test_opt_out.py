@@ -181,16 +181,14 @@ def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
     script = place.script("""
         import torch
         from trainer import Trainer
-        from view import view
         torch.manual_seed(1)
         x = torch.randn(30, 4)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         trainer = Trainer(model, torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
         trainer.train(4)
         print(trainer.signs, trainer.steps, *trainer.log)
-        weights = [tensor.tolist() for tensor in model.state_dict().values()]
-        torch.save(weights, "last.pt")
-        view(weights)
+        print(f"{model(x).square().sum().item():.4f}")  # with each rank's own parameters
+        torch.save(model.state_dict(), "last.pt")
     """)
     alone = place.run("alone", sys.executable, script)
     done = place.run("n2", *RUN, "2", script, MV2_COMM_WORLD_SIZE="2", SLURM_NTASKS="2")
@@ -198,12 +196,8 @@ def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
     assert done.stdout == alone.stdout
     assert done.stdout.startswith("[] 16 0: ")
     assert place.left("n2").keys() == place.left("alone").keys()
-    expected = torch.load(tmp_path / "alone" / "last.pt")
-    views = place.views("n2")
-    assert len(views) == 2
-    for weights in (*views, torch.load(tmp_path / "n2" / "last.pt")):
-        for ours, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+    ours, theirs = (torch.load(tmp_path / name / "last.pt") for name in ("n2", "alone"))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.launch

@@ -127,7 +127,7 @@ def init_process_group(original: Function, *args: Any, **kwargs: Any) -> Any:
 # ------------------------------------------------------------------------ trainers of libraries
 
 
-def lightning(original: Function, *args: Any, **kwargs: Any) -> Any:
+def parallel_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For the __init__ of Lightning's Trainer and Fabric."""
     asked = several_devices(_arguments(original, args, kwargs))
     if asked is not None:
@@ -188,7 +188,7 @@ def accelerator(original: Function, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def accelerate_state(original: Function, *args: Any, **kwargs: Any) -> Any:
+def partial_state(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For the __init__ of Accelerate's PartialState, which finds out how many processes there are.
 
     Hugging Face's Trainer sets such a variable while it makes one.
@@ -240,11 +240,11 @@ OPT_OUT_PATCHES = (
     *patches(
         "a trainer that is asked for several processes runs as it is, and one process is divided",
         ("accelerate.accelerator:Accelerator", "__init__", accelerator),
-        ("accelerate.state:PartialState", "__init__", accelerate_state),
+        ("accelerate.state:PartialState", "__init__", partial_state),
         ("transformers.training_args:TrainingArguments", "__post_init__", training_arguments),
-        ("lightning.fabric.fabric:Fabric", "__init__", lightning),
-        ("lightning.pytorch.trainer.trainer:Trainer", "__init__", lightning),
-        ("lightning_fabric.fabric:Fabric", "__init__", lightning),
-        ("pytorch_lightning.trainer.trainer:Trainer", "__init__", lightning),
+        ("lightning.fabric.fabric:Fabric", "__init__", parallel_init),
+        ("lightning.pytorch.trainer.trainer:Trainer", "__init__", parallel_init),
+        ("lightning_fabric.fabric:Fabric", "__init__", parallel_init),
+        ("pytorch_lightning.trainer.trainer:Trainer", "__init__", parallel_init),
     ),
 )
