@@ -207,9 +207,7 @@ def training_arguments(original: Function, self: Any) -> Any:
     return original(self)
 
 
-def _arguments(
-    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of this call by their names."""
     positional = inspect.signature(function).parameters
     return dict(zip(positional, args, strict=False)) | kwargs
