@@ -533,3 +533,26 @@ def test_a_failure_survives_the_disk(tmp_path: Path) -> None:
     assert Failure.read(tmp_path / "rank3") == failure
     assert Failure.read(tmp_path / "rank4") is None
     assert list(tmp_path.iterdir()) == [tmp_path / "rank3"]
+
+
+def test_a_peer_that_has_closed_its_connection_is_the_culprit_though_it_fails_later(
+    launch: Launch,
+) -> None:
+    """On a group of torch's own, whose error says no more than that the connection is closed."""
+    script = launch.script("""
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group()
+            meeting.wait_for(1)
+            raise ValueError("boo")
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            meeting.come()
+    """)
+    result = launch.run("--plain", "-n", 2, script)
+    assert "instep: rank 0 of 2 failed (exit code 1)" in result.stderr
+    assert result.stderr.endswith("ValueError: boo\n")

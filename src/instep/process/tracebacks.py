@@ -11,6 +11,13 @@ from types import TracebackType
 from instep.errors import InstepError
 from instep.process import PACKAGE_FOLDER
 
+_LOST_PEER = (
+    ("gloo/transport", "Connection closed by peer"),
+    ("gloo/transport", "Connection reset by peer"),
+    ("NCCL", "remote process exited"),
+)
+"""Words of torch's RuntimeErrors which say no more than that a peer has gone."""
+
 
 def root_cause(error: BaseException) -> BaseException:
     """The first of the exceptions that led to each other."""
@@ -20,7 +27,11 @@ def root_cause(error: BaseException) -> BaseException:
 def is_caused_by_another_rank(error: BaseException) -> bool:
     """Whether its root cause only says that another rank failed, left, or did something else."""
     cause = root_cause(error)
-    return isinstance(cause, InstepError) and cause.caused_by_another_rank
+    if isinstance(cause, InstepError):
+        return cause.caused_by_another_rank
+    return isinstance(cause, RuntimeError) and any(
+        all(word in str(cause) for word in words) for words in _LOST_PEER
+    )
 
 
 def format_error(error: BaseException) -> str:
