@@ -690,6 +690,44 @@ def means_that_are_zero_by_mathematics(log: Log) -> None:
 
 
 @sharded
+def a_module_that_its_forward_makes(log: Log) -> None:
+    class Making(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.LayerNorm(3).double()(self.body(x) + nn.Parameter(torch.ones(3)).double())
+
+    model = Making()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@sharded
+def a_tensor_from_which_its_forward_asks_for_gradients(log: Log) -> None:
+    """As an embedding's that is frozen, below checkpoints or adapters."""
+
+    class Asking(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x.sin().requires_grad_())
+
+    model = Asking()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+
+
+@whole
+def an_argument_of_which_its_forward_asks_for_gradients(log: Log) -> None:
+    class Asking(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x.requires_grad_())
+
+    model = Asking()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss + slope.square().sum()
+
+    train(log, model, step)
+
+
+@sharded
 def frozen_backbone(log: Log) -> None:
     backbone, head = mlp(nn.BatchNorm1d(8), out=8), nn.Linear(8, 3)
     backbone.requires_grad_(False)

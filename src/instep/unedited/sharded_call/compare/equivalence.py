@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.training.autograd_graph import next_nodes, walk
@@ -109,7 +109,7 @@ def _compare(
     after = Snapshot(call.module, call.leaves)
     if why := reference.find_difference(after):
         raise ShardedCallError(why)
-    if _has_foreign_leaf(local, start):
+    if _has_foreign_leaf(local, start, call, reference.outputs):
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     in_caches = leaves_in_caches(structure)  # of which nobody reads most
     outputs = tuple(
@@ -204,17 +204,37 @@ def _next_sequence_number() -> int:
     return number
 
 
-def _has_foreign_leaf(outputs: Sequence[Any], start: int) -> bool:
+def _has_foreign_leaf(
+    outputs: Sequence[Any], start: int, call: BoundCall, whole: Sequence[Any]
+) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
-    argument nor a parameter of the module."""
-    found = False
+    argument nor a parameter of the module, nor made by the forward.
+
+    The forward makes another tensor each time. `whole`: what the whole forward has returned.
+    """
+    leaves = _leaves(outputs, start)
+    if not leaves:
+        return leaves is None
+    known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
+    reference = _leaves(whole, 0) or []
+    others = {id(leaf) for leaf in reference} - known
+    return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)
+
+
+def _leaves(outputs: Sequence[Any], start: int) -> list[Tensor] | None:
+    """The tensors that these were computed from, without inputs of a sharded call; None if
+    something is among them that was computed before `start`."""
+    found: dict[int, Tensor] | None = {}
 
     def visit(node: Any) -> Iterable[Any]:
         nonlocal found
         if is_alias(node) or is_region_input(node):
             return ()
-        found = found or hasattr(node, "variable") or node._sequence_nr() < start
-        return () if found else next_nodes(node)
+        if found is not None and hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        elif node._sequence_nr() < start:
+            found = None
+        return () if found is None else next_nodes(node)
 
     walk((out for out in outputs if isinstance(out, Tensor)), visit)
-    return found
+    return None if found is None else list(found.values())

@@ -51,10 +51,12 @@ class Reference:
     def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
         arguments = ValueSnapshot((call.args, call.kwargs))
+        requires_gradients = _require_gradients(call)
         self.value = call.run_whole()
         self.after = Snapshot(call.module, call.leaves)
         self.outputs, self.structure = flatten(self.value)
-        self.changes_arguments = not arguments.is_current()
+        asks = requires_gradients != _require_gradients(call)
+        self.changes_arguments = asks or not arguments.is_current()
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.vjp: VectorJacobianProduct | None = None
@@ -125,3 +127,7 @@ class Reference:
             return True
         self.in_doubt |= self.noise is None and error <= max_error
         return False
+
+
+def _require_gradients(call: BoundCall) -> list[bool]:
+    return [leaf.requires_grad for leaf in call.leaves if isinstance(leaf, Tensor)]
