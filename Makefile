@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly mutants bench lint clean
+.PHONY: demo test quick nightly mutants bench unedited lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,11 @@ mutants: .venv/ready
 bench: .venv/ready .venv-peers/ready
 	$(BIN)/python benchmarks/bench.py
 
+# About an hour on two cores. CASES="mingpt timm_loop" runs some.
+unedited: .venv-unedited/ready
+	.venv-unedited/bin/python benchmarks/unedited_table.py $(CASES) \
+		--json benchmarks/results/unedited_table.json --docs
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -47,5 +52,9 @@ lint: .venv/ready
 	scripts/horovod .venv-peers/bin/python || true
 	touch $@
 
+.venv-unedited/ready: constraints.txt scripts/unedited_packages benchmarks/unedited_cases/requirements.txt
+	scripts/unedited_packages "$(PYTHON)"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-peers build dist demo
+	rm -rf .venv .venv-peers .venv-unedited build dist demo

@@ -1,0 +1,109 @@
+"""Python imports this file as it starts: see what a script trains, without a change of the script.
+
+The optimizers' hooks keep the parameters and the time of each step. At the exit, after whatever the
+script and instep do there, the final parameters are written to OBSERVER_FOLDER. If OBSERVER_MOVE
+is set, the parameters are multiplied by 1 plus or minus it before the first step: the distance to
+an unmoved run is the script's own noise.
+"""
+
+import atexit
+import os
+import sys
+import time
+from importlib.machinery import PathFinder
+
+FOLDER = os.environ.get("OBSERVER_FOLDER")
+RANK = os.environ.get("RANK", "0")
+MOVE = float(os.environ.get("OBSERVER_MOVE", "0"))
+MODULES = ("torch.optim.optimizer", "fastai.optimizer")
+PROCESS = os.getpid()
+optimizers = {}
+times = []
+calls = {}
+
+
+class Finder:
+    """Attaches the hooks as soon as torch's optimizers are imported."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name in MODULES else None
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            attach(name, module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def attach(name, module):
+    if name == "fastai.optimizer":
+        observe_fastai(module.Optimizer)
+    else:
+        module.register_optimizer_step_pre_hook(before_step)
+        module.register_optimizer_step_post_hook(after_step)
+
+
+def observe_fastai(cls):
+    """Its optimizer is none of torch's."""
+    step = cls.step
+
+    def observed(self, *args, **kwargs):
+        before_step(self, args, kwargs)
+        step(self, *args, **kwargs)
+        after_step(self, args, kwargs)
+
+    cls.step = observed
+
+
+def before_step(optimizer, args, kwargs):
+    if id(optimizer) in optimizers or os.getpid() != PROCESS:
+        return
+    optimizers[id(optimizer)] = optimizer
+    if not times:
+        times.append(time.perf_counter())
+    if MOVE:
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        for p in parameters(optimizer):
+            sign = torch.randint(0, 2, p.shape, generator=generator) * 2 - 1
+            p.data.mul_((1 + MOVE * sign.to(p.device)).to(p.dtype))
+
+
+def after_step(optimizer, args, kwargs):
+    times.append(time.perf_counter())
+    modules = sys.modules.get("instep.unedited.sharded_call.modules")
+    if modules:
+        calls.update(vars(modules.call_counts))
+
+
+def parameters(optimizer):
+    if hasattr(optimizer, "all_params"):
+        return [p for p, *_ in optimizer.all_params()]
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def write():
+    if not optimizers or os.getpid() != PROCESS:
+        return
+    import pickle
+
+    found = [
+        [p.detach().to_dense().double().cpu().numpy() for p in parameters(optimizer)]
+        for optimizer in optimizers.values()
+    ]
+    with open(os.path.join(FOLDER, f"rank{RANK}.pickle"), "wb") as file:
+        pickle.dump({"parameters": found, "times": times, "calls": calls}, file)
+
+
+if FOLDER:
+    for name in MODULES:
+        if name in sys.modules:
+            attach(name, sys.modules[name])
+    sys.meta_path.insert(0, Finder)
+    atexit.register(write)

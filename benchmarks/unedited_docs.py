@@ -1,0 +1,115 @@
+"""The tables of docs/unedited.md and docs/unedited.zh.md, from the results of unedited_table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- table: written by benchmarks/unedited_table.py --docs -->\n", "<!-- end -->"
+Row = Mapping[str, Any]
+
+HEADS = {
+    "unedited.md": (
+        "| Package or repository | Version | What is run | Calls | Own noise | N = 2 | N = 3 "
+        "| Step, ms | Time, N = 2 | Result |"
+    ),
+    "unedited.zh.md": (
+        "| 软件包或代码库 | 版本 | 运行内容 | 模块调用 | 自身噪声 | N = 2 | N = 3 "
+        "| 每步毫秒 | N = 2 的耗时 | 结果 |"
+    ),
+}
+WORDS = {
+    "unedited.md": {
+        "divided": "divided",
+        "partly": "partly divided",
+        "whole": "whole",
+        "same": "same",
+        "error": "error",
+        "": "",
+    },
+    "unedited.zh.md": {
+        "divided": "拆分",
+        "partly": "部分拆分",
+        "whole": "整体",
+        "same": "相同",
+        "error": "出错",
+        "": "",
+    },
+}
+DIFFERENT = {"unedited.md": "different", "unedited.zh.md": "不同"}
+COUNTED = {
+    "unedited.md": (
+        "{cases} cases of {packages} packages and repositories: {same} the same, of which "
+        "{divided} divided, {partly} partly divided and {whole} whole; {different} different; "
+        "{error} in error."
+    ),
+    "unedited.zh.md": (
+        "{packages} 个软件包和代码库的 {cases} 个用例：{same} 个相同，"
+        "其中 {divided} 个拆分、{partly} 个部分拆分、{whole} 个整体；"
+        "{different} 个不同；{error} 个出错。"
+    ),
+}
+
+
+def table(rows: Mapping[str, Row], page: str) -> str:
+    """The part of the page between the markers."""
+    words = WORDS[page]
+    lines = [HEADS[page], "|" + " --- |" * 10]
+    reasons = []
+    for row in sorted(rows.values(), key=lambda row: (row["title"].lower(), row["case"])):
+        package, _, what = row["title"].partition(": ")
+        found = [row["differences"].get(n) for n in ("2", "3")]
+        verdict = row["verdict"]
+        name = f"`{row['case']}`"
+        cells = [
+            package,
+            row["version"],
+            what,
+            words[row["calls"]],
+            number(row["noise"].get("parameters")),
+            *(number(f and f["parameters"]) for f in found),
+            f"{row['step_ms']:.0f}" if row["step_ms"] else "",
+            f"{row['ratio']['2']:.2f}" if row["ratio"].get("2") else "",
+            words.get(verdict) or DIFFERENT[page],
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+        if row["calls"] != "divided" and row["lines"]:
+            told = "; ".join(
+                line.removeprefix("instep: ").replace("|", "\\|") for line in row["lines"][:3]
+            )
+            reasons.append(f"- {name}: {told}")
+    counted = COUNTED[page].format(**count(rows))
+    return "\n".join([counted, "", *lines, "", *reasons]).rstrip() + "\n"
+
+
+def number(value: float | None) -> str:
+    """One digit is enough to compare with the noise."""
+    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def count(rows: Mapping[str, Row]) -> dict[str, int]:
+    same = [row for row in rows.values() if row["verdict"] == "same"]
+    kinds = {k: sum(row["calls"] == k for row in same) for k in ("divided", "partly", "whole")}
+    error = sum(row["verdict"] in ("error", "no plain run") for row in rows.values())
+    return {
+        "cases": len(rows),
+        "packages": len({row["title"].partition(":")[0] for row in rows.values()}),
+        "same": len(same),
+        **kinds,
+        "different": len(rows) - len(same) - error,
+        "error": error,
+    }
+
+
+def between_markers(text: str) -> str:
+    return text.partition(BEGIN)[2].partition(END)[0]
+
+
+def write(rows: Mapping[str, Row], docs: Path) -> None:
+    """Replace what stands between the markers of both pages."""
+    for page in HEADS:
+        text = (docs / page).read_text()
+        assert BEGIN in text
+        assert END in text
+        (docs / page).write_text(text.replace(between_markers(text), table(rows, page)))

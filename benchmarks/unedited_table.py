@@ -1,0 +1,312 @@
+"""Public packages and scripts, unedited: are they the same on several ranks, and how fast?
+
+    make unedited
+
+A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
+with its parameters moved by 1e-7 (its own noise), and under `instep run` with 2 and 3 ranks, each
+process with one thread. Its docstring names the package or repository, and what is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib import metadata
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import forked_ranks
+from unedited_docs import write
+
+ROOT = Path(__file__).parents[1]
+CASES = Path(__file__).parent / "unedited_cases"
+MOVE = 1e-7
+NOISE = 10
+"""A run is the same if it is not further away than so many times the case's own noise."""
+CALLS = ("sharded", "whole", "samples")
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+|-?\d+|\bnan\b|\binf\b")
+TIMED = re.compile(r"\d{9,}(?:\.\d+)*|\.\d+\.\d+(?=$|/)")
+"""Parts of a file's name that come from the clock or the process."""
+
+TIMING = re.compile(r"'\w*(?:runtime|per_second)': '?[\d.e+-]+'?,? ?")
+"""Printed speeds."""
+
+
+@dataclass
+class Run:
+    """What one run of a case has left."""
+
+    code: int
+    printed: str
+    errors: str
+    files: list[str]
+    seconds: float
+    parameters: list[list[Any]] = field(default_factory=list)
+    others: list[list[list[Any]]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """A row of the table."""
+
+    case: str
+    title: str
+    version: str
+    verdict: str = "same"
+    calls: str = ""
+    """divided, partly or whole."""
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, dict[str, float]] = field(default_factory=dict)
+    step_ms: float = 0
+    ratio: dict[str, float] = field(default_factory=dict)
+    """Time of a step over that of plain python, in the second half of the run."""
+    ratio_of_all: dict[str, float] = field(default_factory=dict)
+    """The same of all steps from the first one on, with all comparisons."""
+    lines: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+def run(case: Path, ranks: int, move: float = 0, limit: float = 300) -> Run:
+    with tempfile.TemporaryDirectory() as scratch:
+        seen, work = Path(scratch, "seen"), Path(scratch, "work")
+        seen.mkdir()
+        work.mkdir()
+        observer = [str(CASES / "observer"), os.environ.get("PYTHONPATH", "")]
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, observer)),
+            "OBSERVER_FOLDER": str(seen),
+            "OBSERVER_MOVE": str(move),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        began = perf_counter()
+        start = start_forked if forked_ranks.preloaded else start_processes
+        code, out, err = start(case, ranks, work, variables, limit)
+        files = sorted(
+            TIMED.sub("#", str(path.relative_to(work)))
+            for path in work.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        )
+        result = Run(code, out, err, files, perf_counter() - began)
+        pickles = sorted(seen.glob("rank*.pickle"), key=lambda path: int(path.stem[4:]))
+        for k, path in enumerate(pickles):
+            found = pickle.loads(path.read_bytes())
+            if k == 0:
+                result.parameters, result.times = found["parameters"], found["times"]
+                result.calls = found["calls"]
+            else:
+                result.others.append(found["parameters"])
+        return result
+
+
+def start_processes(
+    case: Path, ranks: int, work: Path, variables: dict[str, str], limit: float
+) -> tuple[int, str, str]:
+    """The exit code, and what was printed to both streams."""
+    launcher = ["-m", "instep", "run", "-n", str(ranks)] if ranks else []
+    try:
+        done = subprocess.run(
+            [sys.executable, *launcher, str(case)],
+            cwd=work,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"no end after {limit:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def start_forked(
+    case: Path, ranks: int, work: Path, variables: dict[str, str], limit: float
+) -> tuple[int, str, str]:
+    observer = CASES / "observer" / "sitecustomize.py"
+    return forked_ranks.start(case, observer, ranks, work, variables, limit)
+
+
+def run_kept(case: Path, move: float, limit: float, folder: str | None) -> Run:
+    """The run of plain python that `folder` keeps, or a new one, which it keeps from then on."""
+    if not folder:
+        return run(case, 0, move, limit)
+    kept = Path(folder, f"{sha256(case.read_bytes()).hexdigest()[:16]}-{move}")
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(pickle.dumps(run(case, 0, move, limit)))
+    found: Run = pickle.loads(kept.read_bytes())
+    return found
+
+
+def distance(one: list[list[Any]], other: list[list[Any]]) -> float:
+    """The largest difference between two runs' parameters, where these are as large as 1 or so."""
+    if [[p.shape for p in group] for group in one] != [[p.shape for p in group] for group in other]:
+        return float("inf")
+    pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    return max((float(abs(a - b).max(initial=0)) for a, b in pairs), default=0.0)
+
+
+def difference_printed(one: str, other: str) -> float:
+    """The largest relative difference of two printed numbers; infinite if the text differs."""
+    one, other = TIMING.sub("", one), TIMING.sub("", other)
+    if NUMBER.sub("#", one) != NUMBER.sub("#", other):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip_longest(NUMBER.findall(one), NUMBER.findall(other)):
+        if a != b:
+            x, y = float(a), float(b)
+            worst = max(worst, abs(x - y) / max(abs(x), abs(y), 1e-3))
+    return worst
+
+
+def compare(case: Path, sizes: list[int], limit: float, folder: str | None = None) -> Result:
+    title, version = described(case)
+    result = Result(case.stem, title, version)
+    plain = run_kept(case, 0, limit, folder)
+    if plain.code or not plain.parameters:
+        result.verdict, result.problem = "no plain run", plain.errors[-1500:]
+        return result
+    moved = run_kept(case, MOVE, limit, folder)
+    result.noise = {
+        "parameters": distance(plain.parameters, moved.parameters),
+        "printed": difference_printed(plain.printed, moved.printed),
+    }
+    result.step_ms = 1e3 * step_time(plain.times)
+    for size in sizes:
+        many = run(case, size, limit=limit)
+        add(result, plain, many, str(size))
+    return result
+
+
+def add(result: Result, plain: Run, many: Run, size: str) -> None:
+    result.lines += [
+        line
+        for line in many.errors.splitlines()
+        if line.startswith("instep:") and line not in result.lines
+    ]
+    if many.code or not many.parameters:
+        result.verdict, result.problem = "error", many.errors[-1500:]
+        return
+    found = {
+        "parameters": distance(plain.parameters, many.parameters),
+        "printed": difference_printed(plain.printed, many.printed),
+        "other ranks": max((distance(many.parameters, p) for p in many.others), default=0.0),
+    }
+    result.differences[size] = found
+    result.counts[size] = {name: many.calls.get(name, 0) for name in CALLS}
+    if many.others:
+        result.calls = shared_calls(result)
+    limits = {
+        "parameters": max(NOISE * result.noise["parameters"], 2e-6),
+        "printed": max(NOISE * result.noise["printed"], 1e-4),
+        "other ranks": max(NOISE * result.noise["parameters"], 2e-6),
+    }
+    wrong = [name for name, limit in limits.items() if not found[name] <= limit]
+    if plain.files != many.files:
+        wrong.append("files")
+        only = set(plain.files) ^ set(many.files)
+        result.problem += f"files of one of the two: {sorted(only)[:6]} "
+    if len(plain.times) != len(many.times):
+        wrong.append("steps")
+        result.problem += f"{len(many.times) - 1} steps instead of {len(plain.times) - 1} "
+    if found["printed"] == float("inf"):
+        result.problem += first_other_line(plain.printed, many.printed)
+    if wrong and result.verdict != "error":
+        result.verdict = "different: " + ", ".join(wrong)
+    if len(plain.times) > 2 and len(many.times) > 2:
+        result.ratio[size] = step_time(many.times) / step_time(plain.times)
+        spans = [times[-1] - times[1] for times in (many.times, plain.times)]
+        result.ratio_of_all[size] = spans[0] / spans[1]
+
+
+def shared_calls(result: Result) -> str:
+    """How many of the rows that went through modules with gradients were divided.
+
+    Rank 0 has D / N of the rows of divided calls, and all rows of whole ones.
+    """
+    counts = result.counts
+    share = min(c["sharded"] / (c["sharded"] + c["whole"] or 1) for c in counts.values())
+    if share == 0:
+        return "whole"
+    if len(counts) > 1:
+        (n, s), (m, t) = sorted((int(size), c["samples"]) for size, c in counts.items())[:2]
+        divided = (s - t) / (1 / n - 1 / m)
+        share = divided / (divided + s - divided / n or 1)
+    return "divided" if share >= 0.8 else "partly"
+
+
+def first_other_line(one: str, other: str) -> str:
+    for a, b in zip_longest(one.splitlines(), other.splitlines()):
+        if a is None or b is None or NUMBER.sub("#", a) != NUMBER.sub("#", b):
+            return f"printed {b!r} instead of {a!r} "
+    return ""
+
+
+def step_time(times: list[float]) -> float:
+    """The median time between two steps in the second half of the run."""
+    gaps = [b - a for a, b in pairwise(times)]
+    return statistics.median(gaps[len(gaps) // 2 :]) if gaps else 0.0
+
+
+def described(case: Path) -> tuple[str, str]:
+    """The case's first line, and the version of the package that it begins with."""
+    title = case.read_text().split('"""')[1].splitlines()[0].rstrip(".")
+    package = title.partition(":")[0].split()[0]
+    try:
+        return title, metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return title, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names without .py; default: all")
+    parser.add_argument("--json", metavar="FILE", help="add the results to those in FILE")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
+    parser.add_argument("--keep", metavar="FOLDER", help="for the runs of plain python")
+    parser.add_argument(
+        "--preload", nargs="+", metavar="MODULE", help="fork all processes from one with these"
+    )
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
+    args = parser.parse_args()
+    if args.preload:
+        forked_ranks.preload(args.preload)
+    known = sorted(path for path in CASES.glob("*.py"))
+    chosen = [path for path in known if not args.cases or path.stem in args.cases]
+    rows = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
+    if not (args.docs and not args.cases):
+        for case in chosen:
+            result = compare(case, args.ranks, args.limit, args.keep)
+            rows[case.stem] = asdict(result)
+            print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
+            print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)
+            print("   ", {n: round(r, 2) for n, r in result.ratio.items()}, *result.lines[:4])
+            if result.problem:
+                print("   ", result.problem, flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    if args.docs:
+        write(rows, ROOT / "docs")
+
+
+if __name__ == "__main__":
+    main()
