@@ -109,7 +109,8 @@ def between_markers(text: str) -> str:
 def write(rows: Mapping[str, Row], docs: Path) -> None:
     """Replace what stands between the markers of both pages."""
     for page in HEADS:
-        text = (docs / page).read_text()
-        assert BEGIN in text
-        assert END in text
-        (docs / page).write_text(text.replace(between_markers(text), table(rows, page)))
+        before, begin, rest = (docs / page).read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        assert begin
+        assert end
+        (docs / page).write_text(before + begin + table(rows, page) + end + after)

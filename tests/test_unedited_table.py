@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from instep.launch.worker.static_opt_out import find_opt_out
@@ -43,9 +44,9 @@ def test_both_pages_hold_the_table_of_the_results(page):
 
 def test_another_number_step_or_file_is_different():
     def ran(last: float, printed: str, files: list[str], steps: int) -> unedited_table.Run:
-        array = unedited_table.np.full(3, last)
+        array = np.full(3, last)
         calls = {"sharded": steps, "whole": 0, "samples": 8}
-        times = [0.0] * (steps + 1)
+        times = [float(k) for k in range(steps + 1)]
         return unedited_table.Run(0, printed, "", files, 1, [[array]], [[[array]]], times, calls)
 
     plain = ran(0.5, "loss 0.25", ["a"], 2)
