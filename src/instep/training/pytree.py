@@ -233,7 +233,7 @@ def _object_parts(value: Any) -> _Parts:
         items = list(value)
     names = tuple(value) if isinstance(value, dict) else len(items)
     place_of = {id(item): k for k, item in enumerate(items) if not is_value(item)}
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     # A dict whose items are attributes too must hold one object for both, not two.
     mirrored = {name: place_of[id(v)] for name, v in attributes.items() if id(v) in place_of}
     own = [name for name in attributes if name not in mirrored]
@@ -271,7 +271,7 @@ def _copy_items(like: Any, items: list[Any]) -> Any:
     return new
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes in an object's dictionary and in the slots of its classes."""
     found = dict(getattr(value, "__dict__", ()))
     for cls in type(value).__mro__:
@@ -306,7 +306,7 @@ def _contents(value: Any) -> Iterable[Any]:
         return (repr(value.get_state()),)
     if isinstance(value, random.Random):
         return (repr(value.getstate()),)
-    inside = list(_attributes(value).values())
+    inside = list(attributes_of(value).values())
     if isinstance(value, dict):
         return [*value.keys(), *value.values(), *inside]
     if isinstance(value, list | tuple | set | frozenset | deque):

@@ -116,7 +116,9 @@ def _compare(
         replace(_plan_output(mine, k, reference, region), is_lazy=in_caches[k])
         for k, mine in enumerate(local)
     )
-    plan = ShardingPlan(division, outputs, structure, reference.is_random)
+    generators = tuple(reference.before.graph.generators)
+    is_random = reference.is_random or bool(generators)  # its own may begin to draw later
+    plan = ShardingPlan(division, outputs, structure, is_random, generators)
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):
         raise ShardedCallError("its gradients are not those of the whole batch")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from instep.training.pytree import leaves_of
 from instep.training.random_streams import RNGStates
+from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 
 BufferKey = tuple[int, str]
@@ -30,9 +29,6 @@ class BufferDistance(NamedTuple):
     """
 
 
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-
-
 class Snapshot:
     """The state before or after a forward of `module` with these arguments."""
 
@@ -48,7 +44,7 @@ class Snapshot:
             for name, buffer in part._buffers.items()
             if buffer is not None
         }
-        self._attributes = [_attributes(part) for part in self._parts]
+        self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = {
             "its input": [t._version for t in inputs if not t.is_inference()],
@@ -71,18 +67,12 @@ class Snapshot:
         torch._C._autograd._unsafe_set_version_counter(
             tuple(self._buffer_versions), tuple(self._buffer_versions.values())
         )
-        for part, kept in zip(self._parts, self._attributes, strict=True):
-            now = part.__dict__
-            for name in [n for n in now if n not in kept and n not in _MODULE_TABLES]:
-                del now[name]
-            for name, (value, contents) in kept.items():
-                now[name] = value
-                if isinstance(value, list | dict) and not _is_same(_contents(value), contents):
-                    _set_contents(value, contents)
+        self.graph.restore()
 
     def is_random(self, after: Snapshot) -> bool:
-        """Whether a forward in between drew from torch's generator."""
-        return not self._torch.same(after._torch)
+        """Whether a forward in between drew from a generator of torch."""
+        own = graph_difference.has_drawn(self.graph, after.graph)
+        return own or not self._torch.same(after._torch)
 
     def find_change(self, after: Snapshot) -> str | None:
         """Say what a forward in between changed that rules out sharding; None if nothing."""
@@ -91,17 +81,7 @@ class Snapshot:
                 return f"its forward changes {what} in place"
         if not self._others.equals_except_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
-        for part, was, now in zip(self._parts, self._attributes, after._attributes, strict=True):
-            # Torch's own hooks for normed weights compute such an attribute anew in each forward.
-            normed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}
-            known = {id(t) for value, _ in was.values() for t in leaves_of(value)}
-            for name, (_, contents) in now.items():
-                new = [
-                    t for t in leaves_of(contents) if isinstance(t, Tensor) and id(t) not in known
-                ]
-                if new and name not in normed:
-                    return f"its forward keeps tensors in {type(part).__name__}.{name}"
-        return None
+        return graph_difference.find_change(self.graph, after.graph, self._parts)
 
     def buffer_errors(self, expected: Snapshot) -> dict[BufferKey, BufferDistance]:
         """How far the buffers are apart that two forwards have left."""
@@ -117,8 +97,11 @@ class Snapshot:
             spread = float(variance.double().sqrt().norm())
         return BufferDistance(relative_error(actual, right), relative_error(actual, right, spread))
 
-    def find_difference(self, expected: Snapshot, far: Container[BufferKey]) -> str | None:
-        """Say in which state two forwards have not left the same; None if in all.
+    def find_difference(
+        self, expected: Snapshot, before: Snapshot, far: Container[BufferKey], tolerance: float
+    ) -> str | None:
+        """Say in which state two forwards from the state `before` have not left the same; None if
+        in all.
 
         `far`: the buffers that are further apart than rounding explains.
         """
@@ -131,61 +114,7 @@ class Snapshot:
         for key in self.buffers:
             if key in far:
                 return f"its buffer {self._path(*key)} differs"
-        for k, (mine, theirs) in enumerate(
-            zip(self._attributes, expected._attributes, strict=True)
-        ):
-            now, right = _plain(mine), _plain(theirs)
-            for name in sorted(now.keys() | right.keys()):
-                if name not in now or name not in right or now[name] != right[name]:
-                    return f"its attribute {self._path(k, name)} depends on the rows"
-        return None
+        return graph_difference.find_difference(self.graph, expected.graph, before.graph, tolerance)
 
     def _path(self, part: int, name: str) -> str:
         return f"{self._names[part]}.{name}".removeprefix(".")
-
-
-def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Of each attribute the object, and what it contains where that can change."""
-    return {
-        name: (value, _contents(value) if isinstance(value, list | dict) else value)
-        for name, value in part.__dict__.items()
-        if name not in _MODULE_TABLES
-    }
-
-
-# The methods of the built-in types: a subclass may refuse to be changed, or count its changes.
-
-
-def _base(value: dict[Any, Any]) -> Any:
-    return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, list):
-        return list.copy(value)
-    return dict(_base(value).items(value))
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Whether two contents are the same objects in the same order."""
-    left, right = ([*x.keys(), *x.values()] if isinstance(x, dict) else x for x in (now, before))
-    return len(left) == len(right) and all(map(is_, left, right))
-
-
-def _set_contents(value: Any, contents: Any) -> None:
-    if isinstance(value, list):
-        list.__setitem__(value, slice(None), contents)
-        return
-    base = _base(value)
-    base.clear(value)
-    for key, item in contents.items():
-        base.__setitem__(value, key, item)
-
-
-def _plain(attributes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Those whose values can be compared."""
-    return {
-        name: value
-        for name, (value, _) in attributes.items()
-        if isinstance(value, bool | int | float | str | None)
-    }

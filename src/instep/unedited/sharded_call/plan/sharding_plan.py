@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from instep.training.blocks import Block
@@ -36,6 +37,8 @@ class ShardingPlan:
     """Of what it returns."""
     is_random: bool
     """Whether it draws random numbers."""
+    generators: tuple[torch.Generator, ...] = ()
+    """Those of its own."""
 
     @property
     def has_reductions(self) -> bool:

@@ -39,10 +39,10 @@ def run_sharded(
     Collective. Raises ShardedCallError.
     """
     name = type(call.module).__name__
-    generators = TorchGeneratorStates()
+    generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
     region, local, structure = run_local(call, plan.division, transport, is_random=plan.is_random)
-    if not plan.is_random and not generators.same(TorchGeneratorStates()):
+    if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
             raise ShardedCallError(
                 f"{name} began to draw random numbers in its forward, which it did not before, "

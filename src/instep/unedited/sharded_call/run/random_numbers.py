@@ -23,10 +23,14 @@ from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_re
 
 
 class TorchGeneratorStates:
-    """The states of torch's global generators."""
+    """The states of torch's global generators and of others of its kind."""
 
-    def __init__(self) -> None:
-        self._states = [generator.get_state() for generator in default_generators()]
+    def __init__(self, others: Sequence[torch.Generator] = ()) -> None:
+        self._others = others
+        self._states = [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> list[torch.Generator]:
+        return [*self._others, *default_generators()]
 
     def same(self, other: TorchGeneratorStates) -> bool:
         """Whether nothing was drawn between the two."""
@@ -35,7 +39,7 @@ class TorchGeneratorStates:
 
     def restore(self) -> None:
         """Set the generators back, so that they draw the same again."""
-        for generator, state in zip(default_generators(), self._states, strict=False):
+        for generator, state in zip(self._generators(), self._states, strict=False):
             generator.set_state(state)
 
 

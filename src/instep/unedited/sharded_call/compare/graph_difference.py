@@ -1,0 +1,164 @@
+"""What a forward changed in the object graph of its module, and where two forwards changed it
+otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call.plan.object_graph import PLAIN, GraphNode, ObjectGraph, join
+
+_ABSENT = object()
+
+
+def find_difference(
+    actual: ObjectGraph, expected: ObjectGraph, before: ObjectGraph, tolerance: float
+) -> str | None:
+    """Say what two forwards from the state `before` have left otherwise; None if all is alike."""
+    return _Comparison(actual, expected, before, tolerance).find_difference()
+
+
+def find_change(before: ObjectGraph, after: ObjectGraph, parts: Sequence[nn.Module]) -> str | None:
+    """Say what a forward changed that cannot be set back, or not be divided; None if nothing."""
+    own = {id(t) for part in parts for t in (*part._parameters.values(), *part._buffers.values())}
+    normed = {
+        join(before.nodes[id(part)].path, hook.name)
+        for part in parts
+        for hook in part._forward_pre_hooks.values()
+        if hasattr(hook, "name")  # torch's for normed weights compute them anew in each forward
+    }
+    for key, (_, path, version) in after.tensors.items():
+        if key in own or path in normed:
+            continue
+        if key not in before.tensors:
+            return f"its forward keeps tensors in {path}"
+        if before.tensors[key][2] != version:
+            return f"its forward changes the tensor {path} in place"
+    for key_, node in after.nodes.items():
+        old = before.nodes.get(key_)
+        if old is None or _is_unchanged(old, node):
+            continue
+        if node.path in after.external | before.external:
+            return f"its forward writes to a file or a thread ({node.path})"
+        if isinstance(node.contents, str):
+            return f"its forward draws from {node.path}, a {type(node.value).__name__}"
+    return None
+
+
+def has_drawn(before: ObjectGraph, after: ObjectGraph) -> bool:
+    """Whether a generator of torch among it has drawn numbers."""
+    return any(
+        isinstance(node.value, torch.Generator)
+        and key in before.nodes
+        and before.nodes[key].contents != node.contents
+        for key, node in after.nodes.items()
+    )
+
+
+def _is_unchanged(old: GraphNode, new: GraphNode) -> bool:
+    a, b = old.contents, new.contents
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and np.array_equal(a, b)
+    return bool(a == b)
+
+
+class _Comparison:
+    def __init__(
+        self, actual: ObjectGraph, expected: ObjectGraph, before: ObjectGraph, tolerance: float
+    ) -> None:
+        self._actual, self._expected, self._before = actual, expected, before
+        self._tolerance = tolerance
+        self._done: set[tuple[int, int]] = set()
+
+    def find_difference(self) -> str | None:
+        for key in self._expected.roots:
+            expected, actual = self._expected.nodes[key], self._actual.nodes.get(key)
+            if actual is None:
+                return "it names other variables"
+            old = self._before.nodes.get(key)
+            if path := self._find_in(actual, expected, old):
+                is_variable = path.startswith(("global variable", "variable"))
+                return f"{'the' if is_variable else 'its attribute'} {path} depends on the rows"
+        return None
+
+    def _find_in(self, actual: GraphNode, expected: GraphNode, old: GraphNode | None) -> str:
+        """The path of what differs in two nodes; "" if nothing does."""
+        a, e = actual.contents, expected.contents
+        b = None if old is None else old.contents
+        if isinstance(e, dict):
+            if not isinstance(a, dict) or a.keys() != e.keys():
+                odd = a.keys() ^ e.keys() if isinstance(a, dict) else ()
+                return _join(expected, next(map(str, odd), ""))
+            before = b if isinstance(b, dict) else {}
+            for key, value in e.items():
+                if self._differs(a[key], value, before.get(key, _ABSENT)):
+                    return _join(expected, key)
+            return ""
+        if isinstance(e, list):
+            if not isinstance(a, list) or len(a) != len(e):
+                return expected.path
+            before_ = b if isinstance(b, list) else []
+            old_values = [*before_, *[_ABSENT] * len(e)]
+            pairs = zip(a, e, old_values, strict=False)
+            return expected.path if any(self._differs(*three) for three in pairs) else ""
+        if isinstance(e, np.ndarray):
+            return "" if _is_close_array(a, e, self._tolerance) else expected.path
+        if isinstance(e, set) and not all(isinstance(x, PLAIN) for x in e):
+            return "" if len(a) == len(e) else expected.path
+        return "" if a == e else expected.path
+
+    def _differs(self, actual: Any, expected: Any, before: Any) -> bool:
+        if isinstance(expected, PLAIN) or isinstance(actual, PLAIN):
+            return type(actual) is not type(expected) or not self._is_close(
+                actual, expected, before
+            )
+        if type(actual) is not type(expected):
+            return True
+        if isinstance(expected, Tensor | torch.Generator) and actual is expected:
+            return False
+        a = self._actual.nodes.get(id(actual))
+        e = self._expected.nodes.get(id(expected))
+        if a is None or e is None or (id(a), id(e)) in self._done:
+            return False
+        self._done.add((id(a), id(e)))
+        return bool(self._find_in(a, e, self._before.nodes.get(id(before))))
+
+    def _is_close(self, actual: Any, expected: Any, before: Any) -> bool:
+        """Whether two plain values are equal but for rounding.
+
+        A sum may be large beside what one forward adds to it: it is the change that counts.
+        """
+        if actual == expected or (actual != actual and expected != expected):
+            return True
+        if not isinstance(expected, float | complex):
+            return False
+        if not isinstance(expected, complex) and actual.is_integer() and expected.is_integer():
+            return False
+        size = abs(expected)
+        if isinstance(before, int | float) and math.isfinite(before):
+            size = max(abs(expected - before), 0.1 * size)
+        return bool(abs(actual - expected) <= self._tolerance * size)
+
+
+def _join(node: GraphNode, name: Any) -> str:
+    if isinstance(node.value, nn.Module | type):
+        return join(node.path, name)
+    return f"global variable {name}" if node.names else node.path
+
+
+def _is_close_array(actual: Any, expected: Any, tolerance: float) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if expected.dtype.kind not in "fc":
+        return np.array_equal(actual, expected)
+    return bool(np.allclose(actual, expected, rtol=tolerance, atol=0, equal_nan=True))

@@ -1,0 +1,352 @@
+"""The object graph of a module: what its forward keeps beside parameters and buffers.
+
+Its nodes are the containers and objects that attributes of the module and its submodules lead to,
+and those that global variables and closures lead to which the methods of the script's own modules
+name. The graph ends at tensors and at objects of torch.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import sys
+import sysconfig
+import threading
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from instep.training.pytree import attributes_of
+
+MAX_NODES = 4096
+"""How many nodes are visited at most, the nearest first."""
+MAX_ARRAY = 1 << 24
+"""Larger arrays are not looked at, in bytes."""
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
+MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+HOOK_TABLES = frozenset(nn.Module().__dict__) - MODULE_TABLES - {"training"}
+_ABSENT = object()
+_DICTS = (OrderedDict, defaultdict, dict)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
+_EXTERNAL = (io.IOBase, threading.Thread)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_ENDS = (*PLAIN, type, Enum, types.ModuleType, *_CALLABLES)
+
+
+@dataclass(slots=True)
+class GraphNode:
+    """An object, and what it contained when it was visited."""
+
+    path: str
+    """The attribute or variable that leads to it, for messages."""
+    value: Any
+    names: tuple[str, ...] = ()
+    """Of a module's global variables those that count."""
+    contents: Any = None
+
+    def read(self) -> Any:
+        """What it contains now: values by name, values in order, or a state."""
+        value = self.value
+        if self.names:
+            return {name: value[name] for name in self.names if name in value}
+        if isinstance(value, nn.Module):
+            return {k: v for k, v in value.__dict__.items() if k not in MODULE_TABLES}
+        if isinstance(value, dict):
+            return dict(dict.items(value))
+        if isinstance(value, list | tuple | deque):
+            return list(value)
+        if isinstance(value, set | frozenset):
+            return set(value)
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, types.CellType):
+            return [] if _is_empty(value) else [value.cell_contents]
+        if isinstance(value, type):
+            return {k: v for k, v in vars(value).items() if not k.startswith("__")}
+        return attributes_of(value) if _state_of(value) is None else _state_of(value)
+
+    def restore(self) -> None:
+        """Let it contain again what it did, unless that is a file's position."""
+        value, kept, now = self.value, self.contents, self.read()
+        if _is_same(now, kept):
+            return
+        if isinstance(value, type):
+            for name in kept.keys() | now.keys():
+                _set_or_delete(value, name, kept.get(name, _ABSENT))
+        elif self.names or (isinstance(kept, dict) and not isinstance(value, dict)):
+            self._restore_names(kept, now)
+        elif isinstance(value, dict):
+            base = next(base for base in _DICTS if isinstance(value, base))
+            base.clear(value)
+            for key, each in kept.items():
+                base.__setitem__(value, key, each)
+        elif isinstance(value, list):
+            list.__setitem__(value, slice(None), kept)
+        elif isinstance(value, deque):
+            deque.clear(value)
+            deque.extend(value, kept)
+        elif isinstance(value, set):
+            set.clear(value)
+            set.update(value, kept)
+        elif isinstance(value, np.ndarray):
+            value[...] = kept
+        elif isinstance(value, types.CellType):
+            _set_or_delete(value, "cell_contents", kept[0] if kept else _ABSENT)
+        elif isinstance(value, _GENERATORS):
+            _set_state(value, kept)
+
+    def _restore_names(self, kept: dict[str, Any], now: dict[str, Any]) -> None:
+        table = self.value if self.names else getattr(self.value, "__dict__", {})
+        for name in now.keys() - kept.keys():
+            if name in table:
+                del table[name]
+        for name, each in kept.items():
+            if name in table or name not in now:
+                table[name] = each
+            elif now[name] is not each:
+                object.__setattr__(self.value, name, each)
+
+
+def _set_or_delete(owner: Any, name: str, value: Any) -> None:
+    if value is not _ABSENT:
+        if getattr(owner, name, _ABSENT) is not value:
+            setattr(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)
+
+
+def _is_same(now: Any, kept: Any) -> bool:
+    """Whether these contents are the same objects."""
+    if isinstance(now, dict):
+        return list(now) == list(kept) and all(map(_is, now.values(), kept.values()))
+    if isinstance(now, list):
+        return len(now) == len(kept) and all(map(_is, now, kept))
+    return isinstance(now, str | bytes | set) and bool(now == kept)
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is _ABSENT
+    except ValueError:
+        return True
+
+
+def _state_of(value: Any) -> str | bytes | None:
+    """The state of a generator, a counter or a file; None for other objects."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, io.IOBase):
+        try:
+            return str(value.tell())
+        except (OSError, ValueError):  # no file, or closed
+            return "no position"
+    return None
+
+
+def _set_state(generator: Any, kept: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(kept), dtype=torch.uint8))
+
+
+class ObjectGraph:
+    """The object graph of some modules, given by their names, as it is now."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        self.nodes: dict[Hashable, GraphNode] = {}
+        self.roots: list[Hashable] = []
+        """The keys of the nodes that no other leads to."""
+        self.tensors: dict[int, tuple[Tensor, str, int]] = {}
+        """Each tensor with its path and its version."""
+        self.external: set[str] = set()
+        """The paths that lead to a file or a thread."""
+        self._waiting: deque[tuple[str, Any]] = deque()
+        self._followed: set[int] = set()
+        for path, part in parts.items():
+            self._visit_module(path, part)
+            self.roots.append(id(part))
+        for part in parts.values():
+            self._follow_class(type(part))
+        while self._waiting and len(self.nodes) < MAX_NODES:
+            self._visit(*self._waiting.popleft())
+
+    def restore(self) -> None:
+        """Let all of it contain again what it did."""
+        for node in self.nodes.values():
+            node.restore()
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those of torch among it."""
+        values = (node.value for node in self.nodes.values())
+        return [value for value in values if isinstance(value, torch.Generator)]
+
+    def _add(self, key: Hashable, node: GraphNode) -> GraphNode:
+        node.contents = node.read()
+        self.nodes[key] = node
+        return node
+
+    def _visit_module(self, path: str, part: nn.Module) -> None:
+        if id(part) in self.nodes:
+            return
+        for key, value in self._add(id(part), GraphNode(path, part)).contents.items():
+            if key not in HOOK_TABLES:
+                self._look(join(path, key), value, follow=key != "forward")
+            elif isinstance(value, dict | set):
+                self._add(id(value), GraphNode(join(path, key), value))
+
+    def _look(self, path: str, value: Any, *, follow: bool = True) -> None:
+        """Visit a value later, if there may be something in it."""
+        if isinstance(value, PLAIN):
+            return
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                version = -1 if value.is_inference() else value._version
+            self.tensors.setdefault(id(value), (value, path, version))
+        elif isinstance(value, _FUNCTIONS):
+            if follow:
+                self._follow(value)
+        elif id(value) not in self.nodes:
+            self._waiting.append((path, value))
+
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, _EXTERNAL):
+            self.external.add(path)
+        if id(value) in self.nodes or not _has_contents(value):
+            return
+        if isinstance(value, nn.Module):
+            self._visit_module(path, value)
+            for table in MODULE_TABLES:
+                self._look(path, getattr(value, table))
+            return
+        contents = self._add(id(value), GraphNode(path, value)).contents
+        if isinstance(contents, dict):
+            contents = contents.values()
+        elif not isinstance(contents, list | set):
+            return
+        for child in contents:
+            self._look(path, child)
+        if isinstance(value, list | dict | set | deque) and getattr(value, "__dict__", None):
+            self._look(path, value.__dict__)
+
+    # ---------------------------------------------------------------- variables of the script
+
+    def _follow_class(self, cls: type) -> None:
+        """Look at the variables that the methods of a class name."""
+        for base in cls.__mro__:
+            if id(base) in self._followed or not is_of_script(base):
+                continue
+            self._followed.add(id(base))
+            for method in list(vars(base).values()):
+                if isinstance(getattr(method, "__func__", method), types.FunctionType):
+                    self._follow(method)
+
+    def _follow(self, function: Any) -> None:
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType):
+            return
+        if id(function) in self._followed or not is_of_script(function):
+            return
+        self._followed.add(id(function))
+        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in free:
+            if not _is_empty(cell) and _is_looked_at(cell.cell_contents):
+                self._look_at_root(id(cell), GraphNode(f"variable {name}", cell))
+        names = tuple(dict.fromkeys(_names(function.__code__)))
+        self._look_at_globals(function.__globals__, names, "global variable ")
+
+    def _look_at_globals(self, space: dict[str, Any], names: tuple[str, ...], prefix: str) -> None:
+        held = []
+        for name in names:
+            value = space.get(name, _ABSENT)
+            if isinstance(value, types.FunctionType):
+                self._follow(value)
+            elif isinstance(value, types.ModuleType):
+                if prefix.startswith("global") and is_of_script(value):
+                    self._look_at_globals(value.__dict__, names, f"{name}.")
+            elif isinstance(value, type):
+                if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
+                    self._look_at_root(id(value), GraphNode(value.__name__, value))
+            elif value is _ABSENT or _is_looked_at(value):
+                held.append(name)
+        if held:
+            node = GraphNode(prefix + ", ".join(held[:3]), space, tuple(held))
+            self._look_at_root((id(space), node.names), node, prefix)
+
+    def _look_at_root(self, key: Hashable, node: GraphNode, prefix: str = "") -> None:
+        if key in self.nodes:
+            return
+        self.roots.append(key)
+        contents = self._add(key, node).contents
+        if isinstance(contents, list):
+            contents = dict.fromkeys([node.path], contents[0])
+        for name, value in contents.items():
+            self._look(prefix + name, value, follow=False)
+
+
+def join(path: str, name: object) -> str:
+    """The path of an attribute of what `path` leads to."""
+    return f"{path}.{name}".removeprefix(".")
+
+
+def _is_looked_at(value: Any) -> bool:
+    """Whether a variable may hold state: other modules, functions and classes do not count."""
+    return not isinstance(value, (nn.Module, type, types.ModuleType, Tensor, *_CALLABLES))
+
+
+def _has_contents(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject and value.nbytes <= MAX_ARRAY
+    if isinstance(value, (nn.Module, *_GENERATORS)):
+        return True
+    cls = type(value)
+    return not isinstance(value, _ENDS) and cls.__module__.partition(".")[0] not in _OPAQUE
+
+
+_OPAQUE = frozenset({"torch", "instep", "weakref", "_thread", "threading", "ctypes", "typing"})
+
+
+def is_of_script(value: Any) -> bool:
+    """Whether a function, class or module is the script's own and not a library's."""
+    if isinstance(value, type):
+        space: Mapping[str, Any] = vars(sys.modules.get(value.__module__, types))
+    else:
+        space = vars(value) if isinstance(value, types.ModuleType) else value.__globals__
+    name, file = str(space.get("__name__")), space.get("__file__")
+    if name.partition(".")[0] == "instep":
+        return False
+    if file is None:
+        return name == "__main__"
+    is_library = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not is_library and not str(file).startswith(_STDLIB)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of global variables and attributes in a function and in those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

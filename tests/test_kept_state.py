@@ -1,0 +1,215 @@
+"""State that a forward keeps outside of tensors: after sharded calls it is that of one process."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import instep
+from instep.unedited.sharded_call import modules
+from pool import ranks
+from sharded_training import Around, sharding
+
+
+class AverageMeter:
+    """As scripts copy it from one another."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.values = 0.0, 0, [0.0]
+
+    def update(self, value: float, n: int) -> None:
+        self.sum += value * n
+        self.count += n
+        self.values.append(value)
+
+    def state(self) -> Any:
+        return self.sum, self.count, self.values
+
+
+class Settings:
+    seen = 0
+
+
+meter, rows_seen = AverageMeter(), 0
+totals: defaultdict[str, int] = defaultdict(int)
+
+
+def count_rows(x: Tensor) -> None:
+    global rows_seen
+    rows_seen += len(x)
+
+
+class Keeping(Around):
+    """Keeps in one attribute of its own, or elsewhere, how many rows it has seen."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.kept, self.keep = kept, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self, x)
+        return self.body(x)
+
+
+class UsingGlobals(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        totals["rows"] += len(x)
+        meter.update(2.0, len(x))
+        Settings.seen += len(x)
+        count_rows(x)
+        return self.body(x)
+
+
+def add_to_dict(module: Any, x: Tensor) -> None:
+    module.kept["rows"] = module.kept.get("rows", 0) + len(x)
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
+    "list": (list, lambda m, x: m.kept.append(len(x))),
+    "nested list": (lambda: {"a": [[]]}, lambda m, x: m.kept["a"][0].append(len(x))),
+    "dict": (dict, add_to_dict),
+    "ordered dict": (OrderedDict, add_to_dict),
+    "default dict": (lambda: defaultdict(int), add_to_dict),
+    "counter": (Counter, lambda m, x: m.kept.update({"rows": len(x)})),
+    "set": (set, lambda m, x: m.kept.add(len(x))),
+    "deque": (lambda: deque(maxlen=3), lambda m, x: m.kept.append(len(x))),
+    "meter": (AverageMeter, lambda m, x: m.kept.update(0.5, len(x))),
+    "namespace": (
+        lambda: SimpleNamespace(rows=0),
+        lambda m, x: setattr(m.kept, "rows", m.kept.rows + len(x)),
+    ),
+    "array": (lambda: np.zeros(2), lambda m, x: m.kept.__setitem__(0, m.kept[0] + len(x))),
+    "count": (itertools.count, lambda m, x: next(m.kept)),
+    "numpy generator": (lambda: np.random.default_rng(0), lambda m, x: x.mul(m.kept.random())),
+    "python generator": (lambda: random.Random(0), lambda m, x: m.kept.random()),
+    "file": (io.StringIO, lambda m, x: m.kept.write(f"{len(x)} rows\n")),
+    "tensor": (lambda: torch.zeros(2), lambda m, x: m.kept.add_(len(x))),
+}
+
+
+def state_of(kept: Any) -> Any:
+    """What can be compared with `==`."""
+    if isinstance(kept, AverageMeter):
+        return kept.state()
+    if isinstance(kept, np.ndarray | Tensor):
+        return kept.tolist()
+    if isinstance(kept, np.random.Generator):
+        return kept.bit_generator.state
+    if isinstance(kept, random.Random):
+        return kept.getstate()
+    return kept.getvalue() if isinstance(kept, io.StringIO) else kept
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@ranks(2)
+def test_what_a_forward_keeps_is_that_of_the_whole_batch(kind: str) -> None:
+    make, keep = KEPT[kind]
+    plain, model = Keeping(make(), keep), Keeping(make(), keep)
+    x = torch.randn(6, 6)
+    for _ in range(4):
+        plain(x)
+    with sharding() as log:
+        for _ in range(4):
+            model(x)
+    found, expected = state_of(model.kept), state_of(plain.kept)
+    assert found == expected or repr(found) == repr(expected)
+    assert type(model.kept) is type(plain.kept)
+    assert modules.call_counts.whole == 4
+    if instep.rank == 0:
+        assert "every rank computes Keeping whole" in log.getvalue()
+        assert "kept" in log.getvalue()
+
+
+@ranks(2)
+def test_what_a_forward_keeps_in_global_variables_is_that_of_the_whole_batch() -> None:
+    global rows_seen
+    meter.__init__()  # type: ignore[misc]
+    totals.clear()
+    Settings.seen = rows_seen = 0
+    model, x = UsingGlobals(), torch.randn(6, 6)
+    with sharding() as log:
+        for _ in range(4):
+            model(x)
+    assert (totals, Settings.seen, rows_seen) == ({"rows": 24}, 24, 24)
+    assert meter.state() == (48.0, 24, [0.0] + [2.0] * 4)
+    if instep.rank == 0:
+        assert (
+            "computes UsingGlobals whole: its attribute Settings.seen depends on the rows"
+            in log.getvalue()
+        )
+
+
+@ranks(2)
+def test_what_a_forward_keeps_in_a_closure_is_that_of_the_whole_batch() -> None:
+    seen: list[int] = []
+
+    class Appending(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return self.body(x)
+
+    model, x = Appending(), torch.randn(6, 6)
+    with sharding() as log:
+        for _ in range(4):
+            model(x)
+    assert seen == [6] * 4
+    if instep.rank == 0:
+        assert "computes Appending whole: the variable seen depends on the rows" in log.getvalue()
+
+
+@ranks(2)
+def test_what_does_not_depend_on_the_rows_is_kept_once_and_divided() -> None:
+    def keep(module: Any, x: Tensor) -> None:
+        module.kept["losses"].append(1.0)
+        module.kept["meter"].update(0.5, 1)
+        module.kept["seen"].add(x.shape[1])
+
+    kept = {"losses": deque([0.0]), "meter": AverageMeter(), "seen": set()}
+    model, x = Keeping(kept, keep), torch.randn(6, 6)
+    with sharding():
+        for _ in range(4):
+            model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (4, 0)
+    assert list(kept["losses"]) == [0.0] + [1.0] * 4  # type: ignore[call-overload]
+    assert kept["meter"].state() == (2.0, 4, [0.0] + [0.5] * 4)  # type: ignore[attr-defined]
+    assert kept["seen"] == {6}
+
+
+class Noisy(Around):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+        self.calls, self.begin = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.begin:
+            x = x + torch.randn(x.shape, generator=self.generator)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("begin", [0, 6])
+@ranks(2)
+def test_a_generator_of_the_modules_own_draws_for_the_whole_batch(begin: int) -> None:
+    torch.manual_seed(0)
+    plain, model, x = Noisy(), Noisy(), torch.randn(6, 6)
+    model.load_state_dict(plain.state_dict())
+    plain.begin = model.begin = begin
+    expected = [plain(x) for _ in range(8)]
+    with sharding():
+        outputs = [model(x) for _ in range(8)]
+    assert all(map(torch.allclose, outputs, expected))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (8, 0)
+    assert model.calls == 8
