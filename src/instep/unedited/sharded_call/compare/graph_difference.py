@@ -51,7 +51,7 @@ def find_change(before: ObjectGraph, after: ObjectGraph, parts: Sequence[nn.Modu
     return None
 
 
-def has_drawn(before: ObjectGraph, after: ObjectGraph) -> bool:
+def is_random(before: ObjectGraph, after: ObjectGraph) -> bool:
     """Whether a generator of torch among it has drawn numbers."""
     return any(
         isinstance(node.value, torch.Generator)

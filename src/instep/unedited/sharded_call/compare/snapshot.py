@@ -71,7 +71,7 @@ class Snapshot:
 
     def is_random(self, after: Snapshot) -> bool:
         """Whether a forward in between drew from a generator of torch."""
-        own = graph_difference.has_drawn(self.graph, after.graph)
+        own = graph_difference.is_random(self.graph, after.graph)
         return own or not self._torch.same(after._torch)
 
     def find_change(self, after: Snapshot) -> str | None:
