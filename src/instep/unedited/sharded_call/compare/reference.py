@@ -107,7 +107,9 @@ class Reference:
             if error.relative > limit
             and not self._is_close(error.to_spread, 0.0, noises.get(key, 0.0), MAX_ERROR)
         ]
-        return local.find_difference(self.after, self.before, far, limit)
+        return local.find_difference(
+            self.after, self.before, far, limit or tolerance(torch.float32)
+        )
 
     def matches_gradients(self, outputs: list[Any]) -> bool:
         """Whether these outputs give the same gradients, if they were computed."""
