@@ -95,6 +95,7 @@ def heard(name: str) -> Callable[..., Any]:
         CALLS.append((name, args, kwargs))
         return name
 
+    function.__module__ = name
     return function
 
 
@@ -153,6 +154,10 @@ def libraries() -> dict[str, dict[str, Any]]:
             "init_distributed": heard("deepspeed.init_distributed"),
         },
         "accelerate.state": {"PartialState": kind("accelerate.state")},
+        "accelerate.utils.launch": {
+            f"prepare_{name}": heard(f"accelerate.{name}")
+            for name in ("simple_launcher_cmd_env", "multi_gpu_env", "deepspeed_cmd_env")
+        },
         "accelerate.accelerator": {"Accelerator": kind("accelerate.accelerator")},
         "transformers.training_args": {
             "TrainingArguments": type("Arguments", (Arguments,), dict(vars(Arguments)))

@@ -369,6 +369,19 @@ def test_training_processes_of_the_scripts_own_are_refused(
     assert len(started) == 4
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_launchers_of_training_processes_are_refused() -> None:
+    from torch.distributed.launcher import api
+
+    launch = sys.modules["accelerate.utils.launch"]
+    with all_patches(None):
+        for kind in ("simple_launcher_cmd_env", "multi_gpu_env", "deepspeed_cmd_env"):
+            with pytest.raises(UneditedError, match="accelerate launch starts training processes"):
+                getattr(launch, f"prepare_{kind}")("args")
+        with pytest.raises(UneditedError, match="torchrun starts training processes"):
+            api.launch_agent(None, None, [])  # type: ignore[arg-type]
+
+
 def test_classes_in_place_of_others_keep_their_relations() -> None:
     class Before(io.FileIO):
         """A class that the script derives before anything is put in."""

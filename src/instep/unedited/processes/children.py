@@ -275,6 +275,15 @@ def start_processes(original: Function, *args: Any, **kwargs: Any) -> Any:
     raise _starts_training_processes("torch.multiprocessing.spawn")
 
 
+def launch(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """For what starts the processes of `accelerate launch` and of torchrun."""
+    how = "accelerate launch" if original.__module__.startswith("accelerate.") else "torchrun"
+    raise UneditedError(
+        f"{how} starts training processes of its own; on several ranks each would start them all. "
+        "Let `instep run -n N train.py` start the script itself."
+    )
+
+
 _shares_modules: list[bool] = []
 
 

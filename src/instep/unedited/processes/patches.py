@@ -38,6 +38,12 @@ PROCESS_PATCHES: tuple[Patch, ...] = (
         "training processes that the script starts itself would start on every rank",
         ("torch.multiprocessing.spawn", "start_processes", children.start_processes),
         ("torch.multiprocessing", "start_processes", children.start_processes),
+        (
+            "accelerate.utils.launch",
+            "prepare_simple_launcher_cmd_env prepare_multi_gpu_env prepare_deepspeed_cmd_env",
+            children.launch,
+        ),
+        ("torch.distributed.launcher.api", "launch_agent", children.launch),
         ("torch.nn:Module", "share_memory", children.share_memory),
         ("multiprocessing.process:BaseProcess", "start", children.start),
     ),
