@@ -20,6 +20,7 @@ import instep
 from instep.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan.plan_cache import MAX_ENTRIES, MAX_TEXTS, _entries
+from instep.unedited.sharded_call.run import sharded_output
 from oracle import Log, same_as_one_process
 from pool import ranks
 from sharded_training import Around, sharding, train, unedited
@@ -78,7 +79,7 @@ class Layer:
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.dtype, self.is_initialized, self.seen = keys.dtype, True, 0
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.window = keys, values, torch.tensor(16)
 
 
 class DynamicCache:
@@ -223,6 +224,58 @@ def test_a_call_that_is_given_a_cache_is_made_once_and_whole(learning: bool) -> 
             "instep: every rank computes Model whole where it is given a DynamicCache, which it "
             "changes, as in generate(); other calls are not affected.\n"
         )
+
+
+# ------------------------------------------------------------------ tensors of other classes
+
+
+class Described(Tensor):
+    """A stand-in for monai's MetaTensor: hands its description on to what is computed from it."""
+
+    description = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Described):
+            given = [x for x in args if isinstance(x, Described) and x.description]
+            result.description = given[0].description if given else ""
+        return result
+
+    def new_empty(self, size: tuple[int, ...]) -> Any:  # type: ignore[override]
+        return super().new_empty(tuple(iter(size)))  # not an int, for all of torch's forms
+
+
+def described(x: Tensor, description: str) -> Described:
+    each = x.as_subclass(Described)
+    each.description = description
+    return each
+
+
+@pytest.mark.parametrize("tells_rows", [False, True])
+@ranks(3)
+def test_tensors_of_another_class_keep_their_attributes(tells_rows: bool) -> None:
+    class Reading(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.cross_entropy(self.body(x), torch.zeros(len(x)).long()) + self.body(x)
+            return described(y, f"{len(y)} rows") if tells_rows else y
+
+    torch.manual_seed(0)
+    model, x = Reading(nn.BatchNorm1d(8)), described(torch.randn(7, 6), "a scan")
+    expected = model(x)
+    with pytest.MonkeyPatch.context() as patch, sharding() as log:
+        for large in (2**20, 0):
+            patch.setattr(sharded_output, "LARGE", large)
+            output = model(x)
+            assert type(output) is Described
+            assert output.description == ("7 rows" if tells_rows else "a scan")
+            assert torch.allclose(output, expected)
+            assert not output.sum().backward()
+    assert modules.call_counts.whole == (2 if tells_rows else 0), log.getvalue()
+    if tells_rows and instep.rank == 0:
+        assert "it returns a Described whose attributes depend on the rows." in log.getvalue()
 
 
 # ------------------------------------------------------------------ arguments: rows of any kind

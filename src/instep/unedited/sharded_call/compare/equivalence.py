@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +36,11 @@ from instep.unedited.sharded_call.run.execution import gather_arguments, join_ou
 from instep.unedited.sharded_call.run.grad_sums import is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    has_attributes_of,
+    is_equal,
+    is_subclass,
+)
 
 
 def find_plan(call: BoundCall, transport: Transport) -> tuple[ShardingPlan | None, Any, str]:
@@ -113,7 +117,7 @@ def _compare(
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     in_caches = leaves_in_caches(structure)  # of which nobody reads most
     outputs = tuple(
-        replace(_plan_output(mine, k, reference, region), is_lazy=in_caches[k])
+        replace(_plan_output(mine, k, reference, region, in_caches[k]), is_lazy=in_caches[k])
         for k, mine in enumerate(local)
     )
     generators = tuple(reference.before.graph.generators)
@@ -164,15 +168,23 @@ def _holds_for_others(
     )
 
 
-def _plan_output(local: Any, k: int, reference: Reference, region: Region) -> OutputPlan:
+def _plan_output(
+    local: Any, k: int, reference: Reference, region: Region, in_cache: bool
+) -> OutputPlan:
     """How the ranks' `k`-th outputs become that of the whole forward. Raises ShardedCallError."""
     whole = reference.outputs[k]
     if is_column(whole) and is_column(local) and _is_concatenated(local, whole, region):
         return OutputPlan("shard")
     if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
-        if type(local) is not type(whole) or not _is_equal(local, whole):
+        if type(local) is not type(whole) or not is_equal(local, whole):
             raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
         return OutputPlan("replicate")
+    if is_subclass(whole) and not has_attributes_of(whole, local):
+        raise ShardedCallError(
+            f"it returns a {type(whole).__name__} whose attributes depend on the rows"
+        )
+    if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
+        return OutputPlan("replicate")  # the length of a window, say; as a plain number would be
     for plan in candidate_outputs(local, whole, region.block):
         joined = join_output(local.detach(), plan, region)
         # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
@@ -191,12 +203,6 @@ def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
         return False
     parts = region.transport.all_gather_object(local)
     return type(local) is type(whole) and whole == type(whole)(chain(*parts))
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    """Whether two values that are no tensors are equal."""
-    equal = left is right or left == right
-    return equal if isinstance(equal, bool) else bool(np.all(equal))
 
 
 def _next_sequence_number() -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
 _LENGTH, _DIRECTIONS = 1 << 16, 4
 
@@ -78,7 +79,7 @@ def _summary(value: Any) -> _Summary:
     exact = (tuple(value.shape), str(value.dtype))
     if value.layout is not torch.strided or value.is_quantized:
         return _Summary(exact)
-    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = as_plain(value).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):
         # Of a copy: what has been a numpy array cannot be resized, as quantization's buffers are.
         return _Summary((*exact, crc32(flat.cpu().clone().view(torch.uint8).numpy().data)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
 GRADIENT_TOLERANCE = 1e-2
 """How far gradients may differ: what is not summed, or summed twice, is far beyond; a unit that
@@ -101,6 +102,7 @@ def perturbed(module: nn.Module) -> Iterator[None]:
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """The norm of the difference over the norm of `expected`, or over `floor` if that is more;
     infinite if rounding cannot be the reason."""
+    actual, expected = as_plain(actual), as_plain(expected)
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if not (actual.is_floating_point() or actual.is_complex()):

@@ -29,6 +29,11 @@ from instep.unedited.sharded_call.run.mappings import (
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    as_plain,
+    is_subclass,
+    with_attributes_of,
+)
 
 
 def run_sharded(
@@ -155,6 +160,10 @@ def join_output(local: Any, plan: OutputPlan, region: Region) -> Any:
     block, transport, dim = region.block, region.transport, plan.dim
     if plan.placement == "replicate":
         return local
+    if is_subclass(local):  # the script may read its attributes: it does not stay sharded
+        joined = join_output(as_plain(local), plan, region)
+        whole = joined.full_tensor() if isinstance(joined, ShardedOutput) else joined
+        return with_attributes_of(local, whole)
     if plan.placement != "shard":
         weight = block.fraction if plan.placement == "partial_mean" else 1
         return reduce_from_region(local, weight, transport)

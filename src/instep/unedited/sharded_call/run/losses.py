@@ -19,6 +19,11 @@ from instep.process.torch_compile import disable_compile
 from instep.unedited.sharded_call.run.mappings import reduce_from_region, scatter_to_region
 from instep.unedited.sharded_call.run.region import is_inside
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    as_plain,
+    is_subclass,
+    with_attributes_of,
+)
 
 NAMES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -42,6 +47,11 @@ def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
 @disable_compile
 def _loss_inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The loss in a sharded call: every argument is this rank's rows."""
+    described = next((x for x in (*args, *kwargs.values()) if is_subclass(x)), None)
+    if described is not None:
+        plain = {name: as_plain(value) for name, value in kwargs.items()}
+        total = _loss_inside(original, tuple(map(as_plain, args)), plain)
+        return with_attributes_of(described, total)
     call = _LossCall(original, args, kwargs)
     if call.reduction not in ("mean", "sum", "batchmean"):
         return original(*args, **kwargs)

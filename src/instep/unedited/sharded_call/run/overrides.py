@@ -14,6 +14,11 @@ from instep.process.patching import Function
 from instep.process.torch_compile import disable_compile
 from instep.training import batchnorm
 from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside
+from instep.unedited.sharded_call.run.tensor_subclasses import (
+    as_plain,
+    is_subclass,
+    with_attributes_of,
+)
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -38,8 +43,9 @@ def batch_norm(
 
 
 @disable_compile
-def _global_batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-    return batchnorm.batch_norm(*args, **kwargs)
+def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    output = batchnorm.batch_norm(as_plain(rows), *args, **kwargs)
+    return with_attributes_of(rows, output) if is_subclass(rows) else output
 
 
 def sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
