@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import slurm
 def pytest_configure() -> None:
     """A shell tells what it runs in the background to ignore SIGINT, and nohup SIGHUP; the children
     must not."""
+    os.environ.setdefault("INSTEP_DIVIDE", "always")  # most models here are too small to gain
     signals = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in signals.items():
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -17,7 +17,7 @@ from time import monotonic
 from instep.distributed.identity.launchers import STORE_FD
 from instep.errors import ScriptFailedError, ScriptLateError
 from instep.verify.recording.records import read_run
-from instep.verify.runs import FIXED_SEEDS
+from instep.verify.runs import REPEATABLE
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes seconds to import, once for all ranks: torch imports its compiler when the first
@@ -104,7 +104,7 @@ def _rank(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
     os.chdir(place.folder)
-    os.environ |= FIXED_SEEDS
+    os.environ |= REPEATABLE
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
     rank_local._depth.value = 0
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter

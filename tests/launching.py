@@ -70,6 +70,7 @@ class Launch:
             )
         } | {
             "LAUNCH_TEST": self.mark,
+            "INSTEP_DIVIDE": "always",  # most models here are too small to gain from it
             "TMPDIR": str(self.temporary),
             "EVENTS": str(folder / "events"),
             "MEETING": str(folder / "meeting"),

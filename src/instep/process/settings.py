@@ -113,6 +113,13 @@ LOAD = Setting(
     "everything, with the random numbers of plain Python.",
     choices=("own", "whole"),
 )
+DIVIDE = Setting(
+    "INSTEP_DIVIDE",
+    "auto",
+    "In an unedited script, auto: module calls that take less time whole are computed whole on "
+    "every rank; always: all that can be divided are.",
+    choices=("auto", "always"),
+)
 DIST_FILE = Setting(
     "INSTEP_DIST_FILE",
     "",
@@ -134,7 +141,7 @@ WATCH = Setting(
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIST_FILE, SECRET, WATCH),
+    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
 )
 """The settings for users; docs/variables.md shows them."""
 

@@ -23,8 +23,12 @@ REVERSED = "each batch's samples in reverse order"
 PERTURBED = "parameters one rounding error away before the first step"
 ROUNDING_RUNS = 2
 """Number of repetitions of the pinned steps with other rounding, if a gradient is in doubt."""
-FIXED_SEEDS = {settings.SEED.name: "0", "PYTHONHASHSEED": "0"}
-"""Seeds that every run of an unseeded script would draw anew."""
+REPEATABLE = {
+    settings.SEED.name: "0",
+    settings.DIVIDE.name: "always",  # not by time
+    "PYTHONHASHSEED": "0",
+}
+"""Seeds that every run of an unseeded script would draw anew, and no choice by time."""
 BASE_TIMEOUT = 60.0
 TIMEOUT_FACTOR = 20.0
 """A run may take the first in seconds, plus the second times the time of one process."""
@@ -203,7 +207,7 @@ class InstepRunStarter:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *launcher, *entry, *command],
-                env=FIXED_SEEDS | os.environ,
+                env=REPEATABLE | os.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

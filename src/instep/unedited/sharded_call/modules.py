@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,22 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
-from instep.unedited.sharded_call.plan import plan_cache
+from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import max_rows
-from instep.unedited.sharded_call.plan.module_properties import find_user_hook, ignore_grad_warnings
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.division import count_elements, max_rows
+from instep.unedited.sharded_call.plan.module_properties import (
+    find_user_hook,
+    ignore_grad_warnings,
+    is_compiled,
+)
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.whole_calls import WholeCall
+from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.timed_calls import run_timed
 
 _FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
 
@@ -63,6 +72,8 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
     ):
         return original(module, *args, **kwargs)
+    if (known := whole_calls.find(module, args, kwargs)) is not None:
+        return _run_known_whole(known, original, module, args, kwargs)
     call = BoundCall.of(original, module, args, kwargs)
     if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
         return original(module, *args, **kwargs)
@@ -85,11 +96,17 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     if why := entry.why_whole or find_user_hook(call.module):
         _report_whole(call.module, why)
         _count_whole(call)
-        return _run_by_parts(call) if entry.has_parts else call.run_whole()
+        if entry.why_whole:
+            _remember_whole(call, None, by_parts=entry.has_parts)
+        return _run_by_parts(call.run_whole) if entry.has_parts else call.run_whole()
     if _count_batch(call, entry.plan) < transport.size:
         _report_whole(call.module, _FEW_ROWS)
         _count_whole(call)
+        _remember_whole(call, None, by_parts=False)
         return call.run_whole()
+    tuner = entry.tuner(call)
+    if tuner is not None and not (tuner.is_sharded or tuner.is_due):
+        return _run_chosen_whole(call, tuner)
     is_new = entry.is_new(call)
     if entry.plan is None:
         entry.plan, output, entry.why_whole = find_plan(call, transport)
@@ -102,6 +119,12 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
                 f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided)"
             )
         entry.last_compared = entry.calls
+    elif tuner is not None and tuner.is_due:
+        entry.plan, output, is_sharded = run_timed(call, entry.plan, tuner, transport)
+        if not is_sharded:
+            tuner.count(count_elements(call.leaves), sharded=False)
+            _count_whole(call)
+            return output
     else:
         entry.plan, output = run_sharded(call, entry.plan, transport)
     if entry.why_whole:
@@ -111,13 +134,52 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     else:
         assert entry.plan is not None
         _count_sharded(call, entry.plan, transport)
+        if tuner is not None:
+            tuner.count(count_elements(call.leaves), sharded=True)
     return output
 
 
-def _run_by_parts(call: BoundCall) -> Any:
+def _run_known_whole(
+    known: WholeCall,
+    original: Function,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    call_counts.whole += 1
+    if known.rows and not call_state.whole_depth:
+        call_counts.samples += known.rows
+    if known.tuner is not None:
+        known.tuner.count(known.elements, sharded=False)
+    call_state.inside = True
+    try:
+        if known.by_parts:
+            return _run_by_parts(lambda: original(module, *args, **kwargs))
+        return original(module, *args, **kwargs)
+    finally:
+        call_state.inside = False
+
+
+def _run_chosen_whole(call: BoundCall, tuner: CallTuner) -> Any:
+    """It takes less time whole: so do its parts."""
+    tuner.count(count_elements(call.leaves), sharded=False)
+    _count_whole(call)
+    _remember_whole(call, tuner, by_parts=False)
+    return call.run_whole()
+
+
+def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool) -> None:
+    if is_compiled(call.module.modules()):
+        return
+    rows = _count_batch(call, None) if torch.is_grad_enabled() else 0
+    known = WholeCall(rows, count_elements(call.leaves), tuner, by_parts)
+    whole_calls.remember(call.module, call.args, call.kwargs, known)
+
+
+def _run_by_parts(function: Callable[[], Any]) -> Any:
     call_state.inside, call_state.whole_depth = False, call_state.whole_depth + 1
     try:
-        return call.run_whole()
+        return function()
     finally:
         call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
 
@@ -152,6 +214,8 @@ def _count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
 def reset() -> None:
     """Forget all plans, and count from zero."""
     plan_cache.clear()
+    whole_calls.clear()
+    timed_calls.reset()
     _reported.clear()
     call_counts.__init__()  # type: ignore[misc]
 

@@ -59,6 +59,11 @@ def max_rows(leaves: Sequence[Any]) -> int:
     return max((x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim()), default=0)
 
 
+def count_elements(leaves: Sequence[Any]) -> int:
+    """How many elements the tensors among these have."""
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+
+
 def has_text(leaf: Any) -> bool:
     """Whether this is a string, or a list with one in it."""
     if isinstance(leaf, dict):

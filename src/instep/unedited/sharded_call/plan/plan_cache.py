@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from instep.process import settings
 from instep.training.pytree import is_cache, is_column, is_value
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.division import has_text, max_rows
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 
 MAX_COMPARED = 4
@@ -37,6 +39,13 @@ _TOO_MANY_TEXTS = (
 _TOO_MANY_ENTRIES = f"it was called with more than {MAX_ENTRIES} kinds of arguments"
 
 
+all_tuners: list[CallTuner] = []
+
+
+def _tuners() -> dict[int, CallTuner] | None:
+    return None if str(settings.DIVIDE) == "always" else {}
+
+
 @dataclass(eq=False)
 class CacheEntry:
     """The plan of a module's calls with one key, or why there is none."""
@@ -55,6 +64,18 @@ class CacheEntry:
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
+    tuners: dict[int, CallTuner] | None = field(default_factory=_tuners)
+    """Of calls of about one size; None: they are always sharded."""
+
+    def tuner(self, call: BoundCall) -> CallTuner | None:
+        """What chooses how this call is computed, if it can be sharded."""
+        if self.plan is None or self.tuners is None:
+            return None
+        size = count_elements(call.leaves).bit_length()
+        if size not in self.tuners:
+            self.tuners[size] = CallTuner()
+            all_tuners.append(self.tuners[size])
+        return self.tuners[size]
 
     def is_new(self, call: BoundCall) -> bool:
         """Whether a call of these shapes and numbers is to be compared as the first one was."""
@@ -122,6 +143,7 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
 def clear() -> None:
     """Forget all plans."""
     _entries.clear()
+    all_tuners.clear()
 
 
 def _key_of(leaf: Any, rows: int) -> Any:

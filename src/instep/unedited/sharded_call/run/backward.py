@@ -11,7 +11,8 @@ from torch import Tensor
 from instep.distributed.communication.transport import get_transport, overlap_group
 from instep.process.patching import Function
 from instep.unedited.sharded_call.run.grad_sums import reduce_in_buckets
-from instep.unedited.sharded_call.run.region import find_regions
+from instep.unedited.sharded_call.run.region import find_regions, has_regions
+from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 
 _callbacks: list[Callable[[], None]] = []
 
@@ -42,12 +43,16 @@ def backward(
     """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
     start_work()
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-    nested = torch._C._current_graph_task_id() != -1
-    if nested or create_graph or inputs is not None:
+    if torch._C._current_graph_task_id() != -1:  # nested
         original(tensors, *rest)
         return
+    start = start_backward()
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    calls = [region.gradients for region in find_regions(roots)]
-    main = get_transport()
-    with reduce_in_buckets(roots, calls, overlap_group(main) if calls else main):
+    can_reduce = has_regions() and not create_graph and inputs is None
+    calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
+    if calls:
+        with reduce_in_buckets(roots, calls, overlap_group(get_transport())):
+            original(tensors, *rest)
+    else:
         original(tensors, *rest)
+    end_backward(start)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -89,11 +90,18 @@ def is_inside() -> bool:
 
 
 _TAG = "instep.region"
+_tagged: WeakSet[Region] = WeakSet()
 
 
 def tag_outputs(outputs: Iterable[Any], region: Region) -> None:
     """Write down in the autograd graph that these outputs come from this sharded call."""
     tag((output for output in outputs if isinstance(output, Tensor)), _TAG, region)
+    _tagged.add(region)
+
+
+def has_regions() -> bool:
+    """Whether there is the graph of any sharded call still."""
+    return len(_tagged) > 0
 
 
 def find_regions(roots: Iterable[Tensor]) -> list[Region]:

@@ -1,0 +1,125 @@
+"""The choice between sharding a call and computing it whole on every rank, by what each costs.
+
+All ranks give their tuners the same costs in the same order, so they choose alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+_ORDER = (False, True, True, False, False, True)
+"""Which of the timed steps are sharded: both sorts are early and late, at odd and even places."""
+_ENOUGH, _CLEAR = 2, 1.5
+"""After so many steps of each sort it is chosen where all of one cost so many times the other's."""
+MARGIN = 0.95
+"""What is not in use must cost less than this share of what is."""
+FIRST_CALLS = 100
+"""After so many calls both are timed again, and then after ten times as many."""
+
+
+@dataclass(eq=False)
+class TimedStep:
+    """A call without gradients; or calls up to the backward() that reaches one of them."""
+
+    is_sharded: bool
+    compares_bits: bool
+    seconds: float = 0.0
+    """Of all calls, and of their share of the backward."""
+    calls: int = 0
+    elements: int = 0
+    bits: int = 0
+    """A checksum of what the calls returned, and of the gradients."""
+    is_reached: bool = False
+    """Whether a backward() has reached one of the calls."""
+    missed: int = 0
+    """How many times backward() has reached none."""
+    is_complete: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Seconds per element of the arguments."""
+        return self.seconds / max(1, self.elements)
+
+
+@dataclass(eq=False)
+class CallTuner:
+    """How calls of one kind and of about one size are computed.
+
+    A cost is in seconds per element of the arguments: sizes may differ by a factor of two.
+    """
+
+    is_sharded: bool = False
+    """The choice; the first time, sharding has to gain something to be chosen."""
+    is_decided: bool = False
+    may_be_whole: bool = False
+    """Whether a whole call was seen to have the same bits on all ranks."""
+    step: TimedStep | None = None
+    """The last one that was timed."""
+    elements: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """Of all calls, by whether they were sharded."""
+    typical: dict[bool, float] = field(default_factory=dict)
+    """The median costs by which it was decided."""
+    _costs: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    """Of timed steps, by whether they were sharded."""
+    _calls: int = 0
+    _next: int = FIRST_CALLS
+    _stays: bool = False
+
+    def count(self, elements: int, *, sharded: bool) -> None:
+        """A call with so many elements was computed so."""
+        self.elements[sharded] += elements
+        self._calls += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call is to be timed."""
+        return not self.is_decided or (self._calls >= self._next and not self._stays)
+
+    def begin(self) -> None:
+        """Begin to time steps, if that is due and has not begun."""
+        if self.is_decided:
+            self.is_decided, self._next, self.step = False, 10 * self._next, None
+            self._costs = {True: [], False: []}
+
+    def next_is_sharded(self) -> bool:
+        """How the next timed step is to be computed."""
+        return _ORDER[sum(map(len, self._costs.values()))]
+
+    def needs_bits(self) -> bool:
+        """Whether the bits of the next whole call are to be compared, as it may be chosen."""
+        whole, sharded = self._costs[False], self._costs[True]
+        return bool(sharded) and min(whole) <= 1.2 * max(sharded)
+
+    def add(self, cost: float, *, sharded: bool, same_bits: bool | None) -> None:
+        """Learn what a timed step cost, and choose if that is enough.
+
+        `same_bits`: whether what a whole call returned is the same on all ranks; None: not
+        compared.
+        Where it is not, the ranks would drift apart, and the calls stay sharded.
+        """
+        self._costs[sharded].append(cost)
+        if same_bits is not None:
+            self.may_be_whole = same_bits
+            self._stays = not same_bits
+        whole_costs, sharded_costs = self._costs[False], self._costs[True]
+        if self._stays:
+            self._decide(sharded=True)
+            return
+        steps = min(len(whole_costs), len(sharded_costs))
+        if steps < _ENOUGH:
+            return
+        if _CLEAR * max(sharded_costs) < min(whole_costs):
+            choice = True
+        elif _CLEAR * max(whole_costs) < min(sharded_costs):
+            choice = False
+        elif steps < len(_ORDER) / 2:
+            return
+        else:
+            ratio = median(sharded_costs) / (median(whole_costs) or 1.0)
+            choice = ratio * MARGIN < 1 if self.is_sharded else ratio < MARGIN
+        self._decide(sharded=choice or not self.may_be_whole)
+
+    def _decide(self, *, sharded: bool) -> None:
+        self.is_sharded, self.is_decided, self.step = sharded, True, None
+        self.typical = {by: median(costs) for by, costs in self._costs.items() if costs}

@@ -1,0 +1,85 @@
+"""Calls that are known to be computed whole, which costs them a few microseconds.
+
+They are found by their tensors' shapes. A whole call has the right numbers whatever else is among
+its arguments, so all that needs to be equal is what the decision depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+
+_MAX_KEYS = 64
+
+
+@dataclass(eq=False, slots=True)
+class WholeCall:
+    """What is known of calls with one key."""
+
+    rows: int
+    """With gradients; else 0."""
+    elements: int
+    tuner: CallTuner | None
+    """What has chosen it; None: they cannot be sharded."""
+    by_parts: bool
+    """Whether the module's parts may be sharded."""
+
+
+_known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
+
+
+def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeCall | None:
+    """What is known of such a call, if it is to be computed whole."""
+    known = _known.get(module)
+    if known is None:
+        return None
+    call = known.get(_key_of(module, args, kwargs))
+    if call is None or (call.tuner is not None and (call.tuner.is_due or call.tuner.is_sharded)):
+        return None
+    return call
+
+
+def remember(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: WholeCall
+) -> None:
+    """Find such calls from now on."""
+    key = _key_of(module, args, kwargs)
+    if key is None:
+        return
+    known = _known.setdefault(module, {})
+    if len(known) >= _MAX_KEYS:
+        known.clear()
+    known[key] = call
+
+
+def clear() -> None:
+    """Forget them all."""
+    _known.clear()
+
+
+def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """None: they are not such that a short look is enough."""
+    key: list[Any] = [module.training, torch.is_grad_enabled()]
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is nn.Parameter:
+            key.append((arg.shape, arg.dtype, arg.requires_grad, arg.device))
+        elif kind is int or kind is float:
+            key.append(kind)
+        elif arg is None or kind is bool:
+            key.append(arg)
+        else:
+            return None
+    if kwargs:
+        values = tuple(kwargs.values())
+        inner = _key_of(module, values, {})
+        if inner is None:
+            return None
+        key += (*kwargs, inner)
+    return tuple(key)

@@ -1,0 +1,159 @@
+"""Times some calls sharded and some whole, with their backward, so that all ranks choose the same.
+
+The ranks begin a timed step together and exchange what the step before took.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.tensors import as_bytes
+from instep.distributed.communication.transport import Transport
+from instep.training.pytree import find_tensors
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner, TimedStep
+from instep.unedited.sharded_call.plan.division import count_elements
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run.execution import run_sharded
+
+MAX_CALLS = 16
+"""A step ends after so many calls of which none was reached by a backward()."""
+_MAX_MISSED = 8
+
+_open: dict[TimedStep, weakref.ref[nn.Module]] = {}
+"""The steps that wait for a backward(), and whose they are."""
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; what runs on this device has ended."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return perf_counter()
+
+
+def run_timed(
+    call: BoundCall, plan: ShardingPlan, tuner: CallTuner, transport: Transport
+) -> tuple[ShardingPlan, Any, bool]:
+    """Make a call sharded or whole, and learn what that costs; or as is decided by now.
+
+    Returns the plan for the next call, what this one returns, and whether it was sharded.
+    Collective.
+    """
+    tuner.begin()
+    step = tuner.step
+    if step is None or step.is_complete or step.is_reached:
+        _exchange(tuner, transport)
+        if tuner.is_decided:
+            return _run(call, plan, transport, is_sharded=tuner.is_sharded)
+        sharded = tuner.next_is_sharded()
+        step = tuner.step = TimedStep(sharded, not sharded and tuner.needs_bits())
+        _open[step] = weakref.ref(call.module)
+    device = _device_of(call.leaves)
+    start = clock(device)
+    result = _run(call, plan, transport, is_sharded=step.is_sharded)
+    step.seconds += clock(device) - start
+    step.calls += 1
+    step.elements += count_elements(call.leaves)
+    outputs = find_tensors(result[1])
+    if step.compares_bits:
+        step.bits = _checksum(outputs, step.bits)
+    if not _watch(step, outputs) or step.calls == MAX_CALLS:
+        _close(step)
+    return result
+
+
+def start_backward() -> float | None:
+    """The time, if a timed step waits for a backward()."""
+    if not _open:
+        return None
+    return clock(_device_of(p for module in _open.values() for p in _parameters(module)))
+
+
+def end_backward(start: float | None) -> None:
+    """Share the time since then among the steps that this backward() has reached, by what their
+    calls have taken."""
+    if start is None:
+        return
+    reached = [step for step in _open if step.is_reached]
+    forward = sum(step.seconds for step in reached) or 1.0
+    seconds = 0.0
+    if reached:
+        seconds = clock(_device_of(p for s in reached for p in _parameters(_open[s]))) - start
+    for step in [*_open]:
+        if step.is_reached:
+            if step.compares_bits:
+                grads = [p.grad for p in _parameters(_open[step]) if p.grad is not None]
+                step.bits = _checksum(grads, step.bits)
+            step.seconds += seconds * step.seconds / forward
+            _close(step)
+        else:
+            step.missed += 1
+            if step.missed == _MAX_MISSED:
+                _close(step)
+
+
+def reset() -> None:
+    """Forget the steps that wait for a backward()."""
+    _open.clear()
+
+
+def _run(
+    call: BoundCall, plan: ShardingPlan, transport: Transport, *, is_sharded: bool
+) -> tuple[ShardingPlan, Any, bool]:
+    if is_sharded:
+        return *run_sharded(call, plan, transport), True
+    return plan, call.run_whole(), False
+
+
+def _exchange(tuner: CallTuner, transport: Transport) -> None:
+    """Tell all ranks what the last step took; the slowest counts."""
+    step = tuner.step
+    mine = (step.cost, float(step.bits)) if step else (0.0, 0.0)
+    message = torch.tensor(mine, dtype=torch.float64, device=transport.control_device)
+    costs, bits = zip(*(part.tolist() for part in transport.all_gather(message)), strict=True)
+    if step is not None:
+        _close(step)
+        same = len({*bits}) == 1 if step.compares_bits else None
+        tuner.add(max(costs), sharded=step.is_sharded, same_bits=same)
+
+
+def _close(step: TimedStep) -> None:
+    step.is_complete = True
+    _open.pop(step, None)
+
+
+def _watch(step: TimedStep, outputs: Iterable[Tensor]) -> bool:
+    """Find out when a backward() reaches these; returns whether one can."""
+    nodes = {out.grad_fn for out in outputs if out.grad_fn is not None}
+
+    def reach(_: Any) -> None:
+        step.is_reached = True
+
+    for node in nodes:
+        node.register_prehook(reach)
+    return bool(nodes)
+
+
+def _parameters(module: weakref.ref[nn.Module]) -> list[nn.Parameter]:
+    found = module()
+    return [] if found is None else [*found.parameters()]
+
+
+def _device_of(values: Iterable[Any]) -> torch.device:
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+
+
+def _checksum(tensors: Iterable[Tensor], code: int) -> int:
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if values.layout is torch.strided:
+            code = crc32(as_bytes(values).cpu().numpy().data, code)
+    return code

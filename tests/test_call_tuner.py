@@ -1,0 +1,215 @@
+"""Calls are sharded where that takes less time, and whole elsewhere: the same on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instep
+from instep.process.patching import PatchHandle
+from instep.unedited.patch_table import SHARDED_CALL_PATCHES
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.plan import plan_cache
+from instep.unedited.sharded_call.plan.call_tuner import FIRST_CALLS, CallTuner
+from instep.unedited.sharded_call.run import timed_calls
+from instep.unedited.sharded_call.run.region import current_region
+from pool import ranks
+from sharded_training import mlp
+
+
+class Clock:
+    """Goes on by what each computation is said to take."""
+
+    def __init__(self, sharded: float, whole: float) -> None:
+        self.now, self.costs = 0.0, {True: sharded, False: whole}
+
+    def __call__(self, device: torch.device) -> float:
+        return self.now
+
+    def compute(self) -> None:
+        self.now += self.costs[current_region() is not None]
+
+
+class Timed(nn.Linear):
+    """A layer that moves the clock on in its forward, and in its backward."""
+
+    clock: Clock
+    seen: list[int]
+    """The rows of each call."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        self.clock.compute()
+        type(self).seen.append(len(input))
+        return super().forward(input)
+
+
+@contextmanager
+def tuning(sharded: float, whole: float, divide: str = "auto") -> Iterator[None]:
+    """Inside, module calls are sharded where that takes less time by this clock."""
+    before, os.environ["INSTEP_DIVIDE"] = os.environ["INSTEP_DIVIDE"], divide
+    Timed.clock, Timed.seen = Clock(sharded, whole), []
+    real_clock, timed_calls.clock = timed_calls.clock, Timed.clock  # type: ignore[assignment]
+    patched = PatchHandle(SHARDED_CALL_PATCHES)
+    modules.reset()
+    try:
+        yield
+    finally:
+        patched.remove()
+        timed_calls.clock = real_clock
+        os.environ["INSTEP_DIVIDE"] = before
+        modules.reset()
+
+
+def last_rows(calls: int, model: nn.Module, rows: int, *, backward: bool = True) -> int:
+    """How many rows this rank computed in the last of so many calls."""
+    for _ in range(calls):
+        with torch.set_grad_enabled(backward):
+            output = model(torch.ones(rows, 4))
+        if backward:
+            model.zero_grad()
+            output.sum().backward()
+    return Timed.seen[-1]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("backward", [True, False])
+def test_what_takes_less_time_is_chosen(backward: bool) -> None:
+    own = 12 // instep.world_size
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, Timed(4, 3), 12, backward=backward) == 12
+    with tuning(sharded=1.0, whole=1.5):
+        assert last_rows(12, Timed(4, 3), 12, backward=backward) == own
+    with tuning(sharded=1.0, whole=1.0):
+        assert last_rows(12, Timed(4, 3), 12, backward=backward) == 12
+    with tuning(sharded=3.0, whole=1.0, divide="always"):
+        assert last_rows(12, Timed(4, 3), 12, backward=backward) == own
+
+
+@ranks(2)
+def test_the_slowest_rank_counts() -> None:
+    """On rank 1 sharding pays, on rank 0 it does not: both take the same."""
+    with tuning(sharded=2.0 - instep.rank, whole=1.5):
+        assert last_rows(12, Timed(4, 3), 12) == 12
+    with tuning(sharded=1.0, whole=0.9 + instep.rank):
+        assert last_rows(12, Timed(4, 3), 12) == 6
+
+
+@ranks(2)
+def test_other_shapes_are_timed_anew_and_a_choice_stays() -> None:
+    model = Timed(4, 3)
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, model, 12) == 12
+        Timed.clock.costs = {True: 1.0, False: 3.0}
+        assert last_rows(20, model, 12) == 12
+        assert last_rows(12, model, 64) == 32
+        assert last_rows(1, model, 12) == 12
+
+
+@ranks(2)
+def test_after_a_while_both_are_timed_again() -> None:
+    model = Timed(4, 3)
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, model, 12) == 12
+        Timed.clock.costs = {True: 1.0, False: 3.0}
+        assert last_rows(FIRST_CALLS, model, 12) == 6
+
+
+@ranks(2)
+def test_a_chosen_whole_call_communicates_nothing() -> None:
+    """Rank 0 makes calls that rank 1 does not make."""
+    model = Timed(4, 3)
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, model, 12) == 12
+        for _ in range(20 * (1 - instep.rank)):
+            model(torch.ones(12, 4, requires_grad=False)).sum().backward()
+        whole = modules.call_counts.whole
+    instep.barrier()
+    assert whole >= 8 + 20 * (1 - instep.rank)
+
+
+@ranks(2)
+def test_the_numbers_are_those_of_one_process_whichever_is_chosen() -> None:
+    def train() -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(mlp(), Timed(3, 2)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for k in range(14):
+            optimizer.zero_grad()
+            x = torch.randn(12, 6, generator=torch.Generator().manual_seed(k)).double()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    Timed.clock, Timed.seen = Clock(1.0, 1.0), []
+    expected = train()
+    for costs in ((1.0, 3.0), (3.0, 1.0)):
+        with tuning(*costs):
+            assert all(map(torch.allclose, train(), expected))
+
+
+class OtherBits(Timed):
+    """Whole, it returns other last bits on rank 1."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        output = super().forward(input)
+        return output * (1 + 1e-7 * instep.rank) if current_region() is None else output
+
+
+@ranks(2)
+def test_ranks_that_round_differently_would_drift_apart_and_stay_sharded() -> None:
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, OtherBits(4, 3), 12) == 6
+        assert last_rows(2 * FIRST_CALLS, OtherBits(4, 3), 12, backward=False) == 6
+
+
+@ranks(2)
+def test_calls_before_one_backward_are_computed_alike() -> None:
+    """As in a loop over time: the sums of one backward are of one sort."""
+    model = Timed(4, 4)
+    with tuning(sharded=3.0, whole=1.0):
+        for _ in range(12):
+            x = torch.ones(12, 4)
+            Timed.seen.clear()
+            for _ in range(5):
+                x = model(x.detach()) + x
+            x.sum().backward()
+        assert Timed.seen == [12] * 5
+
+
+@pytest.mark.parametrize(
+    ("whole", "sharded", "chosen"),
+    [
+        (lambda k: 1.0, lambda k: 0.96, False),  # too little is gained
+        (lambda k: 1.0, lambda k: 0.9, True),
+        (lambda k: 1.0 + 9.0 * (k == 0), lambda k: 1.3, False),  # one late step says nothing
+        (lambda k: 1.0, lambda k: 0.6 + 9.0 * (k == 1), True),
+    ],
+)
+def test_a_choice_needs_a_margin_and_survives_a_late_step(
+    whole: Callable[[int], float], sharded: Callable[[int], float], chosen: bool
+) -> None:
+    tuner, steps = CallTuner(), {True: 0, False: 0}
+    while not tuner.is_decided:
+        is_sharded = tuner.next_is_sharded()
+        cost = (sharded if is_sharded else whole)(steps[is_sharded])
+        tuner.add(cost, sharded=is_sharded, same_bits=None if is_sharded else True)
+        steps[is_sharded] += 1
+    assert tuner.is_sharded is chosen
+    assert sum(steps.values()) <= 6
+
+
+@ranks(2)
+def test_calls_of_one_row_are_looked_up() -> None:
+    """A rollout of one environment: after the first call, no plan is looked for."""
+    model = Timed(4, 3)
+    with tuning(sharded=3.0, whole=1.0):
+        last_rows(1, model, 1, backward=False)
+        (entry,) = plan_cache._entries[model]
+        last_rows(50, model, 1, backward=False)
+        assert entry.calls == 2
+        assert modules.call_counts.whole == 51
