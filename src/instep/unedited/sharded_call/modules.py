@@ -173,7 +173,7 @@ def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool)
         return
     rows = _count_batch(call, None) if torch.is_grad_enabled() else 0
     known = WholeCall(rows, count_elements(call.leaves), tuner, by_parts)
-    whole_calls.remember(call.module, call.args, call.kwargs, known)
+    whole_calls.add(call.module, call.args, call.kwargs, known)
 
 
 def _run_by_parts(function: Callable[[], Any]) -> Any:

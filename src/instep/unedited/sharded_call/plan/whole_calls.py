@@ -45,9 +45,7 @@ def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wh
     return call
 
 
-def remember(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: WholeCall
-) -> None:
+def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: WholeCall) -> None:
     """Find such calls from now on."""
     key = _key_of(module, args, kwargs)
     if key is None:
