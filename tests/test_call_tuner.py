@@ -15,7 +15,7 @@ from instep.process.patching import PatchHandle
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan import plan_cache
-from instep.unedited.sharded_call.plan.call_tuner import FIRST_CALLS, CallTuner
+from instep.unedited.sharded_call.plan.call_tuner import FIRST_CALLS, CallTuner, format_gain
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import current_region
 from pool import ranks
@@ -213,3 +213,25 @@ def test_calls_of_one_row_are_looked_up() -> None:
         last_rows(50, model, 1, backward=False)
         assert entry.calls == 2
         assert modules.call_counts.whole == 51
+
+
+def test_one_line_estimates_what_was_gained() -> None:
+    def tuner(sharded: float, whole: float, calls: int) -> CallTuner:
+        made = CallTuner()
+        while not made.is_decided:
+            by = made.next_is_sharded()
+            made.add(sharded if by else whole, sharded=by, same_bits=None if by else True)
+        for _ in range(calls):
+            made.count(1, sharded=made.is_sharded)
+        return made
+
+    assert format_gain([CallTuner()], 2, 100.0) == ""
+    assert format_gain([tuner(1.0, 2.0, 80), tuner(5.0, 1.0, 10)], 2, 100.0) == (
+        "2 ranks: about 1.8 times as fast as one (estimated from calls timed both ways); 80 % of "
+        "the time in divided calls; 10 % of the time in calls that every rank computes whole; the "
+        "rest elsewhere."
+    )
+    assert format_gain([tuner(5.0, 1.0, 90)], 3, 100.0) == (
+        "3 ranks: about as fast as one (estimated from calls timed both ways); 90 % of the time in "
+        "calls that every rank computes whole; the rest elsewhere."
+    )

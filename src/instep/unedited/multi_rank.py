@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 
 import torch.distributed as dist
@@ -36,10 +37,14 @@ from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
+from instep.unedited.sharded_call.plan import plan_cache
+from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward
 
 PATIENCE = 1.5
 """Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
+LONG_RUN = 20.0
+"""Seconds. After a shorter run nothing is printed about what was gained."""
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
 
@@ -74,6 +79,7 @@ class MultiRankSession:
         if launchers.FAILURE_FILE in os.environ:
             write_access.allow(os.path.dirname(os.environ[launchers.FAILURE_FILE]))
         write_access.allow(*self._directories.writable())
+        self._started = monotonic()
         self.has_begun = False
         """Whether the ranks share work already, so that the script cannot opt out any more."""
         self._relay = Relay(self._store, self.world.rank, self.world.size)
@@ -160,9 +166,18 @@ class MultiRankSession:
             self._store.set(_FAILED, "")
         self._store.set(f"{_DONE}{self.world.rank}", "")
         all_done = [f"{_DONE}{rank}" for rank in range(self.world.size)]
+        self._print_gain()
         client.announce_exit()
         with suppress(RuntimeError):  # rank 0 has ended: it waited for all ranks
             wait_at_exit(lambda: self._store.wait(all_done, settings.timeout()))
+
+    def _print_gain(self) -> None:
+        """Print on rank 0 what several ranks have gained, unless the run was short."""
+        seconds = monotonic() - self._started
+        if self.world.rank == 0 and seconds >= LONG_RUN:
+            line = format_gain(plan_cache.all_tuners, self.world.size, seconds)
+            if line:
+                print(f"instep: {line}", file=sys.stderr, flush=True)
 
     def _excepthook(
         self, type_: type[BaseException], error: BaseException, frames: TracebackType | None

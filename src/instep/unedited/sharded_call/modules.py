@@ -66,7 +66,6 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         or call_state.inside
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
-        or next(iter(nn.Module.parameters(module)), None) is None  # an override may return a list
         or (call_state.whole_depth and not module._modules)
         or threading.current_thread() is not threading.main_thread()
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
@@ -74,6 +73,8 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         return original(module, *args, **kwargs)
     if (known := whole_calls.find(module, args, kwargs)) is not None:
         return _run_known_whole(known, original, module, args, kwargs)
+    if next(iter(nn.Module.parameters(module)), None) is None:  # an override may return a list
+        return original(module, *args, **kwargs)
     call = BoundCall.of(original, module, args, kwargs)
     if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
         return original(module, *args, **kwargs)

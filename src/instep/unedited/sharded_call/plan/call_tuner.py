@@ -5,6 +5,7 @@ All ranks give their tuners the same costs in the same order, so they choose ali
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -123,3 +124,32 @@ class CallTuner:
     def _decide(self, *, sharded: bool) -> None:
         self.is_sharded, self.is_decided, self.step = sharded, True, None
         self.typical = {by: median(costs) for by, costs in self._costs.items() if costs}
+
+
+def format_gain(tuners: Iterable[CallTuner], ranks: int, seconds: float) -> str:
+    """One line on what so many ranks have gained in a run of so many seconds; "" if none was timed.
+
+    It is an estimate: calls take other times than the few that were timed, and these were whole on
+    all ranks at once.
+    """
+    timed = [tuner for tuner in tuners if len(tuner.typical) == 2]
+    if not timed:
+        return ""
+    sharded = sum(tuner.elements[True] * tuner.typical[True] for tuner in timed)
+    whole = sum(tuner.elements[False] * tuner.typical[False] for tuner in timed)
+    total = max(seconds, sharded + whole)
+    saved = sum(t.elements[True] * (t.typical[False] - t.typical[True]) for t in timed)
+    gain = (total + saved) / total
+    fast = f"about {gain:.1f} times as fast as one" if gain >= 1.05 else "about as fast as one"
+    parts = (
+        *(
+            f"{100 * part / total:.0f} % of the time in {where}"
+            for part, where in (
+                (sharded, "divided calls"),
+                (whole, "calls that every rank computes whole"),
+            )
+            if part >= total / 200
+        ),
+        "the rest elsewhere",
+    )
+    return f"{ranks} ranks: {fast} (estimated from calls timed both ways); {'; '.join(parts)}."
