@@ -213,3 +213,107 @@ def test_a_generator_of_the_modules_own_draws_for_the_whole_batch(begin: int) ->
     assert all(map(torch.allclose, outputs, expected))
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (8, 0)
     assert model.calls == 8
+
+
+# ------------------------------------------------------------------ flags and numbers that change
+
+
+class Options:
+    def __init__(self) -> None:
+        self.coupled: Any = False
+
+
+class Coupling(Around):
+    """Couples its rows where its options say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coupled, self.options, self.table = False, Options(), {"coupled": False}
+        self.epoch, self.steps = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        told = self.coupled or self.options.coupled or self.table["coupled"] or coupled
+        return y - y.mean(0) if told or self.epoch == 2 or self.body.training is False else y
+
+
+coupled = False
+
+
+def set_global(model: Coupling, value: Any) -> None:
+    global coupled
+    coupled = value
+
+
+FLAGS: dict[str, Callable[[Coupling, Any], None]] = {
+    "attribute": lambda model, value: setattr(model, "coupled", value),
+    "attribute of an object": lambda model, value: setattr(model.options, "coupled", value),
+    "another object": lambda model, value: setattr(
+        model, "options", SimpleNamespace(coupled=value)
+    ),
+    "dict": lambda model, value: model.table.update(coupled=value),
+    "global variable": set_global,
+    "mode of a part": lambda model, value: model.body.train(not value) and None,
+    "number": lambda model, value: setattr(model, "epoch", 2 if value else 1),
+}
+
+
+@pytest.mark.parametrize("place", FLAGS)
+@ranks(2)
+def test_a_flag_that_changes_between_calls_is_compared_at_the_first_one(place: str) -> None:
+    torch.manual_seed(0)
+    model, x = Coupling(), torch.randn(6, 6)
+    flags = [False] * 6 + [True] * 6
+    expected, outputs = [], []
+    for found in (expected, outputs):
+        FLAGS[place](model, False)
+        if found is expected:
+            for flag in flags:
+                FLAGS[place](model, flag)
+                found.append(model(x))
+            continue
+        with sharding() as log:
+            for flag in flags:
+                FLAGS[place](model, flag)
+                model.steps += 1
+                found.append(model(x))
+    FLAGS[place](model, False)
+    assert all(map(torch.allclose, outputs, expected))
+    assert (modules.call_counts.sharded - 5, modules.call_counts.whole) == (6, 6)
+    if instep.rank == 0:
+        assert log.getvalue().count("\n") == 1
+        assert "computes Coupling whole: its outputs are not those of the whole" in log.getvalue()
+
+
+@ranks(2)
+def test_a_step_counter_does_not_hide_an_epoch() -> None:
+    class Stepping(Around):
+        def forward(self, x: Tensor, step: int, epoch: int) -> Tensor:
+            y = self.body(x)
+            return y - y.mean(0) if epoch == 9 else y
+
+    model, x = Stepping(), torch.randn(6, 6)
+    calls = [(step, step // 12) for step in range(120)]
+    expected = [model(x, *each) for each in calls]
+    with sharding():
+        outputs = [model(x, *each) for each in calls]
+    assert all(map(torch.allclose, outputs, expected))
+
+
+@ranks(2)
+def test_a_forward_that_counts_its_calls_is_compared_at_powers_of_two() -> None:
+    class Warming(Around):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y = self.body(x)
+            return y - y.mean(0) if self.calls > 15 else y
+
+    model, x = Warming(), torch.randn(6, 6)
+    with sharding() as log:
+        outputs = [model(x) for _ in range(16)]
+    assert torch.allclose(outputs[-1].mean(0), torch.zeros(3), atol=1e-6)
+    assert model.calls == 16
+    if instep.rank == 0:
+        assert "(calls 11 to 15 were divided): what they returned may differ" in log.getvalue()

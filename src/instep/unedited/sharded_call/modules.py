@@ -117,7 +117,8 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         output, entry.why_whole = verify_plan(call, entry.plan, transport, gradients=is_new)
         if entry.why_whole:
             entry.why_whole += (
-                f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided)"
+                f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided): what they "
+                "returned may differ from one process already"
             )
         entry.last_compared = entry.calls
     elif tuner is not None and tuner.is_due:
@@ -137,6 +138,7 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         _count_sharded(call, entry.plan, transport)
         if tuner is not None:
             tuner.count(count_elements(call.leaves), sharded=True)
+    entry.finish(call.module)
     return output
 
 

@@ -122,7 +122,9 @@ def _compare(
     )
     generators = tuple(reference.before.graph.generators)
     is_random = reference.is_random or bool(generators)  # its own may begin to draw later
-    plan = ShardingPlan(division, outputs, structure, is_random, generators)
+    plan = ShardingPlan(
+        division, outputs, structure, is_random, generators, reference.changes_attributes
+    )
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):
         raise ShardedCallError("its gradients are not those of the whole batch")

@@ -61,6 +61,19 @@ def is_random(before: ObjectGraph, after: ObjectGraph) -> bool:
     )
 
 
+def has_other_values(before: ObjectGraph, after: ObjectGraph) -> bool:
+    """Whether a plain value among it is another one."""
+    return any(
+        isinstance(node.contents, dict)
+        and key in before.nodes
+        and any(
+            isinstance(value, PLAIN) and before.nodes[key].contents.get(name, _ABSENT) != value
+            for name, value in node.contents.items()
+        )
+        for key, node in after.nodes.items()
+    )
+
+
 def _is_unchanged(old: GraphNode, new: GraphNode) -> bool:
     a, b = old.contents, new.contents
     if isinstance(a, dict):

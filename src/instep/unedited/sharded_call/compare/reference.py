@@ -57,6 +57,7 @@ class Reference:
         self.outputs, self.structure = flatten(self.value)
         asks = requires_gradients != _require_gradients(call)
         self.changes_arguments = asks or not arguments.is_current()
+        self.changes_attributes = self.before.has_other_values(self.after)
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.vjp: VectorJacobianProduct | None = None

@@ -74,6 +74,10 @@ class Snapshot:
         own = graph_difference.is_random(self.graph, after.graph)
         return own or not self._torch.same(after._torch)
 
+    def has_other_values(self, after: Snapshot) -> bool:
+        """Whether a forward in between changed a plain value that it keeps."""
+        return graph_difference.has_other_values(self.graph, after.graph)
+
     def find_change(self, after: Snapshot) -> str | None:
         """Say what a forward in between changed that rules out sharding; None if nothing."""
         for what, versions in self._versions.items():

@@ -8,6 +8,7 @@ other shapes or other numbers are compared anew, the first few of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from instep.process import settings
 from instep.training.pytree import is_cache, is_column, is_value
+from instep.unedited.sharded_call.plan import attribute_changes
+from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_due
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
@@ -23,9 +26,6 @@ from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 
 MAX_COMPARED = 4
 """Other shapes are compared anew this many times; after that they count among the samples."""
-STABLE_CALLS = 8
-"""Other numbers among the arguments are compared anew where they stay for this many calls, as an
-epoch does; a step counter's only ever more seldom."""
 MAX_TEXTS, MAX_ENTRIES = 16, 64
 """So many strings for the whole batch, and entries in all, are remembered of a module; calls
 of others are computed whole."""
@@ -59,8 +59,12 @@ class CacheEntry:
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
     numbers: tuple[Any, ...] = ()
     """Those among the arguments of the last call."""
-    changes: int = 0
-    """How often these were others than in the call before."""
+    changes: dict[int, int] = field(default_factory=dict)
+    """How often each of these was another than in the call before."""
+    attributes: AttributeChanges | None = None
+    """Of the module, once a call was divided."""
+    attributes_due: int = 0
+    """Up to which of their changes calls were compared."""
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
@@ -80,7 +84,22 @@ class CacheEntry:
     def is_new(self, call: BoundCall) -> bool:
         """Whether a call of these shapes and numbers is to be compared as the first one was."""
         new_numbers, new_shapes = self._has_new_numbers(call), self._has_new_shapes(call)
-        return new_numbers or new_shapes
+        return self._has_new_attributes() or new_numbers or new_shapes
+
+    def _has_new_attributes(self) -> bool:
+        if self.attributes is None:
+            return False
+        before, self.attributes_due = self.attributes_due, self.attributes.due
+        return before != self.attributes_due
+
+    def finish(self, module: nn.Module) -> None:
+        """After a call: what it has changed by itself is no change of the script's."""
+        if self.attributes is not None:
+            self.attributes.skip()
+        elif self.plan is not None:
+            self.attributes = attribute_changes.begin(module)
+            self.attributes.skip()
+            self.attributes_due = self.attributes.due
 
     def _has_new_shapes(self, call: BoundCall) -> bool:
         shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
@@ -94,18 +113,28 @@ class CacheEntry:
         numbers = tuple(leaf for leaf in call.leaves if _is_number(leaf, rows))
         if repr(numbers) == repr(self.numbers):
             return False
-        self.numbers = numbers
-        self.changes += 1
-        stable = self.changes * STABLE_CALLS <= self.calls
-        return self.changes <= MAX_COMPARED or stable or self.changes.bit_count() == 1
+        before, self.numbers = self.numbers, numbers
+        is_new = False
+        for k, (old, new) in enumerate(zip_longest(before, numbers)):
+            if repr(old) != repr(new):
+                self.changes[k] = self.changes.get(k, 0) + 1
+                is_new |= is_due(self.changes[k], self.calls)
+        return is_new
 
     def is_sampled(self) -> bool:
         """Whether this call's outputs are to be compared with those of the whole forward.
 
-        The second to fourth are, too, where a mean over rows could be one over something else.
+        The second to fourth are, too, where a mean over rows could be one over something else, and
+        the second, fourth, eighth, 16th... where a forward changes attributes, by which a later one
+        may do something else.
         """
         has_reductions = self.plan is not None and self.plan.has_reductions
-        return self.calls in SAMPLED_CALLS or (has_reductions and self.calls <= 4)
+        is_power = self.plan is not None and self.plan.changes_attributes
+        return (
+            self.calls in SAMPLED_CALLS
+            or (has_reductions and self.calls <= 4)
+            or (is_power and self.calls.bit_count() == 1)
+        )
 
 
 _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
@@ -114,7 +143,7 @@ _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
 def lookup(call: BoundCall, size: int) -> CacheEntry:
     """The entry of a call on `size` ranks; a new one if there is none."""
     rows = max_rows(call.leaves)
-    key = (
+    key: tuple[Any, ...] = (
         rows < size,  # what cannot be done with one row may be with many
         call.module.training,
         torch.is_grad_enabled(),
@@ -122,6 +151,11 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
         tuple(_key_of(leaf, rows) for leaf in call.leaves),
     )
     texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
+    attributes = attribute_changes.changes_of(call.module)
+    if attributes is not None:
+        attributes.look()
+        if attributes.flags:
+            key = (*key, attributes.flags)
     entries = _entries.setdefault(call.module, [])
     for entry in entries:
         if entry.key == (key, texts):
@@ -144,6 +178,7 @@ def clear() -> None:
     """Forget all plans."""
     _entries.clear()
     all_tuners.clear()
+    attribute_changes.clear()
 
 
 def _key_of(leaf: Any, rows: int) -> Any:

@@ -39,6 +39,8 @@ class ShardingPlan:
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
     """Those of its own."""
+    changes_attributes: bool = False
+    """Whether its forward changes plain values that it keeps."""
 
     @property
     def has_reductions(self) -> bool:

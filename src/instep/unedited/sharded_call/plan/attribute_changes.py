@@ -1,0 +1,192 @@
+"""Plain attributes of a module that change between its calls: flags and numbers.
+
+They are looked at before each call and after it. What the script changes in between calls for a
+comparison; what a forward changes is compared where the call is (see `CacheEntry.is_sampled`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call.plan.object_graph import (
+    HOOK_TABLES,
+    PLAIN,
+    GraphNode,
+    ObjectGraph,
+)
+
+MAX_TABLES = 512
+"""How many containers beside the modules are looked at before each call."""
+MAX_NAMES = 64
+"""Larger dicts are data, and not looked at."""
+MAX_VALUES = 16
+"""A flag with more values counts as a number."""
+FEW_CHANGES = 4
+STABLE_CALLS = 8
+"""A number that stays for this many calls calls for a comparison whenever it changes, as an epoch
+does; a step counter only ever more seldom."""
+
+Key = tuple[str, int, str]
+"""The path of a namespace, which of those of this path it is, and a name in it."""
+
+
+def is_due(changes: int, calls: int) -> bool:
+    """Whether the `changes`-th change of a number within so many calls calls for a comparison."""
+    is_stable = changes * STABLE_CALLS <= calls
+    return changes <= FEW_CHANGES or is_stable or changes.bit_count() == 1
+
+
+class _Table:
+    """The values in one namespace, as they were when it was last looked at."""
+
+    __slots__ = ("get", "key", "length", "names", "values", "where")
+
+    def __init__(self, path: str, where: Any, names: list[str], length: bool) -> None:
+        self.key, self.where, self.names = (path, 0), where, tuple(names)
+        getter = attrgetter if isinstance(where, types.CellType) else itemgetter
+        self.get: Callable[[Any], tuple[Any, ...]] = getter(*names, names[0])
+        self.length = len(where) if length else -1
+        self.values = self.get(where)
+
+    def has_changed(self) -> bool:
+        """Whether anything is not as it was."""
+        where = self.where
+        return self.get(where) != self.values or self.length not in (-1, len(where))
+
+
+class AttributeChanges:
+    """The plain attributes of a module and of what they lead to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._tables: list[_Table] = []
+        self._known: dict[Key, Any] = {}
+        self._changed: dict[Key, Any] = {}
+        """The flags that the script has changed, and their values."""
+        self._values: dict[Key, set[Any]] = {}
+        self._changes: dict[Key, int] = {}
+        self.calls = 0
+        self.flags: tuple[Any, ...] = ()
+        """What tells calls apart that must not share a plan."""
+        self.due = 0
+        """How often numbers have changed in a way that calls for a comparison."""
+        self._look_anew()
+
+    def look(self) -> None:
+        """Before a call: note what the script has changed since the last one."""
+        self.calls += 1
+        for key, value in self._find_changes(by_script=True).items():
+            self._note(key, value)
+
+    def skip(self) -> bool:
+        """After a call: take its changes for granted; returns whether there are any."""
+        return bool(self._find_changes(by_script=False))
+
+    def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
+        try:
+            changed = [table for table in self._tables if table.has_changed()]
+            if any(table.length not in (-1, len(table.where)) for table in changed):
+                return self._look_anew()
+        except Exception:  # one is gone, or holds a tensor now, which cannot be compared
+            return self._look_anew()
+        found = {}
+        for table in changed:
+            now = table.get(table.where)
+            for name, old, new in zip(table.names, table.values, now, strict=False):
+                if old is new:
+                    continue
+                if isinstance(new, PLAIN) and isinstance(old, PLAIN):
+                    if old != new:
+                        found[*table.key, name] = self._known[*table.key, name] = new
+                elif by_script:  # other objects, with other values in them
+                    return self._look_anew()
+            table.values = now
+        return found
+
+    def _look_anew(self) -> dict[Key, Any]:
+        """Walk the object graph again; returns what is new in it, or different."""
+        graph = ObjectGraph(dict(self._module.named_modules()))
+        tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
+        self._tables = tables[: MAX_TABLES + sum(1 for _ in self._module.modules())]
+        count: Counter[str] = Counter()
+        for table in self._tables:
+            path = table.key[0]
+            table.key = path, count[path]
+            count[path] += 1
+        before = self._known
+        self._known = {
+            (*table.key, name): value
+            for table in self._tables
+            for name, value in zip(table.names, table.values, strict=False)
+            if isinstance(value, PLAIN)
+        }
+        return {
+            key: value
+            for key, value in self._known.items()
+            if key not in before or before[key] != value
+        }
+
+    def _note(self, key: Key, value: Any) -> None:
+        if not isinstance(value, int | float | complex) or isinstance(value, bool):
+            values = self._values.setdefault(key, set())
+            values.add(value)
+            if len(values) <= MAX_VALUES:
+                self._changed[key] = value
+                self.flags = tuple(self._changed.items())
+                return
+            if self._changed.pop(key, None) is not None:
+                self.flags = tuple(self._changed.items())
+        self._changes[key] = self._changes.get(key, 0) + 1
+        self.due += is_due(self._changes[key], self.calls)
+
+
+def _table_of(node: GraphNode) -> _Table | None:
+    """What is looked at of a node; None if nothing is."""
+    value = node.value
+    if isinstance(value, types.CellType):
+        return _Table(node.path, value, ["cell_contents"], False) if node.contents else None
+    if not isinstance(node.contents, dict):
+        return None
+    is_dict = isinstance(value, dict)
+    where = value if is_dict else getattr(value, "__dict__", {})
+    names = [
+        name
+        for name, each in node.contents.items()
+        if name in where and name not in HOOK_TABLES and _is_looked_at(each)
+    ]
+    if not names or (is_dict and not node.names and len(value) > MAX_NAMES):
+        return None
+    return _Table(node.path, where, names, not is_dict and not isinstance(value, type))
+
+
+def _is_looked_at(value: Any) -> bool:
+    """Whether this is plain, or an object or a dict in which something plain may be."""
+    if isinstance(value, (*PLAIN, dict)):
+        return True
+    is_other = isinstance(value, (Tensor, nn.Module, type, types.FunctionType, types.ModuleType))
+    return not is_other and hasattr(value, "__dict__")
+
+
+_known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
+
+
+def changes_of(module: nn.Module) -> AttributeChanges | None:
+    """The attributes of a module of which a call was divided."""
+    return _known.get(module)
+
+
+def begin(module: nn.Module) -> AttributeChanges:
+    """Look at the attributes of a module from now on."""
+    return _known.setdefault(module, AttributeChanges(module))
+
+
+def clear() -> None:
+    """Forget all modules."""
+    _known.clear()
