@@ -169,6 +169,13 @@ class BatchCandidates:
             sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
         )
 
+    def resolve_on_this_rank(self) -> Block | None:
+        """The one batch; None if this rank cannot tell by itself. Not collective."""
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        fitting = [b for b in self.blocks if b is not None and _rows(b) in self.rows]
+        return fitting[0] if len(fitting) == 1 else None
+
     def _is_decided_by_each_rank(self) -> bool:
         """Whether on every rank these batches differ in the number of rows."""
         if None in self.blocks:

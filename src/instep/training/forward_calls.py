@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.training.autograd_graph import next_nodes, tag, walk
@@ -34,14 +35,20 @@ class ForwardCall:
     """Whether dropout masks are those of the whole batch."""
     seed: int = 0
     """The seed of its random numbers: a function of the model's seed and the step."""
-    masks: int = 0
-    """How many dropout masks it has drawn."""
+    draws: int = 0
+    """How many dropout masks and other random numbers of the whole batch it has drawn."""
     weight: float | None = None
     """This rank's fraction of the batch's loss, if `instep.weight` has stated it."""
     replica: object = None
     """The replica that was called."""
     saved_rng_states: list[Tensor] = field(default_factory=list)
     """The states of torch's generators before a call in training, to be restored after it."""
+    arguments: tuple[nn.Module, Any, Any] | None = None
+    """The module and what it was called with, while it runs."""
+    batch_dims: Any = None
+    """What is known of this replica's draws (`draws.batch_dims`)."""
+    trial: list[tuple[str, tuple[int, ...]]] | None = None
+    """In a trial, the lines that draw, and the shapes."""
 
     @classmethod
     def of(cls, block: Block | None, statistics: Scope | None = None) -> ForwardCall:
@@ -64,6 +71,8 @@ class ForwardCall:
         return self.batch.is_placeholder
 
 
+replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""Every module of the replicated models."""
 _stack: list[ForwardCall] = []
 _last: ForwardCall | None = None
 
@@ -78,6 +87,11 @@ def pop() -> ForwardCall:
     global _last
     _last = _stack.pop()
     return _last
+
+
+def pop_trial() -> None:
+    """End the innermost call, which was none of the script's."""
+    _stack.pop()
 
 
 def current() -> ForwardCall | None:

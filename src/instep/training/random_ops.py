@@ -13,20 +13,23 @@ table tells which of their arguments must be those of the whole batch (`Draws`).
 from __future__ import annotations
 
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from types import FrameType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.training import forward_calls
 from instep.training.blocks import Block
+from instep.training.forward_calls import ForwardCall
 from instep.training.random_streams import derive_seed
 
 Shape = tuple[int, ...]
@@ -35,7 +38,9 @@ MaskShape = Callable[[Tensor], Shape | None]
 
 _WORDS_PER_STEP = 8
 """32-bit words that a Philox4x64 gives for each step of its counter."""
-_MAX_MASKS = 4096
+_MAX_DRAWS = 4096
+_random = torch.Tensor.random_
+"""As it is before it is replaced in replicas."""
 _SELU_FLOOR = -1.7580993408473766
 """-lambda * alpha of SELU, what a dropped unit of alpha dropout becomes (Klambauer et al. 2017)."""
 
@@ -140,75 +145,135 @@ REPLACED_FUNCTIONS = {
 """The functions of torch.nn.functional that are replaced in replicas, by their names."""
 
 
-# -------------------------------------------------------------------------- masks of replicas
+# -------------------------------------------------------------------------- draws of replicas
 
 
-@dataclass(frozen=True)
-class MaskDraw:
-    """One mask of one call."""
+@dataclass(eq=False)
+class BatchDraw:
+    """One draw of a replica, for the whole batch: a mask of dropout, or noise."""
 
     seed: int
     block: Block | None
+    dims: dict[int, int | None] = field(default_factory=dict)
+    """The dimension of the rows in what its k-th operation draws; None where there is none."""
 
 
-_drawn: OrderedDict[int, MaskDraw] = OrderedDict()
-"""Masks by a number that torch's generator gave when they were drawn. Gradient checkpointing sets
-the generator back and computes again: it must find the same masks."""
+_drawn: OrderedDict[int, BatchDraw] = OrderedDict()
+"""Draws by a number that torch's generator gave when they were made. Gradient checkpointing sets
+the generator back and computes again: it must find the same ones."""
 
 
-def _mask(mask_shape: MaskShape, x: Tensor, p: float, training: bool) -> Tensor | None:
-    """Ones and zeros that broadcast over x; None if torch draws the mask itself."""
-    shape = mask_shape(x) if training and 0 < p < 1 else None
-    draw = _next_draw() if shape is not None else None
-    if shape is None or draw is None:
-        return None
-    return (
-        _kept(draw, shape, p, x.device).to(x.dtype).reshape(shape + (1,) * (x.dim() - len(shape)))
-    )
-
-
-def _next_draw() -> MaskDraw | None:
-    """The mask of this call of dropout; None if torch draws it itself."""
+def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
+    """This draw and the call to which it belongs; None for what torch draws itself."""
     if torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes again
-        return _recomputed_draw() if _drawn else None
-    call = forward_calls.current()
+        return (_recomputed_draw() if _drawn else None), forward_calls.current()
+    call = forward_calls.current() or _call_of_method()
+    if call is not None and call.trial is not None:
+        call.draws += 1
+        seed = derive_seed(call.seed, call.draws - 1)
+        return (BatchDraw(seed, Block(0, 2, 2)) if is_noise else None), call
     if call is None or call.dropout == "rank":
-        return None
-    own = () if call.block is not None else (get_transport().rank,)
-    draw = _drawn[_token()] = MaskDraw(derive_seed(call.seed, call.masks, *own), call.block)
-    call.masks += 1
-    if len(_drawn) > _MAX_MASKS:
+        return None, call
+    in_training = bool(call.saved_rng_states)
+    block = call.block if in_training else call.batch.resolve_on_this_rank()
+    if block is None and (is_noise or not in_training):
+        return None, call
+    if in_training:
+        own = () if block is not None else (get_transport().rank,)
+        token, seed = draw_token(), derive_seed(call.seed, call.draws, *own)
+    else:  # the script's own generator decides, which is in step on all ranks
+        assert block is not None
+        state = torch.get_rng_state()
+        token = draw_token()
+        seed = derive_seed(token, call.draws)
+        if block.total < block.size:  # ranks without rows skip the batch, and do not draw
+            torch.set_rng_state(state)
+    draw = _drawn[token] = BatchDraw(seed, block)
+    call.draws += 1
+    if len(_drawn) > _MAX_DRAWS:
         _drawn.popitem(last=False)
-    return draw
+    return draw, call
 
 
-def _recomputed_draw() -> MaskDraw | None:
-    """The mask that was drawn at this state of torch's generator, in a replica.
+def _call_of_method() -> ForwardCall | None:
+    """A call for what is drawn in another method of a replica than its forward."""
+    frame: FrameType | None = sys._getframe(2) if forward_calls.replica_of_part else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                replica = forward_calls.replica_of_part.get(module)
+                return None if replica is None else replica.call_of_method()
+        frame = frame.f_back
+    return None
 
-    Without one the generator stays as it is, so that torch draws the mask of its own forward again.
+
+def _recomputed_draw() -> BatchDraw | None:
+    """What was drawn at this state of torch's generator, in a replica.
+
+    Without one the generator stays as it is, so that torch draws what its own forward drew again.
     """
     state = torch.get_rng_state()
-    draw = _drawn.get(_token())
+    draw = _drawn.get(draw_token())
     if draw is None:
         torch.set_rng_state(state)
     return draw
 
 
-def _token() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_())
+def draw_token(generator: torch.Generator | None = None) -> int:
+    """A number by which a draw is found again."""
+    return int(_random(torch.empty((), dtype=torch.int64), generator=generator))
 
 
-def _kept(draw: MaskDraw, shape: Shape, p: float, device: torch.device) -> Tensor:
+# -------------------------------------------------------------------------- masks of dropout
+
+
+def _mask(mask_shape: MaskShape, x: Tensor, p: float, training: bool) -> Tensor | None:
+    """Ones and zeros that broadcast over x; None if torch draws the mask itself."""
+    shape = mask_shape(x) if training and 0 < p < 1 else None
+    draw, call = next_draw(is_noise=False) if shape is not None else (None, None)
+    if shape is None or (draw is None and (call is None or call.trial is None)):
+        return None
+    if draw is None:
+        assert call is not None
+        call.batch_dims.find(shape, 1, call)
+        return None
+    kept = _kept(draw, shape, p, x.device, _row_dim(draw, shape, call, x)).to(x.dtype)
+    return kept.reshape(shape + (1,) * (x.dim() - len(shape)))
+
+
+def _row_dim(draw: BatchDraw, shape: Shape, call: ForwardCall | None, x: Tensor) -> int | None:
+    """The dimension of the rows in a mask."""
+    block = draw.block
+    if block is None or isinstance(x, nn.Parameter):  # the weights of a layer
+        return None
+    if 0 in draw.dims:
+        return draw.dims[0]
+    rows = max(block.count, 1)
+    dim: int | None
+    if shape[:1] == (rows,) and shape[1:2] != (rows,):
+        dim = 0
+    else:
+        dim = 1 if shape[1:2] == (rows,) and shape[:1] != (rows,) else 0
+        dim = None if not shape or shape[dim] % rows else dim
+        if call is not None and call.batch_dims is not None:
+            found = call.batch_dims.find(shape, rows, call)
+            dim = dim if found == "unknown" else found
+    draw.dims[0] = dim
+    return dim
+
+
+def _kept(draw: BatchDraw, shape: Shape, p: float, device: torch.device, dim: int | None) -> Tensor:
     """A boolean mask, true with probability 1 - p."""
     block = draw.block
-    rows = 1 if block is None else max(block.count, 1)
-    if block is not None and shape[:1] != (rows,) and shape[1:2] == (rows,):
-        swapped = (shape[1], shape[0], *shape[2:])  # (time, batch, ...)
-        return _kept(draw, swapped, p, device).transpose(0, 1)
-    if block is None or not shape or shape[0] % rows:
+    if dim:
+        swapped = (shape[dim], *shape[1:dim], shape[0], *shape[dim + 1 :])
+        return _kept(draw, swapped, p, device, 0).transpose(0, dim)
+    if block is None or dim is None:
         first, total = 0, math.prod(shape)
     else:
-        width = math.prod(shape) // rows
+        width = math.prod(shape) // max(block.count, 1)  # a row may have several entries
         first, total = block.start * width, block.total * width
     count = math.prod(shape)
     if device.type == "cpu":

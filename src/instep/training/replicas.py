@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
@@ -28,9 +28,11 @@ from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import find_candidates
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
+from instep.training.draws import functions
+from instep.training.draws.batch_dims import BatchDims
 from instep.training.errors import ReplicatedTwiceError
-from instep.training.forward_calls import ForwardCall, Scope
-from instep.training.random_ops import REPLACED_FUNCTIONS
+from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
+from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
     broadcast_seed,
     default_generators,
@@ -56,12 +58,18 @@ class Replica:
     """Whether there was a warning of random numbers that each rank draws for itself."""
     has_new_parts: bool = False
     """Whether a parameter or a module was added since the last call."""
+    batch_dims: BatchDims = field(default_factory=BatchDims)
+    """What is known of the random numbers that it draws."""
+
+    def call_of_method(self) -> ForwardCall:
+        """A call for what one of its other methods draws."""
+        return ForwardCall(
+            find_candidates(()), dropout=self.dropout, replica=self, batch_dims=self.batch_dims
+        )
 
 
 _replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
 """Replicated models, without their parts."""
-_replica_of_part: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
-"""Every module of the replicated models."""
 _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of which rows batch normalisation takes the statistics, by its parameters and buffers."""
 
@@ -104,7 +112,7 @@ def replicate(
             raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")
     check_compression(compression)
     for name, module in model.named_modules():
-        if module in _replica_of_part:
+        if module in replica_of_part:
             raise ReplicatedTwiceError(f"{name or 'the model'} ({type(module).__name__})")
     transport = get_transport()
     replica = Replica(
@@ -117,8 +125,6 @@ def replicate(
     )
     _add_new_parts(model, replica)
     _replica_of[model] = replica
-    if dropout == "global":
-        replica.has_warned = _warn_of_layers(model)
     model.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
     _patch_torch()
@@ -127,7 +133,7 @@ def replicate(
 
 def is_replicated(model: nn.Module) -> bool:
     """Whether `model` or a part of it is a replica."""
-    return any(module in _replica_of_part for module in model.modules())
+    return any(module in replica_of_part for module in model.modules())
 
 
 def _add_new_parts(model: nn.Module, replica: Replica) -> None:
@@ -152,7 +158,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         "Build the same model on every rank.",
     )
     for module in model.modules():
-        _replica_of_part[module] = replica
+        replica_of_part[module] = replica
     broadcast_coalesced(list(tensors.values()))
     for tensor in tensors.values():
         _statistics_of[tensor] = replica.statistics
@@ -162,28 +168,11 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     replica.has_new_parts = False
 
 
-def _warn_of_layers(model: nn.Module) -> bool:
-    """Warn of layers whose random numbers cannot be replaced; returns whether there are any."""
-    names = [
-        f"{name or type(module).__name__} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-    ]
-    if names:
-        warnings.warn(
-            f"dropout inside {', '.join(names)} is drawn by each rank: the numbers are not those "
-            "of one process. An nn.Dropout outside of the layer has the numbers of one process.",
-            InstepWarning,
-            stacklevel=3,
-        )
-    return bool(names)
-
-
 def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
     """Warn if a call has drawn more from torch's generators than its dropout masks."""
     expected = torch.Generator().manual_seed(seed)
-    for _ in range(call.masks):
-        torch.empty((), dtype=torch.int64).random_(generator=expected)
+    for _ in range(call.draws):
+        draw_token(expected)
     of_cpu, *of_gpu = default_generators()
     if not torch.equal(expected.get_state(), of_cpu.get_state()) or any(
         not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu
@@ -213,6 +202,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     call = ForwardCall(
         find_candidates((args, kwargs)), replica.statistics, replica.dropout, seed, replica=replica
     )
+    call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
     if module.training:
         for generator in default_generators():
             call.saved_rng_states.append(generator.get_state())
@@ -228,6 +218,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if replica is None or call is None or call.replica is not replica:
         return
     forward_calls.pop()
+    call.arguments = None
     if call.saved_rng_states:
         if replica.dropout == "global" and not replica.has_warned:
             replica.has_warned = True
@@ -238,7 +229,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
 
 
 def _on_registration(module: nn.Module, name: str, added: object) -> None:
-    owner = _replica_of_part.get(module)
+    owner = replica_of_part.get(module)
     if owner is not None and added is not None:
         owner.has_new_parts = True
 
@@ -248,13 +239,14 @@ def _patch_torch() -> None:
     """Replace the functions of torch that replicas need; once, for good."""
     register_module_parameter_registration_hook(_on_registration)
     register_module_module_registration_hook(_on_registration)
-    functions = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
+    replaced = {"batch_norm": _batch_norm, **REPLACED_FUNCTIONS}
     sync_batch_norm = torch_batchnorm.SyncBatchNorm
     PatchHandle(
         [
             gradients.PATCH,
             Patch(sync_batch_norm, "forward", _sync_batch_norm, compile="skip"),
-            *(Patch(nn.functional, *row, compile="skip") for row in functions.items()),
+            *(Patch(nn.functional, *row, compile="skip") for row in replaced.items()),
+            *functions.PATCHES,
         ]
     )
 
@@ -279,15 +271,17 @@ def _batch_norm(
 
 def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
-    plain = torch_batchnorm._BatchNorm.forward if module in _replica_of_part else original
+    plain = torch_batchnorm._BatchNorm.forward if module in replica_of_part else original
     output: Tensor = plain(module, x)
     return output
 
 
 def _statistics(*tensors: Tensor | None) -> Scope | None:
+    call = forward_calls.current()
+    if call is not None and call.trial is not None:
+        return "rank"
     for tensor in tensors:
         if tensor is not None and tensor in _statistics_of:
             known: Scope = _statistics_of[tensor]
             return known
-    call = forward_calls.current()
     return None if call is None else call.statistics

@@ -122,7 +122,7 @@ class ModuleCallRecorder:
             for each in default_generators()
         )
         others_moved = hash_generators(replica.saved_rng_states) != self._before
-        return replica.masks > 0 or moved or others_moved
+        return replica.draws > 0 or moved or others_moved
 
 
 def _in_half_precision(output: object) -> bool:

@@ -1,0 +1,199 @@
+"""Which dimension of what a forward draws has the rows of the batch.
+
+A shape does not tell: of 32 rows, a draw of shape (32,) may be one number for each row, or one for
+each feature. So the forward is tried once with one row more, on a copy of the module that shares
+its parameters, and the shapes that each line of the script draws are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import instep
+from instep.errors import InstepWarning
+from instep.training import forward_calls
+from instep.training.batches import BatchCandidates
+from instep.training.forward_calls import ForwardCall
+from instep.training.random_streams import RNGStates, default_generators
+
+Shape = tuple[int, ...]
+Dim = int | None | Literal["unknown"]
+"""The dimension of the rows; None: there is none, the numbers are for the whole batch."""
+
+_MAX_TRIALS = 8
+"""A model whose shapes go on changing is not tried for ever."""
+_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (instep, torch))
+
+
+class BatchDims:
+    """What is known of the draws of one replica."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Shape, int], Dim] = {}
+        self._dims_at: defaultdict[tuple[str, int], set[Dim]] = defaultdict(set)
+        self._shapes_without: set[tuple[str, Shape]] = set()
+        self._trials = 0
+        self._warned: set[str] = set()
+
+    def find(self, shape: Shape, rows: int, call: ForwardCall) -> Dim:
+        """The dimension of the rows in a draw of this shape, in a call with so many rows."""
+        line = script_line(with_offset=True)
+        if call.trial is not None:
+            call.trial.append((line, shape))
+            return "unknown"
+        if not any(length and length % rows == 0 for length in shape):
+            return None
+        key = line, shape, rows
+        if key not in self._known:
+            dim = self._infer(line, shape, rows)
+            if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
+                self._trials += 1
+                drawn = _try_one_row_more(call, rows)
+                dim = _compare([s for at, s in drawn if at == line], shape, rows)
+            self._learn(key, dim)
+        return self._known[key]
+
+    def warn(self, problem: str) -> None:
+        """Warn of a line of the script, once."""
+        line = script_line()
+        if line not in self._warned:
+            self._warned.add(line)
+            warnings.warn(f"{line} {problem}", InstepWarning, stacklevel=2)
+
+    def _infer(self, line: str, shape: Shape, rows: int) -> Dim:
+        """From draws of the same line with other numbers of rows."""
+        if (line, shape) in self._shapes_without:
+            return None
+        dims = self._dims_at[line, len(shape)]
+        dim = next(iter(dims)) if len(dims) == 1 else None
+        return dim if isinstance(dim, int) and shape[dim] % rows == 0 else "unknown"
+
+    def _learn(self, key: tuple[str, Shape, int], dim: Dim) -> None:
+        line, shape, _ = key
+        self._known[key] = dim
+        if dim != "unknown":
+            self._dims_at[line, len(shape)].add(dim)
+        if dim is None:
+            self._shapes_without.add((line, shape))
+
+
+def script_line(*, with_offset: bool = False) -> str:
+    """File and line of the innermost function that is neither instep's nor torch's.
+
+    With the offset of the instruction, two draws of one line differ.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = frame
+    while frame is not None:
+        found = frame
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            break
+        frame = frame.f_back
+    assert found is not None
+    offset = f":{found.f_lasti}" if with_offset else ""
+    return f"{found.f_code.co_filename}:{found.f_lineno}{offset}"
+
+
+def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
+    """The dimension that is longer by one row's entries in what was drawn with one row more."""
+    dims: set[Dim] = set()
+    for other in drawn:
+        if len(other) != len(shape):
+            continue
+        longer = [k for k, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+        if not longer:
+            dims.add(None)
+        elif all(other[k] * rows == shape[k] * (rows + 1) for k in longer):
+            dims.add(longer[0] if len(longer) == 1 else "unknown")
+    return dims.pop() if len(dims) == 1 else "unknown"
+
+
+def _try_one_row_more(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
+    """The lines and shapes of what the forward draws with one row more."""
+    module, args, kwargs = call.arguments  # type: ignore[misc]
+    longer = False
+
+    def add_row(x: Tensor) -> Tensor:
+        nonlocal longer
+        dim = next((k for k in (0, 1) if x.dim() > k and x.shape[k] == rows), None)
+        if dim is None:
+            return x
+        longer = True
+        return torch.cat((x.detach(), x.detach().narrow(dim, rows - 1, 1)), dim)
+
+    args, kwargs = tree_map_only(Tensor, add_row, (args, kwargs))
+    trial = ForwardCall(  # of the same seed, since a forward may skip layers at random
+        BatchCandidates((None,)), "rank", seed=call.seed, batch_dims=call.batch_dims, trial=[]
+    )
+    assert trial.trial is not None
+    if not longer:
+        return trial.trial
+    device = next(
+        (x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), "cpu"
+    )
+    generators = default_generators()
+    states = [generator.get_state() for generator in generators]
+    others = RNGStates.capture()
+    forward_calls.push(trial)
+    try:
+        _run_in_thread(lambda: _call_copy(module, args, kwargs), devices[0])
+    finally:
+        forward_calls.pop_trial()
+        others.restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    return trial.trial
+
+
+def _run_in_thread(function: Callable[[], None], device: str) -> None:
+    """A draw is in the midst of torch's dispatcher, whose state is that of a thread: in it, some
+    functions compute otherwise."""
+    casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        with suppress(Exception), torch.no_grad():  # what was drawn before an error is known
+            if index is not None:
+                torch.cuda.set_device(index)
+            with torch.autocast(device, casts[1], enabled=casts[0]):
+                function()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def _call_copy(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Call a copy of the module that shares its parameters, and leave no trace."""
+    with redirect_stdout(io.StringIO()), ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        twin = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+        for part in twin.modules():
+            _remove_hooks_of_the_script(part)
+        twin.forward(*args, **kwargs)
+
+
+def _remove_hooks_of_the_script(part: nn.Module) -> None:
+    """Leave hooks of torch's own, such as those of normed weights."""
+    for hooks in (part._forward_hooks, part._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__module__", None) or type(hook).__module__
+            if owner.split(".")[0] != "torch":
+                del hooks[key]

@@ -1,0 +1,221 @@
+"""Random numbers of replicas by position in the global batch: ranks in turn, in one process.
+
+Draws need no other rank: each is made for the whole batch. So each rank's forward can be played
+after the other; joined, the outputs are those of one rank with all rows, and the gradients' sum its
+gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.errors import InstepWarning
+from instep.training import batches, replicas
+from instep.training.blocks import Block
+
+Body = Callable[["Drawing", Tensor], Tensor]
+
+
+class Drawing(nn.Module):
+    """A model that draws in between of two layers."""
+
+    def __init__(self, body: Body, *parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.body = nn.Linear(6, 8), nn.Linear(8, 3), body
+        self.parts = nn.ModuleList(parts)
+        self.sigma = nn.Parameter(torch.full((8, 8), 0.1))
+        self.register_buffer("noise", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self, torch.tanh(self.first(x))))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(torch.tanh(self.first(x)), 0.4))
+
+
+def played(
+    model: nn.Module, x: Tensor, ranks: int, step: int, call: Callable[[Tensor], Tensor]
+) -> Any:
+    """What all ranks return, joined; the gradients, summed; and the next number outside."""
+    outputs: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.grad = None
+    replica = replicas._replica_of[model]
+    following = set()
+    for rank in range(ranks):
+        replica.steps = step
+        torch.manual_seed(5)
+        block = Block(rank, ranks, len(x))
+        own = block.slice(x)
+        batches.end_step()
+        batches.register(own, block)
+        y = call(own)
+        if y.requires_grad and not block.is_empty:
+            torch._C._set_grad_enabled(True)
+            (y.square().sum() + y.sin().sum()).backward(inputs=list(model.parameters()))
+        outputs += [] if block.is_empty else [y.detach()]
+        following.add(torch.rand(()).item())
+    batches.reset()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(following) == 1, "the generators stay in step"
+    return torch.cat(outputs), gradients, following
+
+
+def same_on_any_number_of_ranks(
+    model: nn.Module, rows: int, call: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Play one rank, two and three; returns the outputs."""
+    x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(1)).to(model.first.weight)
+    call = call or model
+    step = replicas._replica_of[model].steps
+    whole, gradients, following = played(model, x, 1, step, call)
+    for ranks in (2, 3):
+        joined, summed, after = played(model, x, ranks, step, call)
+        torch.testing.assert_close(joined, whole, rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(summed, gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert after == following
+    return whole
+
+
+def sized(model: Drawing, y: Tensor) -> Tensor:
+    own = torch.rand(y.shape[0], 8) + torch.randn(len(y), 1) + torch.randint(0, 3, (len(y), 8))
+    return y + own + torch.randn(8) + torch.rand(1) + torch.normal(0.0, 1.0, (len(y), 8))
+
+
+def like(model: Drawing, y: Tensor) -> Tensor:
+    return y + torch.randn_like(y) * torch.rand_like(y[:, :1]) + torch.randint_like(y, 4)
+
+
+def in_place(model: Drawing, y: Tensor) -> Tensor:
+    y = y + y.new_empty(y.shape).normal_() + torch.empty_like(y).uniform_(-1, 1)
+    y = y + y.detach().clone().exponential_() + torch.empty(8).cauchy_().clamp(-1, 1)
+    return y + torch.empty(len(y), 8).bernoulli_(0.3) + torch.empty(8, len(y)).log_normal_().t()
+
+
+def by_values(model: Drawing, y: Tensor) -> Tensor:
+    p = y.detach().abs()
+    y = y * torch.bernoulli(p) + torch.bernoulli(torch.full((8,), 0.5)) + p.bernoulli(0.3)
+    y = y + torch.normal(y.detach(), 0.3) + torch.normal(0.0, p) + torch.normal(y.detach(), p)
+    y = y + torch.empty_like(y).bernoulli_(p)
+    y = y * F.one_hot(torch.multinomial(p + 0.1, 1)[:, 0], 8)
+    return y + torch.multinomial(p + 0.1, 3, replacement=True)[:, :1]
+
+
+def of_parameters(model: Drawing, y: Tensor) -> Tensor:
+    model.noise.normal_()
+    weight = model.sigma * torch.randn_like(model.sigma)
+    dropped = F.dropout(model.sigma, 0.5) + F.dropout(model.sigma * 2, 0.5)
+    return y + model.noise + y @ weight + y @ dropped + torch.randperm(8)
+
+
+def activations(model: Drawing, y: Tensor) -> Tensor:
+    y = F.rrelu(y, 0.1, 0.4, training=True) + F.gumbel_softmax(y) + F.alpha_dropout(y, 0.2, True)
+    y = y + F.feature_alpha_dropout(y.view(-1, 4, 2), 0.3, True).reshape(-1, 8)
+    return y + torch.alpha_dropout(y, 0.3, True) + torch.dropout(y, 0.3, True)
+
+
+def attention(model: Drawing, y: Tensor) -> Tensor:
+    q = y.view(len(y), 2, 2, 2)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3).reshape(len(y), 8)
+
+
+def flattened(model: Drawing, y: Tensor) -> Tensor:
+    z = y.view(2 * len(y), 4)
+    z = F.dropout(z + torch.randn_like(z) + torch.randn(2 * len(y), 4), 0.2)
+    return z.view(len(y), 8)
+
+
+def time_first(model: Drawing, y: Tensor) -> Tensor:
+    z = torch.stack([y, y.sin(), y.cos(), -y, y, y, y, y])
+    z = F.dropout(z + torch.randn_like(z) + torch.randn(8, len(y), 8), 0.2)
+    return z.mean(0)
+
+
+def recomputed(model: Drawing, y: Tensor) -> Tensor:
+    def part(y: Tensor) -> Tensor:
+        return y + torch.randn_like(y) * y + F.dropout(y, 0.2) + attention(model, y)
+
+    return checkpoint(part, y, use_reentrant=False)
+
+
+def sequences(y: Tensor) -> Tensor:
+    return torch.stack([y, y.sin(), y.cos()])
+
+
+def recurrent(model: Drawing, y: Tensor) -> Tensor:
+    return sum(part(sequences(y))[0].mean(0) for part in model.parts)
+
+
+def transformer(model: Drawing, y: Tensor) -> Tensor:
+    z = sequences(y)
+    encoder, attends = model.parts
+    return (encoder(z) + attends(z, z, z)[0] + attends(z, z, z, need_weights=False)[0]).mean(0)
+
+
+def layer_drop(model: Drawing, y: Tensor) -> Tensor:
+    for _ in range(4):
+        if torch.rand(1) < 0.5:
+            y = y + torch.randn(len(y), 8)
+    return y
+
+
+BODIES: list[Any] = [
+    *(sized, like, in_place, by_values, of_parameters, activations, attention, flattened),
+    *(time_first, recomputed, layer_drop),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("rows", [7, 16, 2])
+def test_draws_are_those_of_the_whole_batch(body: Body, rows: int) -> None:
+    """16 rows: 8 on each of two ranks, as many as there are features."""
+    model = instep.replicate(Drawing(body))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstepWarning)
+        first = same_on_any_number_of_ranks(model, rows)
+        assert not torch.equal(same_on_any_number_of_ranks(model, rows), first), "new in each step"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers(kind: Any) -> None:
+    parts = [kind(8, 8, 2, dropout=0.4), kind(8, 4, 3, dropout=0.3, bidirectional=True)]
+    same_on_any_number_of_ranks(instep.replicate(Drawing(recurrent, *parts)), 7)
+
+
+def test_dropout_of_attention() -> None:
+    parts = nn.TransformerEncoderLayer(8, 2, 8, 0.3), nn.MultiheadAttention(8, 2, 0.3)
+    same_on_any_number_of_ranks(instep.replicate(Drawing(transformer, *parts)), 7)
+
+
+@pytest.mark.parametrize("body", [attention, like, activations])
+def test_draws_in_other_dtypes(body: Body) -> None:
+    same_on_any_number_of_ranks(instep.replicate(Drawing(body).double()), 7)
+
+
+def test_draws_in_evaluation_come_from_the_scripts_generator() -> None:
+    model = instep.replicate(Drawing(like)).eval()
+    first = same_on_any_number_of_ranks(model, 7)
+    assert torch.equal(same_on_any_number_of_ranks(model, 7), first)
+    assert not torch.equal(model(torch.ones(4, 6)), model(torch.ones(4, 6)))
+
+
+def test_dropout_in_evaluation_is_new_in_each_call() -> None:
+    model = instep.replicate(Drawing(lambda model, y: F.dropout(y, 0.5))).eval()
+    x = instep.shard(torch.ones(4, 6))
+    assert not torch.equal(model(x), model(x))
+    same_on_any_number_of_ranks(model, 7)
+
+
+def test_other_methods_than_forward() -> None:
+    model = instep.replicate(Drawing(like))
+    same_on_any_number_of_ranks(model, 7, model.encode)
