@@ -7,6 +7,7 @@ gradient.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -219,3 +220,61 @@ def test_dropout_in_evaluation_is_new_in_each_call() -> None:
 def test_other_methods_than_forward() -> None:
     model = instep.replicate(Drawing(like))
     same_on_any_number_of_ranks(model, 7, model.encode)
+
+
+def packed(model: Drawing, y: Tensor) -> Tensor:
+    rows = nn.utils.rnn.pack_padded_sequence(sequences(y), torch.full((len(y),), 3))
+    return y + model.parts[0](rows)[1][0][0]
+
+
+def unlike(model: Drawing, y: Tensor) -> Tensor:
+    return y + torch.poisson(y.detach().abs())
+
+
+def shuffled(model: Drawing, y: Tensor) -> Tensor:
+    return y + y[torch.randperm(len(y))]
+
+
+@pytest.mark.filterwarnings("ignore:Drawing draws random numbers of its own")
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (packed, "runs a recurrent layer with dropout on packed sequences"),
+        (unlike, r"calls torch.poisson with the rows of the batch"),
+        (shuffled, r"calls torch.randperm with the rows of the batch"),
+    ],
+)
+def test_a_line_that_each_rank_draws_for_itself_is_named(body: Body, message: str) -> None:
+    parts = [nn.LSTM(8, 8, 2, dropout=0.5)] if body is packed else []
+    model, x = instep.replicate(Drawing(body, *parts)), torch.ones(5, 6)
+    batches.end_step()
+    batches.register(x, Block(0, 2, 10))
+    with pytest.warns(InstepWarning, match=rf"test_draws.py:\d+ {message}"):
+        model(x)
+    model(x)  # said once
+
+
+def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
+    model, x = instep.replicate(Drawing(like)), torch.ones(8, 6)
+    model.lock = threading.Lock()  # so it cannot be copied
+    batches.end_step()
+    batches.register(x, Block(0, 2, 16))
+    with pytest.warns(InstepWarning, match=r"py:\d+ draws \(8, 8\) in a forward with 8 rows"):
+        model(x)
+
+
+def test_draws_under_autocast() -> None:
+    def body(model: Drawing, y: Tensor) -> Tensor:
+        return attention(model, y) + torch.randn_like(y)
+
+    model = instep.replicate(Drawing(body))
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    x = torch.ones(7, 6)
+    step = replicas._replica_of[model].steps
+    whole, _, _ = played(model, x, 1, step, call)
+    joined, _, _ = played(model, x, 3, step, call)
+    torch.testing.assert_close(joined, whole, rtol=0.02, atol=0.02)

@@ -337,10 +337,10 @@ def test_dropout_functions_have_torchs_defaults():
 def test_as_many_masks_are_remembered_as_gradient_checkpointing_may_ask_for():
     model = instep.replicate(nn.Dropout(0.5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random_ops, "_MAX_MASKS", len(random_ops._drawn) + 2)
+        patch.setattr(random_ops, "_MAX_DRAWS", len(random_ops._drawn) + 2)
         for _ in range(5):
             model(torch.ones(4))
-        assert len(random_ops._drawn) == random_ops._MAX_MASKS
+        assert len(random_ops._drawn) == random_ops._MAX_DRAWS
 
 
 @ranks(2)
@@ -364,12 +364,24 @@ def test_what_a_model_draws_moves_no_other_stream():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    with pytest.warns(InstepWarning, match="Noisy draws random numbers of its own in its forward"):
-        noise = model(instep.shard(torch.zeros(4, 3)))
-    model(torch.zeros(4, 3))  # said once
+    noise = model(instep.shard(torch.zeros(4, 3)))
     assert torch.equal(torch.rand(1), expected)
     everybodys = instep.all_gather_object(noise.tolist())
     assert instep.world_size == 1 or everybodys[0] != everybodys[1], "each rank its own noise"
+
+
+@ranks(1, 2)
+def test_what_a_model_draws_without_a_batch_is_each_ranks_own():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.randn_like(x)
+
+    model = instep.replicate(Noisy())
+    with pytest.warns(InstepWarning, match="Noisy draws random numbers of its own in its forward"):
+        noise = model(torch.zeros(4, 3))
+    model(torch.zeros(4, 3))  # said once
+    everybodys = instep.all_gather_object(noise.tolist())
+    assert instep.world_size == 1 or everybodys[0] != everybodys[1]
 
 
 def checkpointed(log, reentrant):
@@ -392,12 +404,24 @@ def test_gradient_checkpointing_finds_the_same_masks(reentrant):
     exactly(checkpointed, reentrant, sizes=(2,), nudge=True)
 
 
-@ranks(1, 2)
-def test_randomness_out_of_reach_is_named():
-    with pytest.warns(InstepWarning, match=r"0 \(LSTM\), 1 \(MultiheadAttention\) is drawn by"):
-        instep.replicate(
-            nn.Sequential(nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(2, 1, 0.1))
-        )
+def attending(log):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 8)
+            self.attends = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3)
+            self.recurs, self.last = nn.LSTM(8, 8, 2, dropout=0.3), nn.Linear(8, 4)
+
+        def forward(self, x):
+            y = torch.stack([self.first(x * k) for k in range(3)])
+            y = checkpoint(self.attends, y, use_reentrant=False)
+            return self.last(self.recurs(y)[0].mean(0) + torch.randn(len(x), 8).double())
+
+    train(log, Deep().to(float64), rows(23), lambda m, x, y: cross_entropy(m(x), y))
+
+
+def test_dropout_of_attention_and_between_recurrent_layers_and_noise():
+    exactly(attending, sizes=(3,), nudge=True)
 
 
 # ----------------------------------------------------------------------------- gradients

@@ -46,6 +46,8 @@ class BatchDims:
         self._known: dict[tuple[str, Shape, int], Dim] = {}
         self._dims_at: defaultdict[tuple[str, int], set[Dim]] = defaultdict(set)
         self._shapes_without: set[tuple[str, Shape]] = set()
+        self._drawn: dict[int, list[tuple[str, Shape]]] = {}
+        """The lines and shapes of the trial in forwards with so many rows."""
         self._trials = 0
         self._warned: set[str] = set()
 
@@ -59,11 +61,11 @@ class BatchDims:
             return None
         key = line, shape, rows
         if key not in self._known:
-            dim = self._infer(line, shape, rows)
+            dim = self._compare(line, shape, rows)
             if dim == "unknown" and call.arguments is not None and self._trials < _MAX_TRIALS:
                 self._trials += 1
-                drawn = _try_one_row_more(call, rows)
-                dim = _compare([s for at, s in drawn if at == line], shape, rows)
+                self._drawn[rows] = _try_one_row_more(call, rows)
+                dim = self._compare(line, shape, rows)
             self._learn(key, dim)
         return self._known[key]
 
@@ -74,8 +76,13 @@ class BatchDims:
             self._warned.add(line)
             warnings.warn(f"{line} {problem}", InstepWarning, stacklevel=2)
 
-    def _infer(self, line: str, shape: Shape, rows: int) -> Dim:
-        """From draws of the same line with other numbers of rows."""
+    def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
+        """From a trial, or from draws of the same line with other numbers of rows."""
+        dim = _compare(
+            [other for at, other in self._drawn.get(rows, ()) if at == line], shape, rows
+        )
+        if dim != "unknown":
+            return dim
         if (line, shape) in self._shapes_without:
             return None
         dims = self._dims_at[line, len(shape)]
@@ -142,9 +149,7 @@ def _try_one_row_more(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
     assert trial.trial is not None
     if not longer:
         return trial.trial
-    device = next(
-        (x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), "cpu"
-    )
+    devices = [x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     generators = default_generators()
     states = [generator.get_state() for generator in generators]
     others = RNGStates.capture()
