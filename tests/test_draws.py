@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,3 +279,9 @@ def test_draws_under_autocast() -> None:
     whole, _, _ = played(model, x, 1, step, call)
     joined, _, _ = played(model, x, 3, step, call)
     torch.testing.assert_close(joined, whole, rtol=0.02, atol=0.02)
+
+
+def test_noise_of_numpy_is_named() -> None:
+    model = instep.replicate(Drawing(lambda model, y: y + float(np.random.rand())))
+    with pytest.warns(InstepWarning, match="Drawing draws random numbers of its own"):
+        model(torch.ones(4, 6))

@@ -89,7 +89,7 @@ def pop() -> ForwardCall:
     return _last
 
 
-def pop_trial() -> None:
+def drop() -> None:
     """End the innermost call, which was none of the script's."""
     _stack.pop()
 

@@ -34,6 +34,7 @@ from instep.training.errors import ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
+    RNGStates,
     broadcast_seed,
     default_generators,
     derive_seed,
@@ -58,6 +59,8 @@ class Replica:
     """Whether there was a warning of random numbers that each rank draws for itself."""
     has_new_parts: bool = False
     """Whether a parameter or a module was added since the last call."""
+    other_states: RNGStates | None = None
+    """The states of numpy's and Python's generators before its first call in training."""
     batch_dims: BatchDims = field(default_factory=BatchDims)
     """What is known of the random numbers that it draws."""
 
@@ -168,14 +171,18 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     replica.has_new_parts = False
 
 
-def _warn_of_draws(model: nn.Module, call: ForwardCall, seed: int) -> None:
-    """Warn if a call has drawn more from torch's generators than its dropout masks."""
+def _warn_of_draws(
+    model: nn.Module, call: ForwardCall, seed: int, others: RNGStates | None
+) -> None:
+    """Warn if a call has drawn from generators otherwise than for the whole batch."""
     expected = torch.Generator().manual_seed(seed)
     for _ in range(call.draws):
         draw_token(expected)
     of_cpu, *of_gpu = default_generators()
-    if not torch.equal(expected.get_state(), of_cpu.get_state()) or any(
-        not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu
+    if (
+        not torch.equal(expected.get_state(), of_cpu.get_state())
+        or any(not torch.equal(make_rng_state(each, seed), each.get_state()) for each in of_gpu)
+        or (others is not None and not others.equals_except_torch(RNGStates.capture()))
     ):
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
@@ -204,6 +211,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
     call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
     if module.training:
+        if not replica.has_warned:
+            replica.other_states = RNGStates.capture()
         for generator in default_generators():
             call.saved_rng_states.append(generator.get_state())
             generator.manual_seed(derive_seed(seed, replica.transport.rank))
@@ -222,7 +231,9 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if call.saved_rng_states:
         if replica.dropout == "global" and not replica.has_warned:
             replica.has_warned = True
-            _warn_of_draws(module, call, derive_seed(call.seed, replica.transport.rank))
+            seed = derive_seed(call.seed, replica.transport.rank)
+            _warn_of_draws(module, call, seed, replica.other_states)
+            replica.other_states = None
         for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
     forward_calls.tag_outputs(output, call)

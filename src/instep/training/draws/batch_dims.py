@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import instep
 from instep.errors import InstepWarning
 from instep.training import forward_calls
 from instep.training.batches import BatchCandidates
@@ -36,7 +35,7 @@ Dim = int | None | Literal["unknown"]
 
 _MAX_TRIALS = 8
 """A model whose shapes go on changing is not tried for ever."""
-_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (instep, torch))
+_LIBRARIES = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
 
 
 class BatchDims:
@@ -157,7 +156,7 @@ def _try_one_row_more(call: ForwardCall, rows: int) -> list[tuple[str, Shape]]:
     try:
         _run_in_thread(lambda: _call_copy(module, args, kwargs), devices[0])
     finally:
-        forward_calls.pop_trial()
+        forward_calls.drop()
         others.restore()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
