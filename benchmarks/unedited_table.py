@@ -3,7 +3,8 @@
     make unedited
 
 A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
-with its parameters moved by 1e-7 (its own noise), and under `instep run` with 2 and 3 ranks, each
+with its parameters moved by 1e-7 in each step (its own noise), and under `instep run` with 2 and 3
+ranks, each
 process with one thread. Its docstring names the package or repository, and what is run.
 """
 
@@ -34,6 +35,9 @@ CASES = Path(__file__).parent / "unedited_cases"
 MOVE = 1e-7
 NOISE = 10
 """A run is the same if it is not further away than so many times the case's own noise."""
+DOUBLE = 1e-7
+"""A case is also the same if it is not further away with floats of 64 bits."""
+BOTH = "parameters, printed"
 CALLS = ("sharded", "whole", "samples")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+|-?\d+|\bnan\b|\binf\b")
 TIMED = re.compile(r"\d{9,}(?:\.\d+)*|\.\d+\.\d+(?=$|/)")
@@ -78,9 +82,11 @@ class Result:
     """The same of all steps from the first one on, with all comparisons."""
     lines: list[str] = field(default_factory=list)
     problem: str = ""
+    double: float | None = None
+    """Where the difference is larger than the noise: the largest with floats of 64 bits."""
 
 
-def run(case: Path, ranks: int, move: float = 0, limit: float = 300) -> Run:
+def run(case: Path, ranks: int, move: float = 0, limit: float = 300, double: bool = False) -> Run:
     with tempfile.TemporaryDirectory() as scratch:
         seen, work = Path(scratch, "seen"), Path(scratch, "work")
         seen.mkdir()
@@ -90,6 +96,7 @@ def run(case: Path, ranks: int, move: float = 0, limit: float = 300) -> Run:
             "PYTHONPATH": os.pathsep.join(filter(None, observer)),
             "OBSERVER_FOLDER": str(seen),
             "OBSERVER_MOVE": str(move),
+            "OBSERVER_DOUBLE": "1" if double else "",
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
             "HF_HUB_OFFLINE": "1",
@@ -146,7 +153,7 @@ def run_kept(case: Path, move: float, limit: float, folder: str | None) -> Run:
     """The run of plain python that `folder` keeps, or a new one, which it keeps from then on."""
     if not folder:
         return run(case, 0, move, limit)
-    kept = Path(folder, f"{sha256(case.read_bytes()).hexdigest()[:16]}-{move}")
+    kept = Path(folder, f"{sha256(case.read_bytes()).hexdigest()[:16]}-{move}-each")
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(pickle.dumps(run(case, 0, move, limit)))
@@ -191,7 +198,24 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
     for size in sizes:
         many = run(case, size, limit=limit)
         add(result, plain, many, str(size))
+    if result.verdict in ("different: parameters", "different: printed", "different: " + BOTH):
+        result.double = distance_in_double(case, sizes, limit)
+        if result.double < DOUBLE:
+            result.verdict = "same"
     return result
+
+
+def distance_in_double(case: Path, sizes: list[int], limit: float) -> float:
+    """The largest difference with floats of 64 bits; infinite if the case cannot run so."""
+    plain = run(case, 0, limit=limit, double=True)
+    many = [run(case, size, limit=limit, double=True) for size in sizes]
+    if any(one.code or not one.parameters for one in (plain, *many)):
+        return float("inf")
+    ranks = [p for one in many for p in (one.parameters, *one.others)]
+    return max(
+        *(distance(plain.parameters, p) for p in ranks),
+        *(difference_printed(plain.printed, one.printed) for one in many),
+    )
 
 
 def add(result: Result, plain: Run, many: Run, size: str) -> None:

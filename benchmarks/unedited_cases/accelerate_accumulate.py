@@ -1,4 +1,4 @@
-"""accelerate: gradient accumulation by accumulate(), bf16 autocast and trackers off."""
+"""accelerate: gradient accumulation by accumulate() over two optimizer groups."""
 
 import torch
 from accelerate import Accelerator

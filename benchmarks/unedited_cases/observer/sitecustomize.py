@@ -15,7 +15,8 @@ from importlib.machinery import PathFinder
 FOLDER = os.environ.get("OBSERVER_FOLDER")
 RANK = os.environ.get("RANK", "0")
 MOVE = float(os.environ.get("OBSERVER_MOVE", "0"))
-MODULES = ("torch.optim.optimizer", "fastai.optimizer")
+DOUBLE = os.environ.get("OBSERVER_DOUBLE")
+MODULES = ("torch.optim.optimizer", "fastai.optimizer", "torch")
 PROCESS = os.getpid()
 optimizers = {}
 times = []
@@ -43,6 +44,9 @@ class Finder:
 def attach(name, module):
     if name == "fastai.optimizer":
         observe_fastai(module.Optimizer)
+    elif name == "torch":
+        if DOUBLE:
+            module.set_default_dtype(module.float64)
     else:
         module.register_optimizer_step_pre_hook(before_step)
         module.register_optimizer_step_post_hook(after_step)
@@ -61,7 +65,7 @@ def observe_fastai(cls):
 
 
 def before_step(optimizer, args, kwargs):
-    if id(optimizer) in optimizers or os.getpid() != PROCESS:
+    if os.getpid() != PROCESS:
         return
     optimizers[id(optimizer)] = optimizer
     if not times:
@@ -69,7 +73,7 @@ def before_step(optimizer, args, kwargs):
     if MOVE:
         import torch
 
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(len(times))
         for p in parameters(optimizer):
             sign = torch.randint(0, 2, p.shape, generator=generator) * 2 - 1
             p.data.mul_((1 + MOVE * sign.to(p.device)).to(p.dtype))
