@@ -17,6 +17,7 @@ test: .venv/ready lint
 
 nightly: .venv/ready
 	DRAWN_EXAMPLES=200 $(BIN)/python -m pytest tests/test_drawn.py
+	DRAWN_LOOPS=300 $(BIN)/python -m pytest tests/test_drawn_loops.py
 	$(BIN)/python -m pytest -m nightly
 
 quick: .venv/ready

@@ -4,8 +4,7 @@
 
 A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
 with its parameters moved by 1e-7 in each step (its own noise), and under `instep run` with 2 and 3
-ranks, each
-process with one thread. Its docstring names the package or repository, and what is run.
+ranks, each process with one thread. Its docstring names the package or repository, and what is run.
 """
 
 from __future__ import annotations
