@@ -154,6 +154,46 @@ def test_the_line_names_the_attribute_the_buffer_and_the_rank() -> None:
             assert f"computes Sequential whole: {why}." in log.getvalue(), log.getvalue()
 
 
+def library(source: str) -> dict[str, Any]:
+    """What a module of an installed package defines."""
+    found: dict[str, Any] = {"__name__": "plotting.hooks", "torch": torch}
+    exec(compile(source, "/usr/lib/python3/site-packages/plotting/hooks.py", "exec"), found)
+    return found
+
+
+HOOKS = """
+def ask(module, args, output):
+    return output.requires_grad_()
+
+def keeper():
+    kept = []
+    def keep(module, args, output):
+        kept.append(output.shape)
+    return keep
+"""
+
+
+@ranks(2)
+def test_a_hook_of_a_library_keeps_a_module_whole_only_where_it_keeps_what_it_sees() -> None:
+    hooks, model, x = library(HOOKS), mlp(), torch.randn(12, 6)
+    model[0].register_forward_hook(hooks["ask"])
+    with sharding() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+        assert (modules.call_counts.sharded, log.getvalue()) == (3, "")
+        handle = model[2].register_forward_hook(hooks["keeper"]())
+        model(x)
+        assert modules.call_counts.whole == 1
+        handle.remove()
+        if instep.rank == 0:
+            assert "a hook of plotting on its Linear keeps something of what it" in log.getvalue()
+    with sharding() as log:
+        model[2].register_full_backward_hook(lambda *_: None)
+        model(x)
+        if instep.rank == 0:
+            assert "the script has a hook on its Linear (2), which must" in log.getvalue()
+
+
 @ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])

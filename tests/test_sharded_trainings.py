@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
+from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from oracle import Log, same_as_one_process
 from pool import talking_over
@@ -725,6 +726,37 @@ def an_argument_of_which_its_forward_asks_for_gradients(log: Log) -> None:
         return loss + slope.square().sum()
 
     train(log, model, step)
+
+
+@whole
+def modules_that_are_made_in_the_first_forward(log: Log) -> None:
+    """The first call is whole, the others are sharded."""
+
+    class Making(Around):
+        head: nn.Module
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.body(x)
+            if not hasattr(self, "head"):
+                self.head = nn.Linear(features.shape[1], 3).to(x)
+                self.scale = nn.Parameter(torch.ones(3).to(x))
+            return self.head(features) * self.scale
+
+    trained_after_a_first_call(log, Making().double())
+
+
+@whole
+def lazy_layers(log: Log) -> None:
+    trained_after_a_first_call(log, nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3)))
+
+
+def trained_after_a_first_call(log: Log, model: nn.Module) -> None:
+    model.double()(next(batches())[0])
+    if torch.distributed.is_initialized():
+        assert modules.call_counts.whole == 1
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y))
+    if torch.distributed.is_initialized():
+        assert modules.call_counts.whole == 1
 
 
 @sharded

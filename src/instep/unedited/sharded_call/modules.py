@@ -15,14 +15,16 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
+from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
 from instep.unedited.sharded_call.plan.module_properties import (
-    find_user_hook,
+    find_hooks,
     ignore_grad_warnings,
     is_compiled,
+    is_lazy,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
@@ -94,7 +96,8 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         return call.run_whole()
     entry = plan_cache.lookup(call, transport.size)
     entry.calls += 1
-    if why := entry.why_whole or find_user_hook(call.module):
+    hooked, hooks = find_hooks(call.module)
+    if why := entry.why_whole or hooked:
         _report_whole(call.module, why)
         _count_whole(call)
         if entry.why_whole:
@@ -108,9 +111,18 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     tuner = entry.tuner(call)
     if tuner is not None and not (tuner.is_sharded or tuner.is_due):
         return _run_chosen_whole(call, tuner)
-    is_new = entry.is_new(call)
+    if entry.plan is None and is_lazy(call.module):  # as nn.LazyLinear before its first call
+        _count_whole(call)
+        return call.run_whole()
+    is_new = entry.is_new(call) or hooks != entry.hooks
+    entry.hooks = hooks
     if entry.plan is None:
         entry.plan, output, entry.why_whole = find_plan(call, transport)
+        if entry.why_whole.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
+            _report_whole(call.module, f"{entry.why_whole} in this call")
+            _count_whole(call)
+            entry.why_whole = ""  # they are made by now
+            return output
         if entry.why_whole and max_rows(call.leaves) < transport.size:
             entry.why_whole = _FEW_ROWS
     elif is_new or entry.is_sampled():

@@ -22,6 +22,7 @@ from instep.unedited.sharded_call.compare.rounding import (
 )
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.module_properties import library_hooks
 
 
 class Noise:
@@ -52,12 +53,15 @@ class Reference:
         self.before = Snapshot(call.module, call.leaves)
         arguments = ValueSnapshot((call.args, call.kwargs))
         requires_gradients = _require_gradients(call)
+        hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self.value = call.run_whole()
         self.after = Snapshot(call.module, call.leaves)
         self.outputs, self.structure = flatten(self.value)
         asks = requires_gradients != _require_gradients(call)
         self.changes_arguments = asks or not arguments.is_current()
         self.changes_attributes = self.before.has_other_values(self.after)
+        self.keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
+        """Where libraries have hooks that keep something of what they see."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.vjp: VectorJacobianProduct | None = None
@@ -77,6 +81,8 @@ class Reference:
             )
         if not any(isinstance(out, Tensor) for out in self.outputs):
             return "it returns no tensor"
+        if self.keeping_hooks:
+            return f"a hook of {self.keeping_hooks[0]} keeps something of what it sees"
         if why := self.before.find_change(self.after):
             return why
         return "its forward changes its arguments" if self.changes_arguments else ""

@@ -29,11 +29,22 @@ class BufferDistance(NamedTuple):
     """
 
 
+MAKES_PARTS = "its forward makes the part"
+
+
 class Snapshot:
     """The state before or after a forward of `module` with these arguments."""
 
     def __init__(self, module: nn.Module, leaves: list[Any]) -> None:
         self._names, self._parts = zip(*module.named_modules(), strict=True)
+        self._made = {
+            *self._names,
+            *(
+                self._path(k, name)
+                for k, part in enumerate(self._parts)
+                for name in part._parameters
+            ),
+        }
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
@@ -80,6 +91,8 @@ class Snapshot:
 
     def find_change(self, after: Snapshot) -> str | None:
         """Say what a forward in between changed that rules out sharding; None if nothing."""
+        for made in sorted(after._made - self._made):
+            return f"{MAKES_PARTS} {made}"
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
                 return f"its forward changes {what} in place"

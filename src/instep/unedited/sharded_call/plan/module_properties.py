@@ -1,41 +1,118 @@
-"""Properties of a module that bear on its calls: hooks of the script's, and torch.compile."""
+"""Properties of a module that bear on its calls: hooks on its parts, and torch.compile."""
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import is_lazy as is_uninitialized
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
-def find_user_hook(module: nn.Module) -> str:
-    """Say which part of the module the script has a hook on; "" if none.
+def find_hooks(module: nn.Module) -> tuple[str, tuple[int, ...]]:
+    """Say which part of the module has a hook that must see whole batches, "" if none; and the
+    numbers of the others.
 
-    Such hooks must see whole batches.
+    The former are the script's. A library's forward hook may be there for the module's own sake;
+    it must keep nothing of what it sees (see `library_hooks`).
     """
-    if any(_has_user_hook(getattr(global_hooks, f"_global{name}")) for name in _HOOKS):
-        return "the script has a hook on all modules, which must see whole batches"
-    for part in module.modules():
+    for name in _HOOKS:
+        for hook in getattr(global_hooks, f"_global{name}").values():
+            if owner := _owner(hook):
+                return f"{owner} has a hook on all modules, which must see whole batches", ()
+    others: list[int] = []
+    for path, part in module.named_modules():
         state = part.__dict__
-        if any(state[name] and _has_user_hook(state[name]) for name in _HOOKS):
-            return (
-                f"the script has a hook on its {type(part).__name__}, which must see whole batches"
-            )
-    return ""
+        for name in _HOOKS:
+            for number, hook in state[name].items() if state[name] else ():
+                owner = _owner(hook)
+                if owner and (owner == _SCRIPT or name not in _FORWARD_HOOKS):
+                    part_name = f"{type(part).__name__} ({path})" if path else type(part).__name__
+                    return (
+                        f"{owner} has a hook on its {part_name}, which must see whole batches",
+                        (),
+                    )
+                if owner:
+                    others.append(number)
+    return "", tuple(others)
 
 
-def _has_user_hook(hooks: dict[int, Any]) -> bool:
-    """Whether any is not torch's own (normed weights have some) or instep's."""
-    for hook in hooks.values():
-        module = getattr(hook, "__module__", None) or type(hook).__module__
-        if module.split(".")[0] not in ("torch", "instep"):
-            return True
-    return False
+def library_hooks(module: nn.Module) -> dict[str, list[Any]]:
+    """By library and layer: what the forward hooks could keep something in that libraries have on
+    parts of a module."""
+    return {
+        f"{owner} on its {type(part).__name__}": _reachable(hook)[1]
+        for part in module.modules()
+        for name in _FORWARD_HOOKS
+        for hook in part.__dict__[name].values()
+        if (owner := _owner(hook))
+    }
+
+
+_SCRIPT = "the script"
+_OURS = ("torch", "instep")
+
+
+def _owner(hook: Any) -> str:
+    """Whose a hook is: a library's by its name; "" for torch's (normed weights have some) and
+    instep's."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    if module.split(".")[0] in _OURS:
+        return ""
+    files = [function.__code__.co_filename for function in _reachable(hook)[0]]
+    if not files or not all(map(_is_library, files)):
+        return _SCRIPT
+    return str(module.split(".")[0])
+
+
+@cache
+def _is_library(file: str) -> bool:
+    folders = {"site-packages", "dist-packages", "_vendor"}
+    return not folders.isdisjoint(file.split("/"))
+
+
+def _reachable(hook: Any) -> tuple[list[types.FunctionType], list[Any]]:
+    """The functions that a hook is made of, and what else these hold."""
+    functions: list[types.FunctionType] = []
+    values: list[Any] = []
+    waiting, known = [hook], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in known:
+            continue
+        known.add(id(each))
+        if isinstance(each, functools.partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, types.MethodType):
+            waiting += [each.__func__, each.__self__]
+        elif isinstance(each, types.FunctionType):
+            functions.append(each)
+            for cell in each.__closure__ or ():
+                with suppress(ValueError):  # empty as yet
+                    waiting.append(cell.cell_contents)
+        else:
+            values.append(each)
+            if each is hook and isinstance(type(each).__call__, types.FunctionType):
+                waiting.append(type(each).__call__)
+    return functions, values
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether some of its parameters or buffers get their shapes in the next call."""
+    return any(
+        tensor is not None and is_uninitialized(tensor)
+        for part in module.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    )
 
 
 def is_compiled(parts: Iterable[nn.Module]) -> bool:

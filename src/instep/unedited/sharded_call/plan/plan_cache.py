@@ -65,6 +65,8 @@ class CacheEntry:
     """Of the module, once a call was divided."""
     attributes_due: int = 0
     """Up to which of their changes calls were compared."""
+    hooks: tuple[int, ...] = ()
+    """Those of libraries on its parts, at the last call."""
     calls: int = 0
     last_compared: int = 1
     """The last call that was compared with the whole forward."""
