@@ -154,6 +154,25 @@ def test_the_line_names_the_attribute_the_buffer_and_the_rank() -> None:
             assert f"computes Sequential whole: {why}." in log.getvalue(), log.getvalue()
 
 
+@ranks(2)
+def test_a_single_layer_with_much_work_is_sharded_where_its_module_is_whole() -> None:
+    class Keeping(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(size, 512), nn.Linear(512, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.large(x)
+            return self.small(self.kept)
+
+    for size, calls in ((256, 1), (128, 0)):
+        model, x = Keeping(size), torch.randn(256, size)
+        with sharding():
+            for _ in range(2):
+                model(x)
+            assert (modules.call_counts.sharded, modules.call_counts.whole) == (calls, 2)
+
+
 def library(source: str) -> dict[str, Any]:
     """What a module of an installed package defines."""
     found: dict[str, Any] = {"__name__": "plotting.hooks", "torch": torch}

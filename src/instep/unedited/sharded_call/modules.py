@@ -22,6 +22,7 @@ from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
 from instep.unedited.sharded_call.plan.module_properties import (
     find_hooks,
+    has_work,
     ignore_grad_warnings,
     is_compiled,
     is_lazy,
@@ -61,14 +62,14 @@ _reported: set[tuple[str, str]] = set()
 def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """nn.Module.__call__: sharded if it is an outermost one of a module with parameters.
 
-    Where that cannot be, the module's parts are, unless they are single layers.
+    Where that cannot be, the module's parts are, unless they are single layers with little work.
     """
     if (
         torch.compiler.is_compiling()
         or call_state.inside
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
-        or (call_state.whole_depth and not module._modules)
+        or (call_state.whole_depth and not module._modules and not has_work(module, args))
         or threading.current_thread() is not threading.main_thread()
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
     ):

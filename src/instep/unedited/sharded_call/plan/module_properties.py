@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy as is_uninitialized
 
@@ -104,6 +104,19 @@ def _reachable(hook: Any) -> tuple[list[types.FunctionType], list[Any]]:
             if each is hook and isinstance(type(each).__call__, types.FunctionType):
                 waiting.append(type(each).__call__)
     return functions, values
+
+
+_MUCH_WORK = 2**25
+"""Multiplications; a core does as many in a few milliseconds."""
+
+
+def has_work(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether a single layer multiplies so much that it may pay to divide its call."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return False
+    weights = [p for p in layer._parameters.values() if p is not None and p.dim() > 1]
+    return any(x.numel() // p.shape[1] * p.numel() >= _MUCH_WORK for p in weights)
 
 
 def is_lazy(module: nn.Module) -> bool:
