@@ -1272,7 +1272,8 @@ def noisy(y: Tensor) -> Tensor:
     y = y * torch.randint(1, 3, (n, 1)) + torch.randn(2 * n, 3).double().view(n, 2, 3).sum(1)
     y = y + torch.rand(3).double() + torch.randperm(3) + torch.bernoulli(torch.full((3,), 0.5))
     y = y + torch.randn(()).double() + torch.rand_like(y) + torch.randn_like(y[:, :1])
-    y = F.dropout(F.dropout(y, 1.0).square() + y, 0.5)
+    y = F.dropout(F.dropout(y, 1.0).square() + y, 0.5) + torch.normal(0.0, 1.0, (n, 3)).double()
+    y = F.rrelu(y, training=True) + F.gumbel_softmax(y) + y.detach().clone().exponential_()
     return F.feature_alpha_dropout(y[:, :, None], 0.5, training=True)[:, :, 0]
 
 
@@ -1285,7 +1286,7 @@ def draws_of_every_kind(log: Log) -> None:
 @whole
 def draws_that_are_not_those_of_the_batch(log: Log) -> None:
     def drawn(y: Tensor) -> Tensor:
-        return y + torch.normal(0.0, 1.0, (len(y), 3)).double()
+        return y + torch.randperm(len(y))[:, None]
 
     model = With(drawn)
     train(log, model, lambda x, y: F.cross_entropy(model(x), y), lr=1e-2)

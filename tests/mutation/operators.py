@@ -79,7 +79,7 @@ UNSEEN_CONSTANTS = {
     "_ALIGNMENT": "cache lines: a matter of speed",
     "_REMEMBERED": "a cap on memory; one more is as good",
     "_MAX_BLOCKS": "a cap on memory; one more is as good",
-    "_MAX_MASKS": "a cap on memory; one more is as good",
+    "_MAX_DRAWS": "a cap on memory; one more is as good",
     "_KEPT_VIEWS": "a cap on memory; one more is as good",
     "_LOOKED_AT": "a cap on time; one more is as good",
     "_ENTRIES": "a cap on time; one more is as good",

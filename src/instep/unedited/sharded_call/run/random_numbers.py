@@ -63,7 +63,8 @@ class GlobalBatchRandomMode(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         draws = draws_of(name)
         first = args[0] if args else kwargs.get("self")
-        if draws is Draws.SIZE:
+        has_size = any(isinstance(arg, list | tuple) for arg in args)
+        if draws is Draws.SIZE or (has_size and not isinstance(first, Tensor)):  # torch.normal
             return self._run_factory(func, args, kwargs)
         if not isinstance(first, Tensor) or (dim := self._batch_dim(first.shape)) is None:
             return func(*args, **kwargs)
@@ -73,6 +74,8 @@ class GlobalBatchRandomMode(TorchDispatchMode):
         whole = [self._gather(first, dim) if has_values else self._empty_whole(first, dim)]
         whole += [self._gather(arg, dim) for arg in args[1:]]
         drawn = func(*whole, **kwargs)
+        if name.startswith("rrelu_with_noise") and not name.endswith("functional"):
+            args[1].copy_(self._scatter(whole[1], dim))  # for its derivative
         if name.endswith("_"):
             return first.copy_(self._scatter(whole[0], dim))
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._scatter(t, dim), drawn)
