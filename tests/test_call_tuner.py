@@ -235,3 +235,27 @@ def test_one_line_estimates_what_was_gained() -> None:
         "3 ranks: about as fast as one (estimated from calls timed both ways); 90 % of the time in "
         "calls that every rank computes whole; the rest elsewhere."
     )
+
+
+@ranks(2)
+def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
+    """Here the parts have one row, too; further down, the outermost call's parts have many."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(Timed(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x[0] if x.dim() == 3 else x)
+
+    model = Folded()
+    with tuning(sharded=1.0, whole=3.0):
+        last_rows(4, model, 1, backward=False)
+        (entry,) = plan_cache._entries[model.body]
+        for _ in range(20):
+            model(torch.ones(1, 4, requires_grad=False))
+        assert entry.calls <= 3
+        for _ in range(20):
+            model(torch.ones(1, 12, 4))
+        assert Timed.seen[-1] == 6

@@ -67,8 +67,6 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
     if (
         torch.compiler.is_compiling()
         or call_state.inside
-        or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
         or (call_state.whole_depth and not module._modules and not has_work(module, args))
         or threading.current_thread() is not threading.main_thread()
         or is_rank_local()  # a sample that only this rank loads, or a loader's worker
@@ -76,7 +74,11 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         return original(module, *args, **kwargs)
     if (known := whole_calls.find(module, args, kwargs)) is not None:
         return _run_known_whole(known, original, module, args, kwargs)
-    if next(iter(nn.Module.parameters(module)), None) is None:  # an override may return a list
+    if (
+        torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
+        or next(iter(nn.Module.parameters(module)), None) is None  # an override may return a list
+    ):
         return original(module, *args, **kwargs)
     call = BoundCall.of(original, module, args, kwargs)
     if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
@@ -91,6 +93,7 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
 
 def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it."""
+    whole_calls.undecided += 1
     if call_state.is_checkpointed:
         _report_whole(call.module, _CHECKPOINTED)
         _count_whole(call)
@@ -167,10 +170,14 @@ def _run_known_whole(
         call_counts.samples += known.rows
     if known.tuner is not None:
         known.tuner.count(known.elements, sharded=False)
+        whole_calls.undecided += 1  # it will be timed again
     call_state.inside = True
     try:
         if known.by_parts:
-            return _run_by_parts(lambda: original(module, *args, **kwargs))
+            before = whole_calls.undecided
+            output = _run_by_parts(lambda: original(module, *args, **kwargs))
+            known.by_parts = whole_calls.undecided > before
+            return output
         return original(module, *args, **kwargs)
     finally:
         call_state.inside = False

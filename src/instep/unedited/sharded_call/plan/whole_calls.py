@@ -28,9 +28,11 @@ class WholeCall:
     tuner: CallTuner | None
     """What has chosen it; None: they cannot be sharded."""
     by_parts: bool
-    """Whether the module's parts may be sharded."""
+    """Whether any of the module's parts may be sharded."""
 
 
+undecided = 0
+"""How many calls were made that are not known, or not for good, to be computed whole."""
 _known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
 
 
