@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import random
+import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,3 +320,53 @@ def test_a_forward_that_counts_its_calls_is_compared_at_powers_of_two() -> None:
     assert model.calls == 16
     if instep.rank == 0:
         assert "(calls 11 to 15 were divided): what they returned may differ" in log.getvalue()
+
+
+# ------------------------------------------------------------------ what cannot be undone
+
+
+class Printing(Around):
+    """Prints the shape of what it is given, in its first calls or always."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.times > 0:
+            self.times -= 1
+            print("given", tuple(x.shape))
+        return self.body(x)
+
+
+@pytest.mark.parametrize(("times", "whole"), [(1.0, 1), (float("inf"), 5)])
+@ranks(2)
+def test_a_forward_prints_once_and_the_whole_batchs_shapes(times: float, whole: int) -> None:
+    model, x, printed = Printing(times), torch.randn(6, 6), io.StringIO()
+    with sharding() as log, contextlib.redirect_stdout(printed):
+        for _ in range(5):
+            model(x)
+    assert printed.getvalue() == "given (6, 6)\n" * min(5, int(min(times, 9)))
+    assert modules.call_counts.whole == whole
+    if instep.rank == 0:
+        assert ("whole: its forward prints." in log.getvalue()) == (whole == 5)
+
+
+@ranks(2)
+def test_a_forward_that_appends_to_a_file_runs_once() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "log.txt")
+
+        class Logging(Around):
+            def forward(self, x: Tensor) -> Tensor:
+                with path.open("a") as file:
+                    file.write(f"{len(x)}\n")
+                return self.body(x)
+
+        model, x = Logging(), torch.randn(6, 6)
+        with sharding() as log:
+            for _ in range(5):
+                model(x)
+        assert path.read_text() == "6\n" * 5
+    if instep.rank == 0:
+        assert "Logging whole: its forward writes files (log.txt)." in log.getvalue()

@@ -20,6 +20,7 @@ from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import output_tolerance, relative_error
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
@@ -91,7 +92,10 @@ def _try(
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """The plan and what the call returns; or why not, and all is as the whole forward left it."""
     reference.before.restore()
-    found, why = attempt(lambda checked: _compare(call, division, reference, checked), transport)
+    with observed(is_silent=True):
+        found, why = attempt(
+            lambda checked: _compare(call, division, reference, checked), transport
+        )
     if found is not None:
         plan, joined = found
         return (plan, unflatten(joined, plan.structure)), ""
@@ -107,7 +111,12 @@ def _compare(
 ) -> tuple[ShardingPlan, list[Any]]:
     """Run the call with this division. Raises ShardedCallError if it is not the same."""
     start = _next_sequence_number()
-    region, local, structure = run_local(call, division, transport, is_random=reference.is_random)
+    with observed(is_silent=True) as effects:
+        region, local, structure = run_local(
+            call, division, transport, is_random=reference.is_random
+        )
+    if effects.description == "its forward prints":
+        raise ShardedCallError(f"{effects.description} for a part of the batch")
     if structure != reference.structure:
         raise ShardedCallError("its outputs have another structure for a part of the batch")
     after = Snapshot(call.module, call.leaves)

@@ -20,9 +20,10 @@ from instep.unedited.sharded_call.compare.rounding import (
     relative_error,
     tolerance,
 )
+from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.module_properties import library_hooks
+from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 
 
 class Noise:
@@ -54,7 +55,11 @@ class Reference:
         arguments = ValueSnapshot((call.args, call.kwargs))
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
-        self.value = call.run_whole()
+        with observed() as effects:
+            self.value = call.run_whole()
+        compiles = is_compiled(call.module.modules())
+        self.side_effect = "" if compiles else effects.description
+        """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
         self.outputs, self.structure = flatten(self.value)
         asks = requires_gradients != _require_gradients(call)
@@ -83,7 +88,7 @@ class Reference:
             return "it returns no tensor"
         if self.keeping_hooks:
             return f"a hook of {self.keeping_hooks[0]} keeps something of what it sees"
-        if why := self.before.find_change(self.after):
+        if why := self.side_effect or self.before.find_change(self.after):
             return why
         return "its forward changes its arguments" if self.changes_arguments else ""
 
@@ -95,7 +100,8 @@ class Reference:
 
     def measure_noise(self, call: BoundCall) -> None:
         """Find how much of a difference rounding can explain."""
-        self.noise, self.in_doubt = Noise(call, self), False
+        with observed(is_silent=True):
+            self.noise, self.in_doubt = Noise(call, self), False
 
     def matches_output(self, k: int, joined: Tensor) -> bool:
         """Whether these rows are those of its `k`-th output."""

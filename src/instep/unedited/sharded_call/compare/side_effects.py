@@ -1,0 +1,101 @@
+"""What a forward does that cannot be undone: it prints, or writes files.
+
+A call that does is not made a second time for a comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+_CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
+"""Parts of the paths of files that processes share by design."""
+
+
+SIDE_EFFECTS = ("its forward prints", "its forward writes files")
+"""How their descriptions begin."""
+
+
+class SideEffects:
+    """The side effects of a forward on this thread."""
+
+    def __init__(self, *, is_silent: bool) -> None:
+        self.is_silent = is_silent
+        """Whether what it prints is dropped."""
+        self.description = ""
+        """What it did first."""
+        self._thread = threading.current_thread()
+
+    def note(self, description: str) -> bool:
+        """Note one; returns whether it is dropped, if that can be."""
+        if threading.current_thread() is not self._thread:
+            return False
+        self.description = self.description or description
+        return self.is_silent
+
+
+_current: SideEffects | None = None
+
+
+@contextmanager
+def observed(*, is_silent: bool = False) -> Iterator[SideEffects]:
+    """Inside, side effects are noted; with `is_silent` what is printed is dropped."""
+    global _current
+    _install_audit_hook()
+    effects = SideEffects(is_silent=is_silent)
+    with ExitStack() as stack:
+        streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        for stream in {id(s): s for s in streams if s is not None}.values():
+            stack.enter_context(_observed_stream(stream, effects))
+        before, _current = _current, effects
+        try:
+            yield effects
+        finally:
+            _current = before
+
+
+@contextmanager
+def _observed_stream(stream: Any, effects: SideEffects) -> Iterator[None]:
+    table, write = getattr(stream, "__dict__", None), getattr(stream, "write", None)
+    if table is None or write is None:
+        yield
+        return
+
+    def noting(text: Any) -> Any:
+        is_warning = sys._getframe(1).f_globals.get("__name__") == "warnings"
+        if is_warning and not effects.is_silent:
+            return write(text)
+        return len(text) if effects.note("its forward prints") else write(text)
+
+    before = table.get("write")
+    stream.write = noting
+    try:
+        yield
+    finally:
+        if before is None:
+            del stream.write
+        else:
+            stream.write = before
+
+
+@cache  # a hook cannot be removed
+def _install_audit_hook() -> None:
+    sys.addaudithook(_audit)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if _current is None or event != "open":
+        return
+    path, mode, flags = args
+    writes = set(mode) & set("wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if (
+        writes
+        and isinstance(path, str | bytes)
+        and not any(c in os.fsdecode(path) for c in _CACHES)
+    ):
+        _current.note(f"its forward writes files ({os.path.basename(os.fsdecode(path))})")
