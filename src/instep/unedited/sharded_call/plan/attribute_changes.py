@@ -79,7 +79,7 @@ class AttributeChanges:
         """How often numbers have changed in a way that calls for a comparison."""
         self._look_anew()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Before a call: note what the script has changed since the last one."""
         self.calls += 1
         for key, value in self._find_changes(by_script=True).items():

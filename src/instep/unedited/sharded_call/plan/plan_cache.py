@@ -155,7 +155,7 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
     texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
     attributes = attribute_changes.changes_of(call.module)
     if attributes is not None:
-        attributes.look()
+        attributes.update()
         if attributes.flags:
             key = (*key, attributes.flags)
     entries = _entries.setdefault(call.module, [])
