@@ -235,8 +235,14 @@ def test_a_script_that_every_rank_runs_as_it_is_is_told_with_its_reason():
         return replace(record, ranks=tuple(ends))
 
     assert cause(2, free=left_alone(made.run(2, steps=2))) == (
-        f"a batch for each rank: every rank runs the script as it is, since {reason}, and the "
-        "ranks made 2 instead of 3"
+        f"a batch for each rank: every rank runs the script as it is, since {reason}; its batch is "
+        "then up to 2 times larger: 2 steps instead of 3"
+    )
+    larger = made.run(2, lambda r, k, s: {"samples": 6})
+    assert cause(2, free=left_alone(larger)).endswith("larger: 12 samples in step 1 instead of 8")
+    unknown = made.run(2, lambda r, k, s: {"samples": 0})
+    assert cause(2, free=left_alone(unknown)).endswith(
+        f"since {reason}; its batch is then up to 2 times larger"
     )
     whole = made.run(2, lambda r, k, s: {"samples": made.BATCHES[k]})
     assert cause(2, free=left_alone(whole)) == (

@@ -62,6 +62,22 @@ def _batch_not_split(e: Evidence) -> str | None:
     return None
 
 
+def _batch_of_each_rank(e: Evidence) -> str | None:
+    """Every rank of an unedited script runs it as it is, with batches of its own."""
+    theirs, ours = count_samples(e.free, 0), count_samples(e.oracle, 0)
+    if (reason := _opt_out(e)) is None or (theirs == ours and e.free.steps == e.oracle.steps):
+        return None
+    effect = ""  # samples are unknown in a model that DistributedDataParallel wraps
+    if e.free.steps != e.oracle.steps:
+        effect = f": {e.free.steps} steps instead of {e.oracle.steps}"
+    elif theirs:
+        effect = f": {theirs} samples in step 1 instead of {ours}"
+    return (
+        f"a batch for each rank: every rank runs the script as it is, since {reason}; its batch is "
+        f"then up to {e.n} times larger{effect}"
+    )
+
+
 def _other_step_count(e: Evidence) -> str | None:
     """All ranks make more or fewer steps than one process."""
     if e.free.steps == e.oracle.steps:
@@ -69,13 +85,7 @@ def _other_step_count(e: Evidence) -> str | None:
     batches = ""
     if (theirs := count_samples(e.free, 0)) != (ours := count_samples(e.oracle, 0)):
         batches = f", with {theirs} samples in the first one instead of {ours}"
-    steps = f"{e.free.steps} instead of {e.oracle.steps}{batches}"
-    if (reason := _opt_out(e)) is not None:
-        return (
-            f"a batch for each rank: every rank runs the script as it is, since {reason}, and the "
-            f"ranks made {steps}"
-        )
-    return f"another number of steps: {steps}"
+    return f"another number of steps: {e.free.steps} instead of {e.oracle.steps}{batches}"
 
 
 def _opt_out(e: Evidence) -> str | None:
@@ -311,6 +321,7 @@ def _first_other_loss(e: Evidence) -> int | None:
 RULES: tuple[Rule, ...] = (
     _rank_dependent_decisions,
     _batch_not_split,
+    _batch_of_each_rank,
     _other_step_count,
     _padded_batch,
     _other_samples,
