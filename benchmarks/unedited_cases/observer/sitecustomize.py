@@ -16,7 +16,8 @@ FOLDER = os.environ.get("OBSERVER_FOLDER")
 RANK = os.environ.get("RANK", "0")
 MOVE = float(os.environ.get("OBSERVER_MOVE", "0"))
 DOUBLE = os.environ.get("OBSERVER_DOUBLE")
-MODULES = ("torch.optim.optimizer", "fastai.optimizer", "torch")
+KERAS = "keras.src.optimizers.base_optimizer"
+MODULES = ("torch.optim.optimizer", "fastai.optimizer", KERAS, "torch")
 PROCESS = os.getpid()
 optimizers = {}
 times = []
@@ -43,7 +44,9 @@ class Finder:
 
 def attach(name, module):
     if name == "fastai.optimizer":
-        observe_fastai(module.Optimizer)
+        observe(module.Optimizer, "step")
+    elif name == KERAS:
+        observe(module.BaseOptimizer, "apply")
     elif name == "torch":
         if DOUBLE:
             module.set_default_dtype(module.float64)
@@ -52,16 +55,17 @@ def attach(name, module):
         module.register_optimizer_step_post_hook(after_step)
 
 
-def observe_fastai(cls):
-    """Its optimizer is none of torch's."""
-    step = cls.step
+def observe(cls, name):
+    """Attach the hooks to an optimizer that is none of torch's."""
+    step = getattr(cls, name)
 
     def observed(self, *args, **kwargs):
         before_step(self, args, kwargs)
-        step(self, *args, **kwargs)
+        result = step(self, *args, **kwargs)
         after_step(self, args, kwargs)
+        return result
 
-    cls.step = observed
+    setattr(cls, name, observed)
 
 
 def before_step(optimizer, args, kwargs):
@@ -89,6 +93,8 @@ def after_step(optimizer, args, kwargs):
 def parameters(optimizer):
     if hasattr(optimizer, "all_params"):
         return [p for p, *_ in optimizer.all_params()]
+    if hasattr(optimizer, "_trainable_variables"):
+        return [variable.value for variable in optimizer._trainable_variables]
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
