@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from instep.process.patching import PatchHandle
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
@@ -135,7 +135,10 @@ class Model(nn.Module):
     def _run(self, part: nn.Module, x: Tensor) -> Tensor:
         if self.loop.checkpoint == "none" or not self.training:
             return part(x)
-        return checkpoint(part, x, use_reentrant=self.loop.checkpoint == "reentrant")
+        # By its module, as a script that is imported after the patches finds it.
+        return torch.utils.checkpoint.checkpoint(
+            part, x, use_reentrant=self.loop.checkpoint == "reentrant"
+        )
 
     def _middle(self, h: Tensor) -> Tensor:
         if self.loop.layer == "lstm":
