@@ -285,3 +285,14 @@ def test_noise_of_numpy_is_named() -> None:
     model = instep.replicate(Drawing(lambda model, y: y + float(np.random.rand())))
     with pytest.warns(InstepWarning, match="Drawing draws random numbers of its own"):
         model(torch.ones(4, 6))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_functions_may_draw() -> None:
+    def drawn(x: Tensor) -> Tensor:
+        y = torch.rand_like(x) + torch.rand(3) + torch.normal(x, 1.0) + x.clone().normal_()
+        return torch.nn.functional.scaled_dot_product_attention(y[None], y[None], y[None])[0]
+
+    instep.replicate(nn.Linear(2, 2))
+    assert torch.jit.script(drawn)(torch.zeros(2, 3)).shape == (2, 3)
+    assert torch.jit.script(nn.LSTM(2, 2))(torch.zeros(4, 1, 2))[0].shape == (4, 1, 2)

@@ -260,6 +260,7 @@ def _patch_torch() -> None:
             *functions.PATCHES,
         ]
     )
+    functions.register_for_scripts()
 
 
 def _batch_norm(

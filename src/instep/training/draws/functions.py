@@ -115,3 +115,12 @@ PATCHES = [
     for name in names
 ]
 """For replicas."""
+
+
+def register_for_scripts() -> None:
+    """Let torch.jit.script, which knows functions by identity, take these for torch's own."""
+    from torch.jit import _builtins
+
+    for patch in PATCHES:
+        if patch.owner is not torch.Tensor:
+            _builtins._register_builtin(getattr(patch.owner, patch.name), f"aten::{patch.name}")
