@@ -28,7 +28,7 @@ def collate(features):
     return {"input_ids": padded, "attention_mask": (padded > 0).long(), "labels": labels}
 
 
-config = BertConfig(200, hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
+config = BertConfig(vocab_size=200, hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
 arguments = TrainingArguments(
     "out",
     per_device_train_batch_size=16,
