@@ -155,7 +155,8 @@ def _launched(top: Path, chosen: list[Script], ranks: int) -> Outcome:
         done = subprocess.run(
             [*run, str(top / "driver.py"), str(top / "cases.json"), str(top / "tmp/views"), *alone],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False,
-            cwd=top / "w", env=clean | {"TMPDIR": str(top / "tmp"), "PYTHONHASHSEED": "0"},
+            cwd=top / "w", env=clean
+            | {"TMPDIR": str(top / "tmp"), "PYTHONHASHSEED": "0", "INSTEP_DIVIDE": "always"},
         )  # fmt: skip
         code, output, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:

@@ -396,7 +396,7 @@ OURS = ("INSTEP", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELA
 
 def environment(**more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return kept | {"OMP_NUM_THREADS": "1", "INSTEP_TIMEOUT": "30"} | more
+    return kept | {"OMP_NUM_THREADS": "1", "INSTEP_TIMEOUT": "30", "INSTEP_DIVIDE": "always"} | more
 
 
 MPI = [
