@@ -42,7 +42,7 @@ class Snapshot:
             *(
                 self._path(k, name)
                 for k, part in enumerate(self._parts)
-                for name in part._parameters
+                for name, _ in part._parameters.items()
             ),
         }
         self._torch, self._others = TorchGeneratorStates(), RNGStates.capture()
