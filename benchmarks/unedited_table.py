@@ -42,6 +42,8 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+|-?\d+|\bnan\b|\bin
 TIMED = re.compile(r"\d{9,}(?:\.\d+)*|\.\d+\.\d+(?=$|/)")
 """Parts of a file's name that come from the clock or the process."""
 
+FOLDER = re.compile(r"[\w./-]*/(?=[\w-]+\.py\b)")
+"""The folder of a file in a traceback, which says something of this machine only."""
 TIMING = re.compile(r"'\w*(?:runtime|per_second)': '?[\d.e+-]+'?,? ?")
 """Printed speeds."""
 
@@ -186,7 +188,7 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
     result = Result(case.stem, title, version)
     plain = run_kept(case, 0, limit, folder)
     if plain.code or not plain.parameters:
-        result.verdict, result.problem = "no plain run", plain.errors[-1500:]
+        result.verdict, result.problem = "no plain run", end_of(plain.errors)
         return result
     moved = run_kept(case, MOVE, limit, folder)
     result.noise = {
@@ -224,7 +226,7 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
         if line.startswith("instep:") and line not in result.lines
     ]
     if many.code or not many.parameters:
-        result.verdict, result.problem = "error", many.errors[-1500:]
+        result.verdict, result.problem = "error", end_of(many.errors)
         return
     found = {
         "parameters": distance(plain.parameters, many.parameters),
@@ -256,6 +258,11 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
         result.ratio[size] = step_time(many.times) / step_time(plain.times)
         spans = [times[-1] - times[1] for times in (many.times, plain.times)]
         result.ratio_of_all[size] = spans[0] / spans[1]
+
+
+def end_of(errors: str) -> str:
+    """The last lines of what was printed to stderr."""
+    return FOLDER.sub("", errors)[-1500:]
 
 
 def shared_calls(result: Result) -> str:
@@ -310,13 +317,14 @@ def main() -> None:
         "--preload", nargs="+", metavar="MODULE", help="fork all processes from one with these"
     )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
+    parser.add_argument("--no-runs", action="store_true", help="use the results in FILE")
     args = parser.parse_args()
     if args.preload:
         forked_ranks.preload(args.preload)
     known = sorted(path for path in CASES.glob("*.py"))
     chosen = [path for path in known if not args.cases or path.stem in args.cases]
     rows = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
-    if not (args.docs and not args.cases):
+    if not args.no_runs:
         for case in chosen:
             result = compare(case, args.ranks, args.limit, args.keep)
             rows[case.stem] = asdict(result)

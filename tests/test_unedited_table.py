@@ -19,7 +19,7 @@ import unedited_table  # noqa: E402
 
 CASES = sorted(path.stem for path in unedited_table.CASES.glob("*.py"))
 ROWS = json.loads((ROOT / "benchmarks" / "results" / "unedited_table.json").read_text())
-CHOSEN = ["accelerate_loop", "mingpt", "moco", "nlp_tutorial_transformer", "pytorch_cifar"]
+CHOSEN = ["accelerate_loop", "mingpt", "nanogpt", "nlp_tutorial_transformer", "pytorch_cifar"]
 NEEDS = {"accelerate_loop": "accelerate"}
 
 
@@ -76,3 +76,24 @@ def test_a_case_is_the_same_on_two_and_three_ranks(name):
     result = unedited_table.compare(unedited_table.CASES / f"{name}.py", [2, 3], 120)
     assert result.verdict == "same", result
     assert result.calls == "divided", result
+
+
+def test_all_cases_run_where_none_is_named_and_the_pages_are_written(tmp_path, monkeypatch):
+    """As `make unedited` does."""
+    compared, written = [], []
+
+    def compare(case, sizes, limit, folder):
+        compared.append(case.stem)
+        return unedited_table.Result(case.stem, "a case", "")
+
+    monkeypatch.setattr(unedited_table, "compare", compare)
+    monkeypatch.setattr(unedited_table, "write", lambda rows, docs: written.append(sorted(rows)))
+    file = tmp_path / "table.json"
+    monkeypatch.setattr("sys.argv", ["unedited_table.py", "--json", str(file), "--docs"])
+    unedited_table.main()
+    assert compared == sorted(path.stem for path in unedited_table.CASES.glob("*.py"))
+    assert written == [sorted(compared)]
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--no-runs"])
+    unedited_table.main()
+    assert len(written) == 2
+    assert len(compared) == len(written[1])
