@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from itertools import zip_longest
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,6 +74,18 @@ class RandomOp:
     """Its name in torch.nn.functional, if it is replaced in a replica..."""
     replacement: Function | None = None
     """...by this function, called as `replacement(original, *args, **kwargs)`."""
+
+
+def draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operation that may draw does not: attention, or a recurrent layer,
+    without dropout, or attention's choice of a kernel."""
+    if func._schema.name == "aten::_fused_sdp_choice":
+        return True
+    for argument, given in zip_longest(func._schema.arguments, args):
+        if argument.name in ("dropout_p", "dropout"):
+            value = kwargs.get(argument.name, argument.default_value) if given is None else given
+            return bool(value == 0)
+    return False
 
 
 def draws_of(aten: str) -> Draws:

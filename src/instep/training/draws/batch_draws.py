@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.training.draws.batch_dims import BatchDims, Dim, Shape
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_ops import BatchDraw
+from instep.training.random_ops import BatchDraw, draws_nothing
 from instep.training.random_streams import default_generators, derive_seed
 
 
@@ -32,7 +32,7 @@ class BatchDrawMode(TorchDispatchMode):
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         self._seed()
         name = func._schema.name.removeprefix("aten::").removesuffix("_functional")
@@ -168,17 +168,6 @@ class BatchDrawMode(TorchDispatchMode):
                 "and shard them: instep.shard(noise)."
             )
         return func(*args, **kwargs)
-
-
-def _is_off(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this draws nothing: attention without dropout, or its choice of a kernel."""
-    if func._schema.name == "aten::_fused_sdp_choice":
-        return True
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[k] if len(args) > k else kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
-    return False
 
 
 def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:

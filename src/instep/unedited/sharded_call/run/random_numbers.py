@@ -8,7 +8,6 @@ the generators are in step afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
-from instep.training.random_ops import Draws, draws_of
+from instep.training.random_ops import Draws, draws_nothing, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 
@@ -55,7 +54,7 @@ class GlobalBatchRandomMode(TorchDispatchMode):
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or _is_off(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         return self._run_random(func, args, kwargs)
 
@@ -119,12 +118,3 @@ class GlobalBatchRandomMode(TorchDispatchMode):
 
     def _scatter(self, whole: Tensor, dim: int) -> Tensor:
         return scatter_to_region(whole, self._block, dim, self._transport)
-
-
-def _is_off(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this is attention, or a recurrent layer, without dropout: then nothing is drawn."""
-    for argument, given in zip_longest(func._schema.arguments, args):
-        if argument.name in ("dropout_p", "dropout"):
-            value = kwargs.get(argument.name, argument.default_value) if given is None else given
-            return bool(value == 0)
-    return False
