@@ -184,7 +184,9 @@ def changes_of(module: nn.Module) -> AttributeChanges | None:
 
 def begin(module: nn.Module) -> AttributeChanges:
     """Look at the attributes of a module from now on."""
-    return _known.setdefault(module, AttributeChanges(module))
+    if module not in _known:
+        _known[module] = AttributeChanges(module)
+    return _known[module]
 
 
 def clear() -> None:
