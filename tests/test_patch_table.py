@@ -29,7 +29,7 @@ from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.opt_out import Numbers
+from instep.unedited.opt_out import BatchEffect
 from instep.unedited.processes import children
 from library_stand_ins import CALLS
 from ranks_in_turn import all_patches, story
@@ -110,7 +110,7 @@ def claims(call: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
 def test_a_distributed_library_is_told_by_its_first_call(name: str) -> None:
     module, _, call = name.partition(":")
     told = claims(lambda *a, **k: getattr(sys.modules[module], call)(*a, **k), 1, two=2)
-    assert told == [f"{CLAIMS[name]}. {Numbers.UNKNOWN}"]
+    assert told == [f"{CLAIMS[name]}. {BatchEffect.UNKNOWN}"]
 
 
 LIGHTNING = (
@@ -149,7 +149,7 @@ def test_lightning_is_divided_unless_it_is_asked_for_several_processes(
         CALLS.clear()
         owner = sys.modules[module]
         told = claims(lambda **k: getattr(owner, name)(**k), max_epochs=2, **given)  # noqa: B023
-        assert told == [f"it asks Lightning for {asked}. {Numbers.PER_RANK}"] * bool(asked)
+        assert told == [f"it asks Lightning for {asked}. {BatchEffect.PER_RANK}"] * bool(asked)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -179,7 +179,7 @@ def test_accelerate_is_divided_unless_it_is_asked_to_shard_over_processes(
         CALLS.pop()
         sys.modules["accelerate.state"].PartialState(**kwargs)
 
-    expected = [] if asked is None else [f"it asks Accelerate for {asked}. {Numbers.PER_RANK}"]
+    expected = [] if asked is None else [f"it asks Accelerate for {asked}. {BatchEffect.PER_RANK}"]
     assert claims(call, **given) == expected
 
 
@@ -192,14 +192,14 @@ def test_transformers_trainer_is_divided_unless_it_is_asked_to_shard(
     CALLS.clear()
     arguments.fsdp = fsdp
     told = claims(lambda: arguments.__post_init__())
-    assert told == [f"it asks the Trainer for fsdp. {Numbers.PER_RANK}" for _ in asked]
+    assert told == [f"it asks the Trainer for fsdp. {BatchEffect.PER_RANK}" for _ in asked]
 
 
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        (1, f"it starts a process group of one process. {Numbers.IDENTICAL}"),
-        (2, f"it starts a process group of its own. {Numbers.UNKNOWN}"),
+        (1, f"it starts a process group of one process. {BatchEffect.IDENTICAL}"),
+        (2, f"it starts a process group of its own. {BatchEffect.UNKNOWN}"),
     ],
 )
 def test_a_group_of_one_process_makes_identical_runs(

@@ -20,8 +20,8 @@ from instep.process.patching import Function, patches
 from instep.unedited import launcher_env
 
 
-class Numbers(StrEnum):
-    """What it means for a script's numbers that every rank runs it as it is: a format of `n`."""
+class BatchEffect(StrEnum):
+    """A sentence on the batch of a script that each of `n` ranks runs as it is."""
 
     UNKNOWN = (
         "If it gives each rank a part of the data, its batch is {n} times larger, with 1/{n} of "
@@ -33,19 +33,19 @@ class Numbers(StrEnum):
     """The script divides the batch that it names."""
 
 
-OnOptOut = Callable[[str, Numbers], None]
+OnOptOut = Callable[[str, BatchEffect], None]
 
 _on_opt_out: list[OnOptOut] = []
 
 
 def set_handler(handler: OnOptOut | None) -> None:
-    """Call `handler(reason, numbers)` if the script opts out; None: call nothing."""
+    """Call `handler(reason, effect)` if the script opts out; None: call nothing."""
     _on_opt_out[:] = [] if handler is None else [handler]
 
 
-def _opt_out(reason: str, numbers: Numbers = Numbers.UNKNOWN) -> None:
+def _opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     if _on_opt_out:
-        _on_opt_out[0](reason, numbers)
+        _on_opt_out[0](reason, effect)
 
 
 def opts_out(reason: str) -> Function:
@@ -83,7 +83,7 @@ def _is_masked(name: object) -> bool:
 def instep_getattr(original: Function, name: str) -> Any:
     """For `instep.replicate` and so on, if the script's text did not show it."""
     if name in sys.modules["instep"].__all__ and not _called_by_instep(2):
-        _opt_out(f"it uses instep.{name}", Numbers.SAME)
+        _opt_out(f"it uses instep.{name}", BatchEffect.SAME)
     return original(name)
 
 
@@ -118,7 +118,7 @@ def init_process_group(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For torch.distributed.init_process_group."""
     bound = _arguments(original, args, kwargs)
     if bound.get("world_size") == 1:
-        _opt_out("it starts a process group of one process", Numbers.IDENTICAL)
+        _opt_out("it starts a process group of one process", BatchEffect.IDENTICAL)
     else:
         _opt_out("it starts a process group of its own")
     return original(*args, **kwargs)
@@ -131,7 +131,7 @@ def parallel_init(original: Function, *args: Any, **kwargs: Any) -> Any:
     """For the __init__ of Lightning's Trainer and Fabric."""
     asked = several_devices(_arguments(original, args, kwargs))
     if asked is not None:
-        _opt_out(f"it asks Lightning for {asked}", Numbers.PER_RANK)
+        _opt_out(f"it asks Lightning for {asked}", BatchEffect.PER_RANK)
     return original(*args, **kwargs)
 
 
@@ -184,7 +184,7 @@ def accelerator(original: Function, *args: Any, **kwargs: Any) -> Any:
     arguments = _arguments(original, args, kwargs)
     for name, what in _SHARDED_BY.items():
         if arguments.get(name) is not None:
-            _opt_out(f"it asks Accelerate for {what}", Numbers.PER_RANK)
+            _opt_out(f"it asks Accelerate for {what}", BatchEffect.PER_RANK)
     return original(*args, **kwargs)
 
 
@@ -195,7 +195,7 @@ def partial_state(original: Function, *args: Any, **kwargs: Any) -> Any:
     """
     for name, what in _ACCELERATE_FLAGS.items():
         if os.environ.get(name, "").lower() in ("true", "1"):
-            _opt_out(f"it asks Accelerate for {what}", Numbers.PER_RANK)
+            _opt_out(f"it asks Accelerate for {what}", BatchEffect.PER_RANK)
     return original(*args, **kwargs)
 
 
@@ -203,7 +203,7 @@ def training_arguments(original: Function, self: Any) -> Any:
     """For the __post_init__ of transformers' TrainingArguments."""
     for name in ("deepspeed", "fsdp"):
         if getattr(self, name, None):
-            _opt_out(f"it asks the Trainer for {name}", Numbers.PER_RANK)
+            _opt_out(f"it asks the Trainer for {name}", BatchEffect.PER_RANK)
     return original(self)
 
 

@@ -16,7 +16,7 @@ from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
 from instep.unedited import launcher_env
 from instep.unedited.errors import UneditedError
-from instep.unedited.opt_out import Numbers
+from instep.unedited.opt_out import BatchEffect
 from instep.unedited.single_rank import SingleRankSession
 
 
@@ -73,7 +73,7 @@ def stop() -> None:
         (session.single_rank or session.multi_rank).end()
 
 
-def opt_out(reason: str, numbers: Numbers = Numbers.UNKNOWN) -> None:
+def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     """Let the script run on every rank as it is from now on.
 
     Raises UneditedError if the ranks have shared work already.
@@ -89,7 +89,7 @@ def opt_out(reason: str, numbers: Numbers = Numbers.UNKNOWN) -> None:
             f"all ranks have run this script as one process so far, and now {reason}. "
             "Run it with --plain, as a script for several processes."
         )
-    print_opt_out(session.world, reason, numbers)
+    print_opt_out(session.world, reason, effect)
     session.multi_rank.leave_job()
     stop()
     while _at_opt_out:
@@ -115,16 +115,16 @@ def reports_failure(message: str) -> bool:
     return reports
 
 
-def print_opt_out(world: World, reason: str, numbers: Numbers) -> None:
+def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
     """Print one line on rank 0 of several."""
     if world.size == 1:
         return
-    if numbers is not Numbers.SAME:
+    if effect is not BatchEffect.SAME:
         _reasons.append(reason)
     if world.rank == 0:
-        effect = numbers.format(n=world.size)
+        sentence = effect.format(n=world.size)
         print(
-            f"instep: every rank runs this script as it is, since {reason}. {effect}".rstrip(),
+            f"instep: every rank runs this script as it is, since {reason}. {sentence}".rstrip(),
             file=sys.stderr,
             flush=True,
         )

@@ -47,7 +47,7 @@ def start_session(command: Sequence[str]) -> None:
     if reason is None:
         session.start()
     else:
-        session.print_opt_out(launchers.detect(), reason, static_opt_out.numbers(reason))
+        session.print_opt_out(launchers.detect(), reason, static_opt_out.batch_effect(reason))
 
 
 def _is_instep_entry(command: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from instep.check.script import Function, Script
-from instep.unedited.opt_out import Numbers
+from instep.unedited.opt_out import BatchEffect
 
 MAX_FILES = 300
 """Files that are read at most."""
@@ -27,9 +27,9 @@ _OWN_GROUP = "it starts a process group of its own"
 _EXITS = ("exit", "_exit", "quit")
 
 
-def numbers(reason: str) -> Numbers:
-    """What it means for the numbers that a script opts out for this reason."""
-    return Numbers.UNKNOWN if reason == _OWN_GROUP else Numbers.SAME
+def batch_effect(reason: str) -> BatchEffect:
+    """What becomes of the batch of a script that opts out for this reason."""
+    return BatchEffect.UNKNOWN if reason == _OWN_GROUP else BatchEffect.SAME
 
 
 def find_opt_out(command: Sequence[str]) -> str | None:
