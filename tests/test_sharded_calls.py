@@ -20,12 +20,13 @@ import instep
 from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
+from instep.training.random_ops import draws_nothing
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
 from instep.unedited.sharded_call.plan import division, plan_cache
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
-from instep.unedited.sharded_call.run import grad_sums, random_numbers
+from instep.unedited.sharded_call.run import grad_sums
 from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from pool import ranks, talking_over
@@ -375,8 +376,8 @@ def test_attention_draws_where_it_has_dropout(
     given: tuple[Any, ...], named: dict[str, Any], off: bool
 ) -> None:
     x = torch.ones(1, 1, 2, 2)
-    assert random_numbers._is_off(ATTENTION, (x, x, x, *given), named) is off
-    assert random_numbers._is_off(torch.ops.aten.dropout.default, (x, 0.0, True), {}) is False
+    assert draws_nothing(ATTENTION, (x, x, x, *given), named) is off
+    assert draws_nothing(torch.ops.aten.dropout.default, (x, 0.0, True), {}) is False
 
 
 @ranks(3)
