@@ -33,6 +33,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
     ShardingPlan,
     candidate_outputs,
 )
+from instep.unedited.sharded_call.run.argument_writes import deliver, run_whole
 from instep.unedited.sharded_call.run.execution import gather_arguments, join_output, run_local
 from instep.unedited.sharded_call.run.grad_sums import is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input
@@ -98,7 +99,7 @@ def _try(
         )
     if found is not None:
         plan, joined = found
-        return (plan, unflatten(joined, plan.structure)), ""
+        return (plan, deliver(unflatten(joined, plan.structure), call)), ""
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
         return _try(call, division, reference, transport)
@@ -168,7 +169,7 @@ def _holds_for_others(
     leaves = [zero_half(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
     other = call.with_leaves(leaves)
     before.restore()
-    wholes, structure = flatten(other.run_whole())
+    wholes, structure = flatten(run_whole(other))
     before.restore()
     region, local, local_structure = run_local(
         other, plan.division, transport, is_random=plan.is_random

@@ -24,6 +24,7 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
 
 
 class Noise:
@@ -32,7 +33,7 @@ class Noise:
     def __init__(self, call: BoundCall, reference: Reference) -> None:
         reference.before.restore()
         with perturbed(call.module):
-            outputs = leaves_of(call.run_whole())
+            outputs = leaves_of(run_whole(call))
             self.outputs = [
                 relative_error(again, out) if isinstance(out, Tensor) else 0.0
                 for again, out in zip(outputs, reference.outputs, strict=True)
@@ -52,7 +53,7 @@ class Reference:
 
     def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
-        arguments = ValueSnapshot((call.args, call.kwargs))
+        watch = ArgumentWatch(call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         with observed() as effects:
@@ -61,9 +62,9 @@ class Reference:
         self.side_effect = "" if compiles else effects.description
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
-        self.outputs, self.structure = flatten(self.value)
+        self.outputs, self.structure = flatten(watch.result(self.value))
         asks = requires_gradients != _require_gradients(call)
-        self.changes_arguments = asks or not arguments.is_current()
+        self.changes_arguments = asks or watch.has_other_changes()
         self.changes_attributes = self.before.has_other_values(self.after)
         self.keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""

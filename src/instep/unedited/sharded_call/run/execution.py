@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
-from instep.training.pytree import Structure, ValueSnapshot, flatten, is_value, unflatten, versions
+from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, deliver
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
@@ -66,7 +67,7 @@ def run_sharded(
         join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
     ]
     tag_outputs(local, region)
-    return plan, unflatten(joined, structure)
+    return plan, deliver(unflatten(joined, structure), call)
 
 
 def run_local(
@@ -74,7 +75,8 @@ def run_local(
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
-    Raises ShardedCallError where it changes its arguments, which the script would not see.
+    Raises ShardedCallError where it changes its arguments otherwise than by items of dicts: the
+    script would not see it.
     """
     block = division.block(call.leaves, transport.rank, transport.size)
     assert block is not None
@@ -85,22 +87,17 @@ def run_local(
     if torch.is_grad_enabled():
         region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
     args, kwargs = unflatten(leaves, call.structure)
-    given = [ValueSnapshot(x) for x in (*args, *kwargs.values()) if _is_mutable(x)]
+    watch = ArgumentWatch(args, kwargs)
     before = versions(call.leaves)
     with region.entered(), _aliased_parameters(call.module, region):
         output = call.original(call.module, *args, **kwargs)
-    if not all(snapshot.is_current() for snapshot in given) or before != versions(call.leaves):
+    if watch.has_other_changes() or before != versions(call.leaves):
         raise ShardedCallError(
             f"{type(call.module).__name__} began to change its arguments in its forward (a cache, "
-            "a dict, a tensor in place), which it did not do when its calls were first divided. "
+            "a list, a tensor in place), which it did not do when its calls were first divided. "
             "Run this script with --plain, or let it return what is new instead."
         )
-    return region, *flatten(output)
-
-
-def _is_mutable(argument: Any) -> bool:
-    """Whether this is a container or an object."""
-    return not (isinstance(argument, Tensor) or is_value(argument))
+    return region, *flatten(watch.result(output))
 
 
 def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Any:
