@@ -14,13 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from instep.distributed.flight_record.script_line import location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
 
-_OUTSIDE_SCRIPT = (PACKAGE_FOLDER, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
 _STDLIB = f"{Path(contextlib.__file__).parent}/"
 _TORCH = dist.distributed_c10d.__file__
 _WRAPPERS = (dist.c10d_logger.__file__, f"{PACKAGE_FOLDER}process/patching.py")
@@ -60,19 +59,7 @@ def wait_at_exit(wait: Callable[[], object]) -> None:
 
 def script_line() -> str:
     """The line of the script that calls this: of the innermost frame outside instep and torch."""
-    return location(_script_frame(sys._getframe(1)))
-
-
-def _script_frame(frame: FrameType) -> FrameType:
-    """From `frame` outward, the first that is outside instep, torch and contextlib."""
-    while frame.f_code.co_filename.startswith(_OUTSIDE_SCRIPT) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def location(frame: FrameType) -> str:
-    """The file and the line of a frame."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return location(script_frame(sys._getframe(1)))
 
 
 def main_thread_wait() -> dict[str, object] | None:
@@ -86,7 +73,7 @@ def main_thread_wait() -> dict[str, object] | None:
     for frame in frames:
         found = _wait(frame)
         if found is not None:
-            script = _script_frame(frame)
+            script = script_frame(frame)
             inner = [f.f_code for f in frames[: frames.index(script)]]
             names = (code.co_name for code in reversed(inner) if code.co_filename not in _WRAPPERS)
             call = next(names, found["op"])
@@ -98,7 +85,7 @@ def main_thread_line() -> str:
     """The line of the script, or of a library that it uses, that the main thread runs."""
     frames = [*_frames()]
     outside = (frame for frame in frames if not _is_stdlib(frame))
-    return location(_script_frame(next(outside, frames[0])))
+    return location(script_frame(next(outside, frames[0])))
 
 
 def _is_stdlib(frame: FrameType) -> bool:
@@ -108,7 +95,7 @@ def _is_stdlib(frame: FrameType) -> bool:
 
 def format_main_thread_stack() -> str:
     """The main thread's frames in the script, in the format of a traceback."""
-    innermost = _script_frame(next(_frames()))
+    innermost = script_frame(next(_frames()))
     stack = traceback.extract_stack(innermost)
     entries = [e for e in stack if not e.filename.startswith((PACKAGE_FOLDER, "<frozen"))]
     head = "Stack (most recent call last):\n" if entries else ""

@@ -24,6 +24,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.launchers import FAILURE_FILE, JOB
 from instep.distributed.identity.world import World
@@ -126,6 +127,7 @@ class WatcherClient:
         listener = hub.get("listener")
         self._seen = _seen_file()
         passed = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
+        passed["record"] = os.dup(recorder.file_descriptor())
         if JOB not in os.environ:
             passed["crash"] = os.dup(_crash_file())
         if isinstance(listener, socket.socket):

@@ -60,6 +60,8 @@ class Watcher:
         self._rank, self._size, self._host = start["rank"], start["size"], start["host"]
         self._pidfd, self._pid = start["pidfd"], start["pid"]
         self._seen_file, self._crash_file = start["seen"], start.get("crash")
+        self._record_file: int = start["record"]
+        """For `record_format.read`."""
         self._is_hub = start["rank"] == 0
         self._supervised = start["supervised"]
         self._finished = self._reported = self._exit_sent = self._exit_confirmed = False

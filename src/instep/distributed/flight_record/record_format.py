@@ -1,0 +1,205 @@
+"""The layout of a flight record, and its reader. The watcher imports this: standard library only.
+
+A header of 8-byte words is followed by a ring of slots, one for each collective. A slot holds words
+and two texts. Its number stands at both ends, so that a reader sees when it is being written.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+PHASES = (
+    *("", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint"),
+    *("single_process_scope", "exit"),
+)
+"""The header holds the index of the phase; the first is the script's own code."""
+SLOTS = 1024
+HEADER_BYTES = 4096
+SLOT = struct.Struct("<8q184s128sq")
+"""number, sequence, entered, left, epoch, step, phase, tag; signature; line; number."""
+SLOT_WORDS = SLOT.size // 8
+ENTERED, LEFT = 2, 3
+"""Words of a slot: times in nanoseconds of CLOCK_MONOTONIC; 0: not yet."""
+SIGNATURE_BYTES, LINE_BYTES = 184, 128
+COUNT, EPOCH, STEP, PHASE, PHASE_SINCE, LAST_LEFT = range(6)
+"""Words of the header; COUNT: the number of collectives that were entered."""
+BYTES = HEADER_BYTES + SLOTS * SLOT.size
+_SEPARATOR = "\x1f"
+_EXTENT = 48
+"""Characters of a shape that fit."""
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A collective that the rank has entered."""
+
+    number: int
+    """Counts all collectives of the rank, from 1."""
+    sequence: int
+    """Counts those of the group, from 1: the same on all its members if they agree."""
+    op: str
+    shape: tuple[int, ...] | None
+    """None where the collective has no tensor, tensors of several shapes, or too long a shape."""
+    dtype: str
+    """As "float32"; empty where there is no tensor."""
+    group: str
+    """See `group_text`."""
+    root: int | None
+    line: str
+    """The script's, as "train.py:12" with the whole path."""
+    tag: int
+    """A hash of everything that must be equal on all members."""
+    epoch: int
+    step: int
+    phase: str
+    entered: float
+    """Times are seconds of CLOCK_MONOTONIC, as `time.monotonic()`."""
+    left: float | None
+    """None while the rank is inside."""
+
+    def describe(self) -> str:
+        """The collective in one line: "broadcast float32 [4] from rank 0"."""
+        return describe(self.op, self.shape, self.dtype, self.root)
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """A rank's record at one moment."""
+
+    entries: tuple[Entry, ...]
+    """The last collectives, oldest first."""
+    count: int
+    """Of all collectives that the rank has entered."""
+    epoch: int
+    step: int
+    phase: str
+    phase_since: float
+    last_left: float | None
+    """When the rank left a collective; None before it has left one."""
+
+    def open_entries(self) -> tuple[Entry, ...]:
+        """The collectives that the rank has entered and not left."""
+        return tuple(entry for entry in self.entries if entry.left is None)
+
+
+def describe(op: str, shape: tuple[int, ...] | None, dtype: str, root: int | None) -> str:
+    """A collective in one line."""
+    words = [op]
+    if dtype:
+        words.append(dtype)
+    if shape is not None:
+        words.append(f"[{', '.join(map(str, shape))}]")
+    if root is not None:
+        words.append(f"from rank {root}" if op.startswith("broadcast") else f"to rank {root}")
+    return " ".join(words)
+
+
+def group_text(name: str, ranks: Iterable[int]) -> str:
+    """A group as the record names it: its name in torch, and its members as ranks of the job."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    members = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{name[:32]}:{members}"
+
+
+def group_members(text: str) -> list[int]:
+    """The members of a group by its text; none where they were too many to be recorded."""
+    members: list[int] = []
+    for run in text.rpartition(":")[2].split(","):
+        first, _, last = run.partition("-")
+        if not first.isdigit() or not (last.isdigit() or not last):
+            return []
+        members += range(int(first), int(last or first) + 1)
+    return members
+
+
+def encode_signature(
+    op: str, shape: tuple[int, ...] | None, dtype: str, group: str, root: int | None
+) -> bytes:
+    """The first text of a slot."""
+    extent = "-" if shape is None else ",".join(map(str, shape))
+    extent = extent if len(extent) <= _EXTENT else "-"
+    texts = (op[:64], dtype, extent, "" if root is None else str(root), group)
+    encoded = _SEPARATOR.join(texts).encode()
+    if len(encoded) > SIGNATURE_BYTES:
+        encoded = _SEPARATOR.join((*texts[:-1], group.partition(":")[0] + ":?")).encode()
+    return encoded[:SIGNATURE_BYTES]
+
+
+def read(fd: int) -> FlightRecord:
+    """The record behind a file descriptor. The rank may be writing, or be stopped."""
+    header = struct.unpack_from("<6q", os.pread(fd, 48, 0))
+    count = header[COUNT]
+    data = os.pread(fd, SLOTS * SLOT.size, HEADER_BYTES)
+    entries = []
+    for number in range(max(1, count - SLOTS + 1), count + 1):
+        entry = _read_slot(fd, data, number)
+        if entry is not None:
+            entries.append(entry)
+    return FlightRecord(
+        tuple(entries),
+        count,
+        header[EPOCH],
+        header[STEP],
+        _phase(header[PHASE]),
+        header[PHASE_SINCE] / 1e9,
+        header[LAST_LEFT] / 1e9 or None,
+    )
+
+
+def _read_slot(fd: int, data: bytes, number: int) -> Entry | None:
+    """None where the slot already holds a later collective, or the rank stopped while writing."""
+    offset = number % SLOTS * SLOT.size
+    seen = data[offset : offset + SLOT.size]
+    for _ in range(_ATTEMPTS):
+        again = os.pread(fd, SLOT.size, HEADER_BYTES + offset)
+        if again == seen:
+            break
+        seen = again
+    if len(seen) < SLOT.size:
+        return None
+    first, sequence, entered, left, epoch, step, phase, tag, signature, line, last = SLOT.unpack(
+        seen
+    )
+    if not first == last == number:
+        return None
+    op, dtype, extent, root, group = _split(signature)
+    sizes = extent.split(",") if extent else []
+    complete = all(size.isdigit() for size in sizes)
+    return Entry(
+        number,
+        sequence,
+        op,
+        tuple(map(int, sizes)) if complete else None,
+        dtype,
+        group,
+        int(root) if root else None,
+        _text(line),
+        tag,
+        epoch,
+        step,
+        _phase(phase),
+        entered / 1e9,
+        left / 1e9 or None,
+    )
+
+
+def _split(signature: bytes) -> list[str]:
+    texts = _text(signature).split(_SEPARATOR)
+    return (texts + [""] * 5)[:5]
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
+
+
+def _phase(index: int) -> str:
+    return PHASES[index] if 0 <= index < len(PHASES) else ""

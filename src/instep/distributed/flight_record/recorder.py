@@ -1,0 +1,185 @@
+"""In the rank: the flight recorder, which notes each collective as it is entered and left.
+
+All functions may be called in any thread. What they cost together, per collective: 2 to 3 µs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import zlib
+from itertools import count
+from time import monotonic_ns
+from types import CodeType
+from typing import Any
+
+from instep.distributed.flight_record.record_format import (
+    BYTES,
+    COUNT,
+    EPOCH,
+    HEADER_BYTES,
+    LAST_LEFT,
+    LEFT,
+    LINE_BYTES,
+    PHASE,
+    PHASE_SINCE,
+    PHASES,
+    SLOT,
+    SLOT_WORDS,
+    SLOTS,
+    STEP,
+    encode_signature,
+)
+from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location
+
+Shape = tuple[int, ...] | None
+_CACHED = 4096
+"""Signatures and lines that are kept as bytes; with one more, all of them are dropped."""
+_FIRST_SLOT = HEADER_BYTES // 8
+_PHASE_NUMBERS = {name: index for index, name in enumerate(PHASES)}
+
+
+class _OutsideScript(dict[str, bool]):
+    """Whether frames of a file are outside of the script, by the file's name."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = outside = file.startswith(OUTSIDE_SCRIPT)
+        return outside
+
+
+class FlightRecorder:
+    """Writes the record of this process. It is in private memory until its descriptor is asked for,
+    and again in a forked child, which is no rank."""
+
+    def __init__(self) -> None:
+        self._outside = _OutsideScript()
+        self._signatures: dict[tuple[object, ...], tuple[bytes, int]] = {}
+        self._lines: dict[tuple[int, int], tuple[bytes, CodeType]] = {}
+        """By the code's id, which its reference keeps from being used again, and the position in
+        it. (The hash of a code object takes longer than all the rest.)"""
+        self._main = threading.main_thread().ident
+        self._use(bytearray(BYTES))
+        self._fd: int | None = None
+        self._sequences: dict[str, int] = {}
+        self._numbers = count(1)
+
+    def enter(
+        self, op: str, shape: Shape, dtype: object, group: str, root: int | None = None
+    ) -> int:
+        """Note that this rank enters a collective; returns its number, for `leave`.
+
+        `group`: from `group_text`; `root`: as rank of the job.
+        """
+        key = (op, shape, dtype, group, root)
+        try:
+            signature, tag = self._signatures[key]
+        except KeyError:
+            signature, tag = self._encode(key)
+        outside = self._outside
+        frame = sys._getframe(1)
+        while outside[frame.f_code.co_filename]:
+            back = frame.f_back
+            if back is None:
+                break
+            frame = back
+        code = frame.f_code
+        try:
+            line, _ = self._lines[id(code), frame.f_lasti]
+        except KeyError:
+            line = self._encode_line(frame)
+        sequences = self._sequences
+        sequence = sequences[group] = sequences.get(group, 0) + 1
+        number = next(self._numbers)
+        words = self._words
+        SLOT.pack_into(
+            self._memory,
+            HEADER_BYTES + number % SLOTS * SLOT.size,
+            *(number, sequence, monotonic_ns(), 0, words[EPOCH], words[STEP], words[PHASE], tag),
+            *(signature, line, number),
+        )
+        words[COUNT] = number
+        return number
+
+    def leave(self, number: int) -> None:
+        """Note that this rank has left the collective of that number."""
+        words = self._words
+        start = _FIRST_SLOT + number % SLOTS * SLOT_WORDS
+        if words[start] == number:
+            words[LAST_LEFT] = words[start + LEFT] = monotonic_ns()
+
+    def phase(self, name: str) -> _PhaseScope:
+        """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
+        return _PhaseScope(self, _PHASE_NUMBERS[name])
+
+    def set_step(self, epoch: int, step: int) -> None:
+        """The epoch and the step at which this rank is from now on."""
+        self._words[EPOCH], self._words[STEP] = epoch, step
+
+    def file_descriptor(self) -> int:
+        """The descriptor of the record, for `record_format.read` in another process."""
+        if self._fd is None:
+            self._fd = os.memfd_create("flight_record")
+            os.ftruncate(self._fd, BYTES)
+            shared = mmap.mmap(self._fd, BYTES)
+            shared[:] = bytes(self._memory)
+            self._use(shared)
+        return self._fd
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: its collectives are not the parent's."""
+        self._use(bytearray(BYTES))
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._numbers = None, count(1)
+        self._sequences.clear()
+        self._main = threading.main_thread().ident
+
+    def _use(self, memory: bytearray | mmap.mmap) -> None:
+        self._memory = memory
+        self._words: Any = memoryview(memory).cast("q")
+
+    def _encode(self, key: Any) -> tuple[bytes, int]:
+        op, shape, dtype, group, root = key
+        name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        signature = encode_signature(op, shape, name, group, root)
+        if len(self._signatures) >= _CACHED:
+            self._signatures.clear()
+        self._signatures[key] = encoded = signature, zlib.crc32(signature)
+        return encoded
+
+    def _encode_line(self, frame: Any) -> bytes:
+        if len(self._lines) >= _CACHED:
+            self._lines.clear()
+        line = location(frame).encode()[-LINE_BYTES:]
+        self._lines[id(frame.f_code), frame.f_lasti] = line, frame.f_code
+        return line
+
+
+class _PhaseScope:
+    """A phase of the main thread; before and after it the phase is another one."""
+
+    __slots__ = ("_before", "_phase", "_recorder")
+
+    def __init__(self, recorder: FlightRecorder, phase: int) -> None:
+        self._recorder, self._phase, self._before = recorder, phase, 0
+
+    def __enter__(self) -> None:
+        words = self._recorder._words
+        if threading.get_ident() == self._recorder._main:
+            self._before = words[PHASE]
+            words[PHASE], words[PHASE_SINCE] = self._phase, monotonic_ns()
+
+    def __exit__(self, *_: object) -> None:
+        words = self._recorder._words
+        if threading.get_ident() == self._recorder._main:
+            words[PHASE], words[PHASE_SINCE] = self._before, monotonic_ns()
+
+
+recorder = FlightRecorder()
+"""Of this process."""
+enter, leave = recorder.enter, recorder.leave
+phase, set_step = recorder.phase, recorder.set_step
+file_descriptor = recorder.file_descriptor
+os.register_at_fork(after_in_child=recorder.reset_after_fork)

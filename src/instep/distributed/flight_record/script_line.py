@@ -1,0 +1,26 @@
+"""The frames that are the script's: those outside of instep, torch and contextlib."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from instep.process import PACKAGE_FOLDER
+
+OUTSIDE_SCRIPT = (PACKAGE_FOLDER, f"{Path(str(torch.__file__)).parent}/", contextlib.__file__)
+"""Files whose frames are not the script's begin with one of these."""
+
+
+def script_frame(frame: FrameType) -> FrameType:
+    """From `frame` outward, the first that is the script's; else the outermost."""
+    while frame.f_code.co_filename.startswith(OUTSIDE_SCRIPT) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def location(frame: FrameType) -> str:
+    """The file and the line of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,160 @@
+"""The flight record: its format, its ring, and a reader in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from instep.distributed.flight_record import record_format
+from instep.distributed.flight_record.recorder import FlightRecorder
+from instep.process import isolated_command
+
+
+@pytest.fixture
+def recorder():
+    return FlightRecorder()
+
+
+def test_an_entry_holds_what_the_rank_entered(recorder) -> None:
+    fd = recorder.file_descriptor()
+    recorder.set_step(2, 17)
+    with recorder.phase("backward"):
+        number = recorder.enter("broadcast", torch.Size([4, 3]), torch.float32, "0:0-2", 1)
+    (entry,) = record_format.read(fd).entries
+    assert (entry.number, entry.sequence, entry.group, entry.root) == (number, 1, "0:0-2", 1)
+    assert (entry.op, entry.shape, entry.dtype) == ("broadcast", (4, 3), "float32")
+    assert (entry.epoch, entry.step, entry.phase) == (2, 17, "backward")
+    assert entry.describe() == "broadcast float32 [4, 3] from rank 1"
+    line = test_an_entry_holds_what_the_rank_entered.__code__.co_firstlineno + 4
+    assert entry.line == f"{__file__}:{line}"
+    assert entry.left is None
+    recorder.leave(number)
+    (entry,) = record_format.read(fd).entries
+    assert entry.left is not None
+    assert entry.left >= entry.entered
+
+
+def test_what_was_entered_before_the_descriptor_was_asked_for_is_kept(recorder) -> None:
+    number = recorder.enter("barrier", None, None, "0:0-2")
+    fd = recorder.file_descriptor()
+    recorder.leave(number)
+    record = record_format.read(fd)
+    assert [(e.op, e.shape, e.dtype) for e in record.entries] == [("barrier", None, "")]
+    assert record.open_entries() == ()
+    assert record.last_left is not None
+
+
+def test_the_ring_keeps_the_last_entries_and_a_late_leave_changes_no_other(recorder) -> None:
+    fd = recorder.file_descriptor()
+    first = recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    for _ in range(record_format.SLOTS + 5):
+        recorder.leave(recorder.enter("all_reduce", (1,), torch.int64, "0:0-2"))
+    recorder.leave(first)
+    last = recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    record = record_format.read(fd)
+    assert record.count == last
+    assert [e.number for e in record.entries] == [*range(last - record_format.SLOTS + 1, last + 1)]
+    assert [e.number for e in record.open_entries()] == [last]
+
+
+def test_each_group_counts_its_own_collectives(recorder) -> None:
+    fd = recorder.file_descriptor()
+    for group in ("0:0-2", "1:0,2", "0:0-2"):
+        recorder.enter("barrier", None, None, group)
+    assert [e.sequence for e in record_format.read(fd).entries] == [1, 1, 2]
+
+
+def test_phases_nest_and_belong_to_the_main_thread(recorder) -> None:
+    fd = recorder.file_descriptor()
+    seen = []
+    with recorder.phase("evaluation"):
+        with recorder.phase("data"):
+            seen.append(record_format.read(fd).phase)
+
+        def load() -> None:
+            with recorder.phase("checkpoint"):
+                seen.append(record_format.read(fd).phase)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    seen.append(record_format.read(fd).phase)
+    assert seen == ["data", "evaluation", ""]
+
+
+def test_equal_signatures_have_equal_tags_and_different_ones_do_not(recorder) -> None:
+    fd = recorder.file_descriptor()
+    signatures = [
+        ("all_reduce", (4,), torch.float32, None),
+        ("all_reduce", (4,), torch.float64, None),
+        ("all_reduce", (5,), torch.float32, None),
+        ("reduce", (4,), torch.float32, 0),
+        ("reduce", (4,), torch.float32, 1),
+    ]
+    for op, shape, dtype, root in signatures * 2:
+        recorder.enter(op, shape, dtype, "0:0-2", root)
+    tags = [e.tag for e in record_format.read(fd).entries]
+    assert tags[:5] == tags[5:]
+    assert len({*tags}) == 5
+
+
+def test_texts_that_are_too_long_are_cut_and_the_rest_stays(recorder) -> None:
+    fd = recorder.file_descriptor()
+    group = record_format.group_text("g" * 99, range(0, 4000, 2))
+    recorder.enter("all_reduce" * 20, (10**9,) * 20, torch.float32, group, 3)
+    (entry,) = record_format.read(fd).entries
+    assert (entry.shape, entry.dtype, entry.root) == (None, "float32", 3)
+    assert record_format.group_members(entry.group) == []
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [1, 3], [0, 1, 4, 5, 6, 9]])
+def test_members_can_be_read_from_the_text_of_a_group(ranks) -> None:
+    assert record_format.group_members(record_format.group_text("x:1", ranks)) == ranks
+
+
+def test_a_forked_child_leaves_the_record_of_its_parent_alone(recorder) -> None:
+    fd = recorder.file_descriptor()
+    recorder.enter("barrier", None, None, "0:0-2")
+    pid = os.fork()
+    if pid == 0:
+        recorder.reset_after_fork()
+        recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert [e.op for e in record_format.read(fd).entries] == ["barrier"]
+
+
+def test_another_process_reads_whole_entries_while_the_rank_writes(recorder, tmp_path) -> None:
+    """Shape and root of an entry are its number, so a torn one would show."""
+    fd = recorder.file_descriptor()
+    program = (
+        "import sys\n"
+        "from instep.distributed.flight_record.record_format import read\n"
+        "def main(fd):\n"
+        "    record = read(int(fd))\n"
+        "    print('ready', flush=True)\n"
+        "    seen = 0\n"
+        "    while record.count < 20000:\n"
+        "        record = read(int(fd))\n"
+        "        for e in record.entries:\n"
+        "            assert e.shape == (e.number,) and e.root == e.number % 97, e\n"
+        "            seen += 1\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    print(seen)\n"
+    )
+    command = isolated_command("reader", str(fd))
+    (tmp_path / "reader.py").write_text(program)
+    command[command.index("-c") + 1] = (
+        f"import sys; sys.path.append({str(tmp_path)!r}); " + command[command.index("-c") + 1]
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=(fd,)) as reader:
+        assert reader.stdout.readline() == "ready\n"
+        for number in range(1, 20001):
+            recorder.enter("all_reduce", (number,), torch.float32, "0:0-2", number % 97)
+        seen = int(reader.stdout.read())
+    assert reader.returncode == 0
+    assert seen > 0
