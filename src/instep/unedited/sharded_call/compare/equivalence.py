@@ -33,7 +33,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
     ShardingPlan,
     candidate_outputs,
 )
-from instep.unedited.sharded_call.run.argument_writes import deliver, run_whole
+from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
 from instep.unedited.sharded_call.run.execution import gather_arguments, join_output, run_local
 from instep.unedited.sharded_call.run.grad_sums import is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input
@@ -99,7 +99,7 @@ def _try(
         )
     if found is not None:
         plan, joined = found
-        return (plan, deliver(unflatten(joined, plan.structure), call)), ""
+        return (plan, write_back(unflatten(joined, plan.structure), call)), ""
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
         return _try(call, division, reference, transport)

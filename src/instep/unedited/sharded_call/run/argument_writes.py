@@ -73,7 +73,7 @@ def run_whole(call: BoundCall) -> Any:
     return watch.result(fresh.run_whole())
 
 
-def deliver(value: Any, call: BoundCall) -> Any:
+def write_back(value: Any, call: BoundCall) -> Any:
     """Write into the script's dicts what a sharded call wrote; returns what the call returns."""
     if not isinstance(value, Written):
         return value

@@ -18,7 +18,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
-from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, deliver
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
@@ -67,7 +67,7 @@ def run_sharded(
         join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
     ]
     tag_outputs(local, region)
-    return plan, deliver(unflatten(joined, structure), call)
+    return plan, write_back(unflatten(joined, structure), call)
 
 
 def run_local(
