@@ -206,7 +206,7 @@ def test_another_ranks_failure_lets_a_save_come_to_its_end(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "ending",
     [
-        "os._exit(1) if rank else time.sleep(100)",
+        pytest.param("os._exit(1) if rank else time.sleep(100)", marks=pytest.mark.nightly),
         "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(100)",
         "raise KeyError",
     ],

@@ -1,6 +1,6 @@
 """Scripts that hypothesis draws have the numbers of one process.
 
-DRAWN_EXAMPLES sets how many: 12 unless it says otherwise, 200 at night (`make nightly`).
+DRAWN_EXAMPLES sets how many: 5 unless it says otherwise, 200 at night (`make nightly`).
 """
 
 import os
@@ -121,7 +121,7 @@ def train(log, script):
 
 
 @settings(
-    max_examples=int(os.environ.get("DRAWN_EXAMPLES", "8")),
+    max_examples=int(os.environ.get("DRAWN_EXAMPLES", "5")),
     deadline=None,
     derandomize="DRAWN_EXAMPLES" not in os.environ,
     suppress_health_check=list(HealthCheck),

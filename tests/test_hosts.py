@@ -116,6 +116,7 @@ def test_mpirun_of_open_mpi_says_where_it_was_started(hosts, tmp_path, oracle):
     mpirun(hosts, tmp_path, oracle, "mpirun of Open MPI", *command, "-H", ",".join(two))
 
 
+@pytest.mark.nightly
 @components.needs("MPICH")
 def test_ranks_of_mpich_meet_in_the_file_that_the_user_names(hosts, tmp_path, oracle):
     two = [f"{address}:2" for address in hosts.addresses]

@@ -97,7 +97,7 @@ def assert_same(out, alone):
 
 WAYS = {
     "plain": ([*INSTEP, "run", "-n", "2", "plain.py"], 1, (), ()),
-    "plain, mpirun": ([*MPICH, "-n", "2", *INSTEP, "plain.py"], 1, ("MPICH",), ()),
+    "plain, mpirun": ([*MPICH, "-n", "2", *INSTEP, "plain.py"], 1, ("MPICH",), nightly),
     "plain, 3": ([*INSTEP, "run", "-n", "3", "plain.py"], 1, (), nightly),
     "dataparallel alone": ([*PYTHON, "dataparallel.py"], 1, (), nightly),
     "dataparallel": ([*INSTEP, "run", "-n", "2", "dataparallel.py"], 1, (), nightly),

@@ -532,6 +532,7 @@ def digits_accuracy(level, dtype, epochs=3):
         return accuracy.compute()[0]
 
 
+@pytest.mark.nightly
 def test_o1_and_o2_train_digits_to_the_accuracy_of_o0():
     (full,) = set(run(2, digits_accuracy, "O0", HALF))
     assert full > 0.9

@@ -224,7 +224,7 @@ def toy(tmp_path_factory):
                      marks=components.needs("Slurm")),
         pytest.param(["srun", "-N2", *PYTHON], ["--dist-file", "dist_file"], id="srun -N2",
                      marks=components.needs("Slurm")),
-        pytest.param([*LAUNCH, "--nproc_per_node", "2"], [], id="launch"),
+        pytest.param([*LAUNCH, "--nproc_per_node", "2"], [], id="launch", marks=NIGHTLY),
     ],
 )  # fmt: skip
 def test_the_documents_commands(tmp_path, toy, request, command, arguments):

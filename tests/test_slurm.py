@@ -87,6 +87,7 @@ if instep.rank == 0:
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 @components.needs("Slurm")
 def test_a_submitted_job_that_is_queued_again_starts_cleanly_under_its_id(
     cluster: Slurm, tmp_path: Path
