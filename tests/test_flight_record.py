@@ -28,7 +28,7 @@ def test_an_entry_holds_what_the_rank_entered(recorder) -> None:
     assert (entry.number, entry.sequence, entry.group, entry.root) == (number, 1, "0:0-2", 1)
     assert (entry.op, entry.shape, entry.dtype) == ("broadcast", (4, 3), "float32")
     assert (entry.epoch, entry.step, entry.phase) == (2, 17, "backward")
-    assert entry.describe() == "broadcast float32 [4, 3] from rank 1"
+    assert entry.describe() == f"broadcast float32 [4, 3] from rank 1 at {entry.line}"
     line = test_an_entry_holds_what_the_rank_entered.__code__.co_firstlineno + 4
     assert entry.line == f"{__file__}:{line}"
     assert entry.left is None
@@ -89,17 +89,55 @@ def test_phases_nest_and_belong_to_the_main_thread(recorder) -> None:
 def test_equal_signatures_have_equal_tags_and_different_ones_do_not(recorder) -> None:
     fd = recorder.file_descriptor()
     signatures = [
-        ("all_reduce", (4,), torch.float32, None),
-        ("all_reduce", (4,), torch.float64, None),
-        ("all_reduce", (5,), torch.float32, None),
-        ("reduce", (4,), torch.float32, 0),
-        ("reduce", (4,), torch.float32, 1),
+        ("all_reduce", (4,), torch.float32, None, "SUM"),
+        ("all_reduce", (4,), torch.float32, None, "MAX"),
+        ("all_reduce", (4,), torch.float64, None, "SUM"),
+        ("all_reduce", (5,), torch.float32, None, "SUM"),
+        ("reduce", (4,), torch.float32, 0, "SUM"),
+        ("reduce", (4,), torch.float32, 1, "SUM"),
     ]
-    for op, shape, dtype, root in signatures * 2:
-        recorder.enter(op, shape, dtype, "0:0-2", root)
+    for op, shape, dtype, root, reduction in signatures * 2:
+        recorder.enter(op, shape, dtype, "0:0-2", root, reduction)
     tags = [e.tag for e in record_format.read(fd).entries]
-    assert tags[:5] == tags[5:]
-    assert len({*tags}) == 5
+    assert tags[:6] == tags[6:]
+    assert len({*tags}) == 6
+
+
+def test_shapes_with_as_many_elements_agree_as_they_do_in_torch(recorder) -> None:
+    fd = recorder.file_descriptor()
+    recorder.enter("all_reduce", (4, 3), torch.float32, "0:0-2")
+    recorder.enter("all_reduce", (12,), torch.float32, "0:0-2")
+    first, second = record_format.read(fd).entries
+    assert first.tag == second.tag
+
+
+def test_the_detail_names_a_collective_and_does_not_change_its_tag(recorder) -> None:
+    fd = recorder.file_descriptor()
+    recorder.enter("all_reduce", (4,), torch.float32, "0:0-2")
+    recorder.detail = "gradients, bucket 2"
+    recorder.enter("all_reduce", (4,), torch.float32, "0:0-2")
+    first, second = record_format.read(fd).entries
+    assert second.op == "all_reduce (gradients, bucket 2)"
+    assert first.tag == second.tag
+
+
+def test_the_collective_that_runs_is_the_oldest_open_one_of_its_group(recorder) -> None:
+    other = recorder.add_group("1", [0, 1])
+    group = recorder.add_group("0", [0, 1, 2])
+    recorder.enter("barrier", None, None, other)
+    first = recorder.enter("all_reduce", (2,), torch.float32, group, reduction="SUM")
+    recorder.enter("broadcast", (2,), torch.float32, group, 0)
+    assert recorder.describe(group).startswith("all_reduce SUM float32 [2] at ")
+    recorder.leave(first)
+    assert recorder.describe(group).startswith("broadcast float32 [2] from rank 0 at ")
+
+
+def test_a_new_group_counts_from_the_beginning(recorder) -> None:
+    fd = recorder.file_descriptor()
+    for _ in range(2):
+        group = recorder.add_group("0", [0, 1, 2])
+        recorder.enter("barrier", None, None, group)
+    assert [e.sequence for e in record_format.read(fd).entries] == [1, 1]
 
 
 def test_texts_that_are_too_long_are_cut_and_the_rest_stays(recorder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from instep.errors import CollectiveError, LaunchError
 from instep.process.exit_status import format_arrived, format_ranks
@@ -106,6 +106,16 @@ class DisagreementError(CollectiveError):
     def __init__(self, what: str, seen: Mapping[str, Iterable[int]], advice: str) -> None:
         sides = "; ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in seen.items())
         super().__init__(f"the ranks disagree about {what}: {sides}. {advice}")
+
+    @classmethod
+    def of_collectives(cls, seen: Mapping[str, Collection[int]]) -> DisagreementError:
+        """`seen`: the ranks of each collective, which is described with its line of the script."""
+        return cls(
+            "which collective comes next",
+            dict(sorted(seen.items(), key=lambda side: min(side[1]))),
+            "Every rank must call the same collectives in the same order, with equal shapes, "
+            "dtypes and roots.",
+        )
 
 
 class SharedMemoryError(CollectiveError, RuntimeError):

@@ -6,9 +6,10 @@ and two texts. Its number stands at both ends, so that a reader sees when it is 
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 PHASES = (
@@ -49,10 +50,13 @@ class Entry:
     group: str
     """See `group_text`."""
     root: int | None
+    reduction: str
+    """As "SUM"; empty where nothing is reduced."""
     line: str
     """The script's, as "train.py:12" with the whole path."""
     tag: int
-    """A hash of everything that must be equal on all members."""
+    """A hash of what must be equal on all members: op, reduction, dtype, root, and the number of
+    elements."""
     epoch: int
     step: int
     phase: str
@@ -62,8 +66,14 @@ class Entry:
     """None while the rank is inside."""
 
     def describe(self) -> str:
-        """The collective in one line: "broadcast float32 [4] from rank 0"."""
-        return describe(self.op, self.shape, self.dtype, self.root)
+        """The collective in one line: "broadcast float32 [4] from rank 0 at train.py:15"."""
+        words = [self.op, self.reduction, self.dtype]
+        if self.shape is not None:
+            words.append(f"[{', '.join(map(str, self.shape))}]")
+        if self.root is not None:
+            verb = "from" if self.op.startswith(("broadcast", "scatter")) else "to"
+            words.append(f"{verb} rank {self.root}")
+        return " ".join(word for word in (*words, "at", self.line) if word)
 
 
 @dataclass(frozen=True)
@@ -84,18 +94,6 @@ class FlightRecord:
     def open_entries(self) -> tuple[Entry, ...]:
         """The collectives that the rank has entered and not left."""
         return tuple(entry for entry in self.entries if entry.left is None)
-
-
-def describe(op: str, shape: tuple[int, ...] | None, dtype: str, root: int | None) -> str:
-    """A collective in one line."""
-    words = [op]
-    if dtype:
-        words.append(dtype)
-    if shape is not None:
-        words.append(f"[{', '.join(map(str, shape))}]")
-    if root is not None:
-        words.append(f"from rank {root}" if op.startswith("broadcast") else f"to rank {root}")
-    return " ".join(words)
 
 
 def group_text(name: str, ranks: Iterable[int]) -> str:
@@ -122,12 +120,17 @@ def group_members(text: str) -> list[int]:
 
 
 def encode_signature(
-    op: str, shape: tuple[int, ...] | None, dtype: str, group: str, root: int | None
+    op: str,
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    group: str,
+    root: int | None,
+    reduction: str = "",
 ) -> bytes:
     """The first text of a slot."""
     extent = "-" if shape is None else ",".join(map(str, shape))
     extent = extent if len(extent) <= _EXTENT else "-"
-    texts = (op[:64], dtype, extent, "" if root is None else str(root), group)
+    texts = (op[:64], dtype, extent, "" if root is None else str(root), reduction, group)
     encoded = _SEPARATOR.join(texts).encode()
     if len(encoded) > SIGNATURE_BYTES:
         encoded = _SEPARATOR.join((*texts[:-1], group.partition(":")[0] + ":?")).encode()
@@ -136,16 +139,19 @@ def encode_signature(
 
 def read(fd: int) -> FlightRecord:
     """The record behind a file descriptor. The rank may be writing, or be stopped."""
-    header = struct.unpack_from("<6q", os.pread(fd, 48, 0))
+    return decode(os.pread(fd, BYTES, 0), lambda offset: os.pread(fd, SLOT.size, offset))
+
+
+def decode(
+    data: bytes | bytearray | mmap.mmap, read_slot: Callable[[int], bytes] | None = None
+) -> FlightRecord:
+    """The record in `data`. `read_slot` reads a slot anew, where it may have changed meanwhile."""
+    header = struct.unpack_from("<6q", data)
     count = header[COUNT]
-    data = os.pread(fd, SLOTS * SLOT.size, HEADER_BYTES)
-    entries = []
-    for number in range(max(1, count - SLOTS + 1), count + 1):
-        entry = _read_slot(fd, data, number)
-        if entry is not None:
-            entries.append(entry)
+    numbers = range(max(1, count - SLOTS + 1), count + 1)
+    slots = (_decode_slot(data, number, read_slot) for number in numbers)
     return FlightRecord(
-        tuple(entries),
+        tuple(entry for entry in slots if entry is not None),
         count,
         header[EPOCH],
         header[STEP],
@@ -155,12 +161,14 @@ def read(fd: int) -> FlightRecord:
     )
 
 
-def _read_slot(fd: int, data: bytes, number: int) -> Entry | None:
+def _decode_slot(
+    data: bytes | bytearray | mmap.mmap, number: int, read_slot: Callable[[int], bytes] | None
+) -> Entry | None:
     """None where the slot already holds a later collective, or the rank stopped while writing."""
-    offset = number % SLOTS * SLOT.size
-    seen = data[offset : offset + SLOT.size]
-    for _ in range(_ATTEMPTS):
-        again = os.pread(fd, SLOT.size, HEADER_BYTES + offset)
+    offset = HEADER_BYTES + number % SLOTS * SLOT.size
+    seen = bytes(data[offset : offset + SLOT.size])
+    for _ in range(_ATTEMPTS if read_slot is not None else 0):
+        again = read_slot(offset) if read_slot is not None else seen
         if again == seen:
             break
         seen = again
@@ -171,17 +179,17 @@ def _read_slot(fd: int, data: bytes, number: int) -> Entry | None:
     )
     if not first == last == number:
         return None
-    op, dtype, extent, root, group = _split(signature)
+    op, dtype, extent, root, reduction, group = _split(signature)
     sizes = extent.split(",") if extent else []
-    complete = all(size.isdigit() for size in sizes)
     return Entry(
         number,
         sequence,
         op,
-        tuple(map(int, sizes)) if complete else None,
+        tuple(map(int, sizes)) if all(size.isdigit() for size in sizes) else None,
         dtype,
         group,
         int(root) if root else None,
+        reduction,
         _text(line),
         tag,
         epoch,
@@ -194,7 +202,7 @@ def _read_slot(fd: int, data: bytes, number: int) -> Entry | None:
 
 def _split(signature: bytes) -> list[str]:
     texts = _text(signature).split(_SEPARATOR)
-    return (texts + [""] * 5)[:5]
+    return (texts + [""] * 6)[:6]
 
 
 def _text(padded: bytes) -> str:

@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import zlib
+from collections.abc import Iterable
 from itertools import count
+from math import prod
 from time import monotonic_ns
 from types import CodeType
 from typing import Any
@@ -30,7 +32,9 @@ from instep.distributed.flight_record.record_format import (
     SLOT_WORDS,
     SLOTS,
     STEP,
+    decode,
     encode_signature,
+    group_text,
 )
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location
 
@@ -64,15 +68,29 @@ class FlightRecorder:
         self._fd: int | None = None
         self._sequences: dict[str, int] = {}
         self._numbers = count(1)
+        self.detail = ""
+        """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
+
+    def add_group(self, name: str, ranks: Iterable[int]) -> str:
+        """Note that this rank is in a new group; returns the text for `enter`."""
+        text = group_text(name, ranks)
+        self._sequences[text] = 0
+        return text
 
     def enter(
-        self, op: str, shape: Shape, dtype: object, group: str, root: int | None = None
+        self,
+        op: str,
+        shape: Shape,
+        dtype: object,
+        group: str,
+        root: int | None = None,
+        reduction: str = "",
     ) -> int:
         """Note that this rank enters a collective; returns its number, for `leave`.
 
-        `group`: from `group_text`; `root`: as rank of the job.
+        `group`: from `add_group`; `root`: as rank of the job; `reduction`: as "SUM".
         """
-        key = (op, shape, dtype, group, root)
+        key = (op, shape, dtype, group, root, reduction, self.detail)
         try:
             signature, tag = self._signatures[key]
         except KeyError:
@@ -109,6 +127,12 @@ class FlightRecorder:
         if words[start] == number:
             words[LAST_LEFT] = words[start + LEFT] = monotonic_ns()
 
+    def describe(self, group: str) -> str:
+        """The collective of the group that runs now, of those that this rank has not left."""
+        record = decode(self._memory)
+        entries = (entry.describe() for entry in record.open_entries() if entry.group == group)
+        return next(entries, "")
+
     def phase(self, name: str) -> _PhaseScope:
         """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
         return _PhaseScope(self, _PHASE_NUMBERS[name])
@@ -141,12 +165,14 @@ class FlightRecorder:
         self._words: Any = memoryview(memory).cast("q")
 
     def _encode(self, key: Any) -> tuple[bytes, int]:
-        op, shape, dtype, group, root = key
+        op, shape, dtype, group, root, reduction, detail = key
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
-        signature = encode_signature(op, shape, name, group, root)
+        title = f"{op} ({detail})" if detail else op
+        signature = encode_signature(title, shape, name, group, root, reduction)
+        equal = (op, -1 if shape is None else prod(shape), name, root, reduction)
         if len(self._signatures) >= _CACHED:
             self._signatures.clear()
-        self._signatures[key] = encoded = signature, zlib.crc32(signature)
+        self._signatures[key] = encoded = signature, zlib.crc32(repr(equal).encode())
         return encoded
 
     def _encode_line(self, frame: Any) -> bytes:

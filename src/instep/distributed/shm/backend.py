@@ -28,12 +28,13 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
-from instep.distributed.shm.work_queue import Collective, Step, WorkQueue
+from instep.distributed.shm.work_queue import Collective, Signature, Step, WorkQueue
 from instep.process.torch_compile import skip_methods
 
 
@@ -55,6 +56,9 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         super().__init__(store, gloo, name)
         self._exchange = exchange
         self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
+        self._members = exchange.signals.ranks
+        self._recorded_as = group = recorder.add_group(name, self._members)
+        exchange.signals.describe = lambda: recorder.describe(group)
 
     def shares_memory(self) -> bool:
         """True."""
@@ -67,7 +71,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         """
         buckets: list[SharedBucket] = []
         self._queue.run(
-            Collective(lambda *_: buckets.append(SharedBucket(self._exchange, numel, dtype))),
+            Collective(
+                lambda *_: buckets.append(SharedBucket(self._exchange, numel, dtype)),
+                signature=self._signature("resident", (numel,), dtype),
+            ),
             "resident",
             [],
         )
@@ -75,7 +82,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
             reduction = bucket.reduction(op)
-            collective = Collective(lambda *_: bucket.all_reduce(reduction))
+            collective = Collective(
+                lambda *_: bucket.all_reduce(reduction),
+                signature=self._signature("reduce_resident", (numel,), dtype, None, op.name),
+            )
             return queue.issue(collective, "reduce_resident", [bucket.mine], is_async)
 
         return Resident(bucket.mine, all_reduce)
@@ -95,7 +105,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce_each(values, chosen, timeout)
 
-        self._queue.run(Collective(step, tensors), "all_reduce_coalesced", tensors)
+        shape = tensors[0].shape if len(tensors) == 1 else (sum(t.numel() for t in tensors),)
+        name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
+        signature = (name, shape, tensors[0].dtype, self._recorded_as, None, reduction.name)
+        self._queue.run(Collective(step, tensors, signature=signature), name, tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, without torch's dispatcher."""
@@ -115,7 +128,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce(values[0], chosen, timeout)
 
-        return self._issue("all_reduce", tensors, step, opts)
+        return self._issue("all_reduce", tensors, step, opts, reduction=reduction.name)
 
     def allreduce_coalesced(
         self, tensors: list[Tensor], opts: AllreduceOptions | None = None
@@ -129,7 +142,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.all_reduce_each(values, chosen, timeout)
 
-        return self._issue("all_reduce_coalesced", tensors, step, opts)
+        return self._issue("all_reduce_coalesced", tensors, step, opts, reduction=reduction.name)
 
     def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
@@ -141,7 +154,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.reduce(values[0], chosen, root, timeout)
 
-        return self._issue("reduce", tensors, step, opts)
+        return self._issue("reduce", tensors, step, opts, (), root, reduction.name)
 
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
         """Broadcast from `opts.rootRank`."""
@@ -153,7 +166,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.broadcast(values[0], root, timeout)
 
-        return self._issue("broadcast", tensors, step, opts)
+        return self._issue("broadcast", tensors, step, opts, (), root)
 
     def allgather(
         self,
@@ -211,7 +224,9 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         def step(values: list[Tensor], parts: list[Tensor], timeout: timedelta | None) -> None:
             exchange.reduce_scatter(values[0], parts, chosen, timeout)
 
-        return self._issue("reduce_scatter", outputs, step, opts, inputs[0])
+        return self._issue(
+            "reduce_scatter", outputs, step, opts, inputs[0], reduction=reduction.name
+        )
 
     def reduce_scatter_single(
         self, output: Tensor, whole: Tensor, opts: ReduceScatterOptions | None = None
@@ -236,7 +251,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             for out, whole in zip(parts, wholes, strict=True):
                 exchange.reduce_scatter(out, _rows(whole, exchange.size), chosen, timeout)
 
-        return self._issue("reduce_scatter", outputs, step, opts, inputs)
+        return self._issue("reduce_scatter", outputs, step, opts, inputs, reduction=reduction.name)
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """Wait for all ranks."""
@@ -262,11 +277,31 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         step: Step,
         opts: _Options,
         read: Sequence[Tensor] = (),
+        root: int | None = None,
+        reduction: str = "",
     ) -> Work:
         """Queue `step` for the flat memory of the tensors that it writes and reads."""
         limit = opts.timeout
-        collective = Collective(step, written, read, limit if limit.days >= 0 else None)
+        mine = read if text == "all_gather" else written
+        shape: tuple[int, ...] | None = mine[0].shape if mine else None
+        if len(mine) > 1:
+            shape = (sum(tensor.numel() for tensor in mine),)
+        dtype = mine[0].dtype if mine else None
+        signature = self._signature(text, shape, dtype, root, reduction)
+        collective = Collective(step, written, read, limit if limit.days >= 0 else None, signature)
         return self._queue.issue(collective, text, written, opts.asyncOp)
+
+    def _signature(
+        self,
+        op: str,
+        shape: tuple[int, ...] | None,
+        dtype: torch.dtype | None = None,
+        root: int | None = None,
+        reduction: str = "",
+    ) -> Signature:
+        """For the flight record; `root` is a group rank."""
+        root = root if root is None else self._members[root]
+        return op, shape, dtype, self._recorded_as, root, reduction
 
 
 def _op_type(op: ReduceOp) -> ReduceOp.RedOpType:

@@ -26,6 +26,7 @@ from instep.distributed.errors import (
     ForkedChildError,
     SharedMemoryError,
 )
+from instep.distributed.flight_record.recorder import enter, leave
 from instep.distributed.shm.memory.flat import flatten, write_back
 from instep.process.torch_compile import skip_methods
 
@@ -141,6 +142,10 @@ Step = Callable[[list[Tensor], list[Tensor], timedelta | None], None]
 """An exchange between the ranks: flat tensors that it writes, those that it only reads, timeout."""
 
 
+Signature = tuple[str, tuple[int, ...] | None, torch.dtype | None, str, int | None, str]
+"""The arguments of `flight_record.recorder.enter`."""
+
+
 class Collective(NamedTuple):
     """One collective for a work queue."""
 
@@ -148,6 +153,8 @@ class Collective(NamedTuple):
     written: Sequence[Tensor] = ()
     read: Sequence[Tensor] = ()
     timeout: timedelta | None = None
+    signature: Signature | None = None
+    """For the flight record."""
 
 
 class WorkQueue:
@@ -167,7 +174,7 @@ class WorkQueue:
         self._error: Exception | None = None
         self._running = threading.Lock()
         self._pending: set[QueuedWork] = set()
-        self._queue: SimpleQueue[tuple[Collective, QueuedWork] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Collective, QueuedWork, int] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         _queues.add(self)
 
@@ -185,8 +192,12 @@ class WorkQueue:
         if self._pending and threading.current_thread() is not self._thread:
             self._enqueue(collective, text, result).wait()
             return
-        with self._running:
-            self._run(collective)
+        number = _enter(collective)
+        try:
+            with self._running:
+                self._run(collective)
+        finally:
+            leave(number)
 
     def close(self) -> None:
         """Leave the group after the queued collectives."""
@@ -236,7 +247,7 @@ class WorkQueue:
             raise self._error
         work = QueuedWork(text, result, self._run_until_done)
         self._pending.add(work)
-        self._queue.put((collective, work))
+        self._queue.put((collective, work, _enter(collective)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="instep-shm", daemon=True)
             self._thread.start()
@@ -258,7 +269,7 @@ class WorkQueue:
         item = self._queue.get()
         if item is None:
             return False
-        collective, work = item
+        collective, work, number = item
         error: BaseException | None = None
         try:
             # Autograd may set requires_grad on an output of a functional collective meanwhile.
@@ -266,8 +277,14 @@ class WorkQueue:
                 self._run(collective)
         except BaseException as raised:
             error = raised
+        leave(number)
         work.finish(error, self._pending.discard)
         return True
+
+
+def _enter(collective: Collective) -> int:
+    """Its number in the flight record; -1 if it has no signature."""
+    return enter(*collective.signature) if collective.signature is not None else -1
 
 
 _queues: weakref.WeakSet[WorkQueue] = weakref.WeakSet()

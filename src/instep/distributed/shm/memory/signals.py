@@ -27,10 +27,10 @@ from instep.distributed.errors import (
 )
 from instep.distributed.shm.memory.peers import Peer
 
-BYTES_PER_RANK = 1024
+BYTES_PER_RANK = 1280
 _WORDS = BYTES_PER_RANK // 8
 _STATE, _TEXT_SEQUENCE = 1, 2  # words of a rank beside word 0
-_SIGNATURE, _REASON = slice(128, 384), slice(384, BYTES_PER_RANK)  # a rank's texts, in bytes
+_SIGNATURE, _REASON = slice(128, 512), slice(512, BYTES_PER_RANK)  # a rank's texts, in bytes
 _LEFT, _ABORTED = 1, 2
 
 _SPINS = 400
@@ -88,6 +88,8 @@ class Signals:
         self._own = rank * _WORDS
         self._others = [other * _WORDS for other in range(len(peers)) if other != rank]
         self._default_timeout = default_timeout
+        self.describe: Callable[[], str] = str
+        """The collective that runs now, with the script's line."""
         self.sequence = 0
         """The number of barriers that this rank has entered."""
         crowded = len(peers) > len(os.sched_getaffinity(0))
@@ -183,7 +185,7 @@ class Signals:
 
     def _disagreement(self, sequence: int, signature: CollectiveSignature) -> DisagreementError:
         """The error that shows every rank's signature; each rank writes its own for the others."""
-        self._write(_SIGNATURE, signature.text)
+        self._write(_SIGNATURE, self.describe() or signature.text)
         self._words[self._own + _TEXT_SEQUENCE] = sequence
         seen: dict[str, list[int]] = {}
         deadline = time.monotonic() + _DESCRIBE_SECONDS
@@ -195,11 +197,7 @@ class Signals:
                 time.sleep(0.001)
             text = self._read(_SIGNATURE, other) if known else "something else"
             seen.setdefault(text, []).append(peer.rank)
-        return DisagreementError(
-            "which collective comes next",
-            seen,
-            "Every rank must call the same collectives in the same order, with equal sizes.",
-        )
+        return DisagreementError.of_collectives(seen)
 
     def _write(self, field: slice, text: str) -> None:
         length = field.stop - field.start
