@@ -138,10 +138,16 @@ WATCH = Setting(
     "off: no process beside each rank that sees it die or hang.",
     choices=("on", "off"),
 )
+DRIFT_STEPS = Setting(
+    "INSTEP_DRIFT_STEPS",
+    "100",
+    "Steps after which the ranks compare parameters, buffers and hyper-parameters again; 0: never.",
+    numbers=range(_LONGEST + 1),
+)
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
+    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS),
 )
 """The settings for users; docs/variables.md shows them."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from instep.errors import TrainingError
+from instep.process.exit_status import format_ranks
 
 
 class ReplicatedTwiceError(TrainingError):
@@ -50,6 +51,47 @@ class MixedSumsError(TrainingError):
             "another rank used another one. Parameters with hooks must be used on every rank in "
             "each step, or on none."
         )
+
+
+class DriftError(TrainingError):
+    """The ranks' parameters, buffers or hyper-parameters have become different."""
+
+    @classmethod
+    def of_option(
+        cls, name: str, groups: Mapping[str, Sequence[int]], since: tuple[int, int]
+    ) -> DriftError:
+        """Of a hyper-parameter; `groups`: the ranks that have each value."""
+        shown = "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in groups.items())
+        return cls(
+            f"{name} is not the same on all ranks ({shown}), {_since(since)}. Set it to one value, "
+            "whatever the rank and its data are."
+        )
+
+    @classmethod
+    def of_tensor(
+        cls,
+        name: str,
+        groups: Mapping[object, Sequence[int]],
+        since: tuple[int, int],
+        difference: float,
+        others: int,
+    ) -> DriftError:
+        """Of a parameter or buffer; `groups`: the ranks that have the same one; `others`: how many
+        more tensors differ."""
+        *odd, most = sorted(groups.values(), key=lambda ranks: (len(ranks), 0 in ranks))
+        ranks = [rank for ranks in odd for rank in ranks]
+        verb = "differs" if len(ranks) == 1 else "differ"
+        more = f" {others} more tensors differ." if others > 1 else " One more differs." * others
+        return cls(
+            f"{name} of {format_ranks(ranks)} {verb} from that of {format_ranks(most)} "
+            f"{_since(since)}, by up to {difference:.3g}.{more} Something has changed it on some "
+            "ranks only; change it on every rank alike. INSTEP_DRIFT_STEPS=1 names the step, 0 "
+            "compares nothing."
+        )
+
+
+def _since(steps: tuple[int, int]) -> str:
+    return f"since a step between {steps[0]} and {steps[1]}"
 
 
 class UnknownBatchError(TrainingError):

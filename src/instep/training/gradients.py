@@ -169,11 +169,16 @@ def _backward_of_replicas(
     try:
         # The numbers of a placeholder may be anything; they are not used.
         unused = call.is_placeholder and torch.is_anomaly_enabled()
+        state = BackwardState(is_placeholder=call.is_placeholder, sync=_sync)
         with (
             torch.autograd.set_detect_anomaly(False) if unused else nullcontext(),
-            reduce_during_backward(BackwardState(is_placeholder=call.is_placeholder, sync=_sync)),
+            reduce_during_backward(state),
         ):
             original(roots, weighted, *rest)
+        if state.sync:
+            for check in dict.fromkeys(reducer.drift_check for reducer in state.reducers):
+                if check is not None:
+                    check.end_backward()
     finally:
         forward_calls.pop()
         batches.end_step()

@@ -30,6 +30,7 @@ from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
+from instep.training.drift.comparison import DriftCheck
 from instep.training.errors import ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
@@ -63,6 +64,8 @@ class Replica:
     """The states of numpy's and Python's generators before its first call in training."""
     batch_dims: BatchDims = field(default_factory=BatchDims)
     """What is known of the random numbers that it draws."""
+    drift_check: DriftCheck | None = None
+    """Compares it between the ranks; None in a world of one."""
 
     def call_of_method(self) -> ForwardCall:
         """A call for what one of its other methods draws."""
@@ -167,7 +170,10 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         _statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
     if replica.transport.size > 1 and parameters:
-        Reducer(parameters, replica.transport, replica.compression)
+        if replica.drift_check is None:
+            buffers = "warn" if replica.statistics == "global" else "rank"
+            replica.drift_check = DriftCheck(model, replica.transport, buffers)
+        Reducer(parameters, replica.transport, replica.compression, replica.drift_check)
     replica.has_new_parts = False
 
 

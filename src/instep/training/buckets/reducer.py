@@ -18,6 +18,7 @@ from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_che
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, as_real, make_bucket
 from instep.training.buckets.layout import plan_tensors
+from instep.training.drift.comparison import DriftCheck
 from instep.training.errors import MixedSumsError
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -96,8 +97,11 @@ class Reducer:
         parameters: Sequence[nn.Parameter],
         transport: Transport,
         compression: Compression = None,
+        drift_check: DriftCheck | None = None,
     ) -> None:
         self.transport = transport
+        self.drift_check = drift_check
+        """Compares the model that has these parameters."""
         # Batch normalisation sends its own messages in between, and at which point of backward a
         # bucket is full depends on which parameters this rank has used.
         self._bucket_transport = overlap_group(transport)

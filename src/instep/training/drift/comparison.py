@@ -1,0 +1,169 @@
+"""The ranks compare their parameters, buffers and hyper-parameters every INSTEP_DRIFT_STEPS steps.
+
+A step is a backward that sums the model's gradients. The comparison stands at its end, where all
+ranks are, and costs one checksum of the model and one message of 16 bytes. Only if these differ do
+the ranks send more, to find the first tensor that differs.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.tensors import as_bytes
+from instep.distributed.communication.transport import Transport
+from instep.errors import InstepWarning
+from instep.process import settings
+from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
+from instep.training.drift.optimizers import follow_optimizers, named_options
+from instep.training.errors import DriftError
+
+ROUNDING = 256
+"""Parameters that differ by no more than this many units in the last place of the largest element
+are those of ranks whose processors or kernels round differently: that is a warning."""
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether the ranks compare at the end of this step, counted from 1.
+
+    Before the first multiple of `every` at 2, 4, 8, ...: most causes are there from the start.
+    """
+    if not every or step < min(every, 2):
+        return False
+    return step % every == 0 or (step < every and step & (step - 1) == 0)
+
+
+class DriftCheck:
+    """Compares one model between the ranks.
+
+    Args:
+        model: kept weakly.
+        transport: of all ranks.
+        buffers: "compare"; "warn" where what the script does with its rows may have made them
+            different (a warning, and no error); "rank" where they are each rank's own.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, buffers: str) -> None:
+        self._model = weakref.ref(model)
+        self._transport = transport
+        self._buffers = buffers
+        self._every = int(settings.DRIFT_STEPS)
+        self._step = 0
+        self._same_at = 0
+        self._warned: set[str] = set()
+        if self._every:
+            follow_optimizers()
+
+    def end_backward(self) -> None:
+        """A backward has summed gradients of the model: compare if it is time to. Collective.
+
+        Raises DriftError on every rank.
+        """
+        self._step += 1
+        if is_due(self._step, self._every):
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare now. Collective. Raises DriftError on every rank."""
+        model = self._model()
+        if model is None:
+            return
+        tensors = dict(self._tensors(model))
+        sums = bit_sums(tensors.values())
+        options = named_options({id(p): name for name, p in model.named_parameters()})
+        texts = {name: repr(value) for name, value in sorted(options.items())}
+        mine = torch.tensor([combine(sums), crc32(repr((list(tensors), texts)).encode())])
+        parts = self._transport.all_gather(mine.to(self._transport.control_device))
+        if any(part.tolist() != mine.tolist() for part in parts):
+            self._raise_difference(tensors, sums.tolist(), texts)
+        self._same_at = self._step
+
+    def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if is_comparable(parameter):
+                yield f"parameter {name}", parameter
+        if self._buffers == "rank":
+            return
+        for name, buffer in model.named_buffers():
+            if is_comparable(buffer):
+                yield f"buffer {name}", buffer
+
+    def _raise_difference(
+        self, tensors: Mapping[str, Tensor], sums: Sequence[int], texts: Mapping[str, str]
+    ) -> None:
+        """Find what differs first. Collective. Raises DriftError unless all of it is harmless."""
+        rows = {
+            name: (tuple(t.shape), str(t.dtype), total)
+            for (name, t), total in zip(tensors.items(), sums, strict=True)
+        }
+        of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
+        of_ranks = self._transport.all_gather_object((rows, dict(texts)))
+        since = (max(self._same_at, 1), self._step)
+        for name in texts:
+            values = [options.get(name) for _, options in of_ranks]
+            if None not in values and len({*values}) > 1:
+                raise DriftError.of_option(name, by_value(values), since)
+        found = []
+        for name in dict.fromkeys(name for named, _ in of_ranks for name in named):
+            ways = [named.get(name) for named, _ in of_ranks]
+            if len({*ways}) == 1:
+                continue
+            if len({way and way[:2] for way in ways}) > 1:
+                shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
+                raise DriftError.of_option(name, by_value(shapes), since)
+            largest, difference = self._measure(tensors[name])
+            if difference == 0:  # another order in memory, or zeros of two signs
+                continue
+            if self._is_harmless(name, tensors[name], largest, difference):
+                self._warn(name, by_value(ways), since, difference)
+                continue
+            found.append((name, by_value(ways), difference))
+        if found:
+            (name, groups, difference), *others = found
+            raise DriftError.of_tensor(name, groups, since, difference, len(others))
+
+    def _measure(self, tensor: Tensor) -> tuple[float, float]:
+        """The largest element, and the largest difference from rank 0's. Collective."""
+        reference = tensor.detach().clone(memory_format=torch.contiguous_format)
+        message = as_bytes(reference)
+        self._transport.broadcast(message, 0).wait()
+        mine, theirs = tensor.detach().cpu(), message.view(tensor.dtype).view(tensor.shape).cpu()
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        mine, theirs = mine.to(wide), theirs.to(wide)
+        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+        apart = torch.where(same, 0.0, (mine - theirs).abs()).nan_to_num(nan=float("inf"))
+        pair = torch.stack([mine.abs().nan_to_num().max(), apart.max()])
+        pair = pair.to(self._transport.control_device)
+        self._transport.all_reduce(pair, "max").wait()
+        largest, difference = pair.tolist()
+        return largest, difference
+
+    def _is_harmless(self, name: str, tensor: Tensor, largest: float, difference: float) -> bool:
+        if name.startswith("buffer ") and self._buffers == "warn":
+            return True
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return False
+        return difference <= ROUNDING * torch.finfo(tensor.dtype).eps * largest
+
+    def _warn(
+        self, name: str, groups: Mapping[Any, list[int]], since: tuple[int, int], difference: float
+    ) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        what = DriftError.of_tensor(name, groups, since, difference, 0)
+        warnings.warn(f"{what} Training goes on.", InstepWarning, stacklevel=2)
+
+
+def by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found

@@ -1,0 +1,74 @@
+"""The optimizers that step, and their hyper-parameters by the names of the parameters."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_stepped: dict[int, weakref.ref[Optimizer]] = {}
+"""The optimizers that have stepped, by their ids; the last to begin is the last here."""
+_before_steps: list[Callable[[Optimizer], None]] = []
+
+_Value = bool | int | float | str | None | tuple[Any, ...]
+
+
+@functools.cache
+def follow_optimizers() -> None:
+    """From now on optimizers that step are known; once, for good."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def before_each_step(function: Callable[[Optimizer], None] | None) -> None:
+    """Call `function(optimizer)` before every step of an optimizer; None: call nothing."""
+    _before_steps[:] = [] if function is None else [function]
+
+
+def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
+    """The hyper-parameters of optimizers that have stepped on the parameters of these ids.
+
+    The keys name optimizer, first parameter of the group and hyper-parameter, so that they are the
+    same on all ranks whatever else the ranks have. Where an optimizer has taken another's place,
+    the later one's are here.
+    """
+    found: dict[str, _Value] = {}
+    for key, reference in list(_stepped.items()):
+        optimizer = reference()
+        if optimizer is None:
+            del _stepped[key]
+            continue
+        for group in optimizer.param_groups:
+            name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+            if name is None:
+                continue
+            for option, value in group.items():
+                if option != "params" and (plain := _as_value(value)) is not _UNKNOWN:
+                    found[f"{option} of {type(optimizer).__name__} for {name}"] = plain
+    return found
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    known = _stepped.get(id(optimizer))
+    if known is None or known() is not optimizer:
+        _stepped.pop(id(optimizer), None)
+        _stepped[id(optimizer)] = weakref.ref(optimizer)
+    for function in _before_steps:
+        function(optimizer)
+
+
+_UNKNOWN: Any = object()
+
+
+def _as_value(value: object) -> Any:
+    """A value that can be sent and compared; else _UNKNOWN."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else _UNKNOWN
+    if isinstance(value, tuple | list):
+        parts = tuple(map(_as_value, value))
+        return _UNKNOWN if any(part is _UNKNOWN for part in parts) else parts
+    return value if isinstance(value, bool | int | float | str | None) else _UNKNOWN

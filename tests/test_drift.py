@@ -1,0 +1,216 @@
+"""Parameters, buffers and hyper-parameters that differ between ranks are named."""
+
+import os
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import instep
+from instep.errors import DriftError, InstepWarning
+from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
+from instep.training.drift.comparison import is_due
+from pool import ranks, run, talking_over
+
+
+@contextmanager
+def variable(name, value):
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class Training:
+    """A few steps of a small model; `step` is the number of the step that runs."""
+
+    def __init__(self, *, every="100", lr=0.1, optimizer=torch.optim.SGD, **options):
+        with variable("INSTEP_DRIFT_STEPS", every):
+            torch.manual_seed(0)
+            layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+            self.model = instep.replicate(nn.Sequential(*layers), **options)
+        self.optimizer = optimizer(self.model.parameters(), lr)
+        self.batch = torch.randn(12, 4), torch.randint(0, 3, (12,))
+        self.step = 0
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.step += 1
+            x, y = instep.shard(self.batch)
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+
+
+# ---------------------------------------------------------------------------------- pure
+
+
+def test_the_ranks_compare_often_at_first_and_then_every_so_many_steps():
+    assert [s for s in range(1, 402) if is_due(s, 100)] == [
+        *(2, 4, 8, 16, 32, 64),
+        *(100, 200, 300, 400),
+    ]
+    assert [s for s in range(1, 6) if is_due(s, 1)] == [1, 2, 3, 4, 5]
+    assert not any(is_due(s, 0) for s in range(1000))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+        *(torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex128),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (64, 3)])
+def test_a_checksum_sees_every_change_of_one_element(dtype, shape):
+    ones = torch.ones(shape).to(dtype)
+    before = bit_sums([ones]).tolist()
+    flat = ones.view(-1)
+    for k in range(len(flat)):
+        flat[k] = 0
+        assert bit_sums([ones]).tolist() != before
+        flat[k] = 1
+    assert bit_sums([ones]).tolist() == before
+
+
+def test_a_checksum_depends_on_the_values_and_not_on_where_they_lie():
+    base = torch.randn(6, 5)
+    shifted = torch.cat([torch.zeros(1), base.flatten()])[1:].view(6, 5)
+    assert shifted.storage_offset() == 1
+    same = bit_sums([base.t(), base.t().contiguous()])
+    assert same[0] == same[1]
+    assert combine(bit_sums([base, -base])) != combine(bit_sums([-base, base]))
+    assert combine(bit_sums([])) == 0
+
+
+def test_tensors_without_bits_of_their_own_are_not_compared():
+    assert is_comparable(nn.Parameter(torch.ones(2)))
+    assert not is_comparable(torch.ones(2, device="meta"))
+    assert not is_comparable(torch.eye(2).to_sparse())
+
+
+# ------------------------------------------------------------------------- explicit door
+
+
+def change_a_parameter(at, *, on=1, by=0.5, every="100"):
+    training = Training(every=every)
+    training.run(at)
+    if instep.world.rank == on:
+        with torch.no_grad():
+            training.model[3].weight[0, 0] += by
+    with pytest.raises(DriftError) as caught:
+        training.run(400)
+    return str(caught.value), training.step
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_parameter_that_one_rank_has_changed_is_named(backend):
+    with talking_over(backend):
+        answers = run(3, change_a_parameter, 70)
+    message, step = answers[0]
+    assert answers == [(message, step)] * 3
+    assert step == 100
+    assert message.startswith(
+        "parameter 3.weight of rank 1 differs from that of ranks 0, 2 since a step between 64 and "
+        "100, by up to 0."
+    )
+
+
+def test_the_step_is_named_if_the_ranks_compare_in_every_one():
+    message, step = run(2, change_a_parameter, 4, every="1")[0]
+    assert step == 5
+    assert "of rank 1 differs from that of rank 0 since a step between 4 and 5, by" in message
+    assert "by up to 0.5. Something" in message
+
+
+def learning_rates():
+    training = Training(lr=0.1 * (1 + (instep.world.rank == 2)))
+    with pytest.raises(DriftError) as caught:
+        training.run(3)
+    return str(caught.value), training.step
+
+
+def test_learning_rates_that_differ_are_named_rather_than_what_they_lead_to():
+    message, step = run(3, learning_rates)[0]
+    assert step == 2
+    assert message == (
+        "lr of SGD for 0.weight is not the same on all ranks (ranks 0, 1: 0.1; rank 2: 0.2), since "
+        "a step between 1 and 2. Set it to one value, whatever the rank and its data are."
+    )
+
+
+@ranks(2)
+def test_an_optimizer_that_is_gone_does_not_count():
+    training = Training(lr=0.1 * (1 + instep.world.rank))
+    training.run(1)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.zero_()
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), 0.01)
+    training.run(3)
+    training.optimizer.param_groups[0]["betas"] = (0.9, 0.99 + 0.001 * instep.world.rank)
+    with pytest.raises(DriftError, match=r"betas of AdamW for 0.weight .*rank 0: \(0.9, 0.99\)"):
+        training.run(5)
+
+
+@ranks(2)
+def test_differences_of_rounding_are_a_warning_and_only_one():
+    training = Training(every="1")
+    training.run(2)
+    if instep.world.rank == 1:
+        with torch.no_grad():
+            training.model[3].weight.mul_(1 + 1e-6)
+    with pytest.warns(InstepWarning, match="parameter 3.weight of rank 1 differs .*goes on"):
+        training.run(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other parameters, to which it spreads
+        training.run(1)
+
+
+@ranks(2)
+def test_a_buffer_of_a_replica_is_a_warning():
+    training = Training(every="1")
+    training.model.register_buffer("seen", torch.zeros(2))
+    training.model.seen.add_(instep.world.rank)
+    with pytest.warns(InstepWarning, match="buffer seen of rank 1 differs"):
+        training.run(1)
+    training.run(2)
+
+
+@ranks(3)
+def test_training_without_a_fault_compares_in_silence():
+    for options in ({}, {"batch_statistics": "rank"}, {"compression": "bf16"}):
+        Training(every="1", optimizer=torch.optim.AdamW, lr=0.01, **options).run(12)
+
+
+@ranks(2)
+def test_models_of_several_types_and_orders_in_memory_compare_equal():
+    with variable("INSTEP_DRIFT_STEPS", "1"):
+        model = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.Flatten(), nn.Linear(80, 3))
+        model = instep.replicate(model.to(memory_format=torch.channels_last).double())
+    model.register_buffer("spectrum", torch.zeros(3, dtype=torch.complex64))
+    model.register_buffer("positions", torch.arange(7))
+    model.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).tril())
+    for _ in range(3):
+        model(instep.shard(torch.randn(4, 3, 4, 4).double())).sum().backward()
+
+
+@ranks(2)
+def test_gradients_that_are_accumulated_count_as_one_step():
+    training = Training(every="2")
+    training.optimizer.param_groups[0]["lr"] = 0.1 * (1 + instep.world.rank)
+    for _ in range(3):
+        with instep.no_sync():
+            x, y = instep.shard(training.batch)
+            cross_entropy(training.model(x), y).backward()
+    training.run(1)
+    with pytest.raises(DriftError):
+        training.run(1)
