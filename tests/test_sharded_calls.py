@@ -655,3 +655,58 @@ def test_contexts_of_gradient_checkpointing_are_entered_inside_of_a_call_and_out
         assert entered == ["forward", "again"]
         saving(torch.sin, torch.ones(3, requires_grad=True)).sum().backward()
         assert entered == ["forward", "again"] * 2
+
+
+class DrawingPlaces(nn.Module):
+    """Draws places in a sequence, whose length is a multiple of each rank's rows, and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.randint(12, (12, 2))
+        return nn.functional.dropout(self.body(x[:, places].sum(2)), 0.5)
+
+
+@ranks(2)
+def test_a_draw_that_only_looks_as_if_it_had_rows_is_made_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = DrawingPlaces(), torch.randn(8, 12, 4)
+    torch.manual_seed(1)
+    expected = [model(x) for _ in range(3)]
+    torch.manual_seed(1)
+    with sharding() as log:
+        found = [model(x) for _ in range(3)]
+    assert (modules.call_counts.sharded, log.getvalue()) == (3, "")
+    torch.testing.assert_close(found, expected)
+
+
+class MeanOfMasked(nn.Module):
+    """As pytorch-crf: refuses a mask that leaves out a first element."""
+
+    def __init__(self, by_tokens: bool) -> None:
+        super().__init__()
+        self.body, self.by_tokens = nn.Linear(3, 1), by_tokens
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not mask[:, 0].all():
+            raise ValueError("mask of the first timestep must all be on")
+        kept = self.body(x).squeeze(2).tanh() * mask
+        return kept.sum() / mask.sum() if self.by_tokens else kept.sum(1).mean()
+
+
+@pytest.mark.parametrize(("by_tokens", "sharded"), [(False, 3), (True, 0)])
+@ranks(2)
+def test_a_mean_over_rows_is_told_from_one_over_tokens_though_not_every_mask_is_taken(
+    by_tokens: bool, sharded: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = MeanOfMasked(by_tokens), torch.randn(8, 5, 3)
+    full = torch.ones(8, 5, dtype=torch.bool)
+    ragged = torch.arange(5) < torch.arange(1, 9)[:, None]
+    expected = [model(x, mask) for mask in (full, ragged, full)]
+    with sharding():
+        found = [model(x, mask) for mask in (full, ragged, full)]
+    assert modules.call_counts.sharded == sharded
+    torch.testing.assert_close(found, expected)

@@ -4,7 +4,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -37,6 +37,7 @@ from instep.unedited.sharded_call.run.argument_writes import run_whole, write_ba
 from instep.unedited.sharded_call.run.execution import gather_arguments, join_output, run_local
 from instep.unedited.sharded_call.run.grad_sums import is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input
+from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     has_attributes_of,
@@ -100,6 +101,10 @@ def _try(
     if found is not None:
         plan, joined = found
         return (plan, write_back(unflatten(joined, plan.structure), call)), ""
+    if reference.is_random and not reference.drawn:
+        reference.note_draws(call)
+        if reference.drawn:
+            return _try(call, division, reference, transport)
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
         return _try(call, division, reference, transport)
@@ -114,7 +119,11 @@ def _compare(
     start = _next_sequence_number()
     with observed(is_silent=True) as effects:
         region, local, structure = run_local(
-            call, division, transport, is_random=reference.is_random
+            call,
+            division,
+            transport,
+            is_random=reference.is_random,
+            without_rows=DrawsWithoutRows(reference.drawn),
         )
     compiles = is_compiled(call.module.modules())  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
@@ -134,7 +143,13 @@ def _compare(
     generators = tuple(reference.before.graph.generators)
     is_random = reference.is_random or bool(generators)  # its own may begin to draw later
     plan = ShardingPlan(
-        division, outputs, structure, is_random, generators, reference.changes_attributes
+        division,
+        outputs,
+        structure,
+        is_random,
+        generators,
+        frozenset(region.without_rows.found),
+        reference.changes_attributes,
     )
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):
@@ -156,29 +171,63 @@ def _holds_for_others(
     """Whether a plan with means or sums over rows also holds for other arguments.
 
     A mean over kept tokens looks like one over rows as long as all are kept. So about half of the
-    arguments' elements are set to zero, which is as good a class, token or mask as any.
+    arguments' elements are set to zero, which is as good a class, token or mask as any; or, where
+    the whole forward refuses that, the ends of its rows.
     """
     generator = torch.Generator().manual_seed(0)
-
-    def zero_half(leaf: Any, dim: int | None) -> Any:
-        if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
-            return leaf
-        kept = torch.rand(leaf.shape, generator=generator) < 0.5
-        return leaf.where(kept.to(leaf.device), torch.zeros_like(leaf))
-
-    leaves = [zero_half(*pair) for pair in zip(call.leaves, plan.division.dims, strict=True)]
-    other = call.with_leaves(leaves)
-    before.restore()
-    wholes, structure = flatten(run_whole(other))
+    for kept in (_half, _beginnings):
+        leaves = [
+            _zeroed(leaf, dim, kept, generator)
+            for leaf, dim in zip(call.leaves, plan.division.dims, strict=True)
+        ]
+        other = call.with_leaves(leaves)
+        before.restore()
+        try:
+            wholes, structure = flatten(run_whole(other))
+            break
+        except Exception:
+            if kept is _beginnings:
+                raise
     before.restore()
     region, local, local_structure = run_local(
-        other, plan.division, transport, is_random=plan.is_random
+        other,
+        plan.division,
+        transport,
+        is_random=plan.is_random,
+        without_rows=DrawsWithoutRows(found=plan.without_rows),
     )
     return structure == local_structure and all(
         not isinstance(whole, Tensor)
         or relative_error(join_output(out.detach(), how, region), whole) <= output_tolerance(whole)
         for out, how, whole in zip(local, plan.outputs, wholes, strict=True)
     )
+
+
+Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
+
+
+def _zeroed(leaf: Any, dim: int | None, kept: Kept, generator: torch.Generator) -> Any:
+    if dim is None or not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return leaf
+    mask = kept(leaf.shape, dim, generator).to(leaf.device)
+    return leaf.where(mask, torch.zeros_like(leaf))
+
+
+def _half(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
+    """True for about half of the elements."""
+    return torch.rand(shape, generator=generator) < 0.5
+
+
+def _beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
+    """True for at least one element from the beginning of each row of the batch dimension `dim`."""
+    others = [k for k in range(len(shape)) if k != dim]
+    if not others:
+        return torch.tensor(True)
+    length, along = shape[others[0]], others[0]
+    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator)
+    of_rows, of_elements = [1] * len(shape), [1] * len(shape)
+    of_rows[dim], of_elements[along] = -1, -1
+    return torch.arange(length).view(of_elements) < lengths.view(of_rows)
 
 
 def _plan_output(

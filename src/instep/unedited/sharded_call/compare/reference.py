@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
+from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
+from instep.unedited.sharded_call.run.random_numbers import DrawnShapes
 
 
 class Noise:
@@ -73,6 +76,8 @@ class Reference:
         self.vjp: VectorJacobianProduct | None = None
         self.gradients: list[Tensor | None] = []
         self.noise: Noise | None = None
+        self.drawn: Mapping[Draw, Sequence[int]] = {}
+        """The shapes of what it draws, where they were asked for."""
         self.in_doubt = False
         """Whether a sharded call was so near that rounding may be what separates them."""
 
@@ -98,6 +103,13 @@ class Reference:
         if self.vjp is None:
             self.vjp = VectorJacobianProduct.of(call, self.outputs)
             self.gradients = self.vjp.grads(self.outputs)
+
+    def note_draws(self, call: BoundCall) -> None:
+        """Find the shapes of what it draws."""
+        self.before.restore()
+        with observed(is_silent=True), DrawnShapes() as drawn:
+            run_whole(call)
+        self.drawn = drawn.shapes
 
     def measure_noise(self, call: BoundCall) -> None:
         """Find how much of a difference rounding can explain."""

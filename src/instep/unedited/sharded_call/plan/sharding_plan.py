@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ class OutputPlan:
     """Whether the rows stay on their ranks until the script looks at them, however few they are."""
 
 
+class Draw(NamedTuple):
+    """One random operation of a forward."""
+
+    number: int
+    """How many there were before it."""
+    op: str
+    dims: int
+    """Of the tensor that it draws."""
+
+
 @dataclass(frozen=True)
 class ShardingPlan:
     """How the calls of one module are sharded."""
@@ -39,6 +49,8 @@ class ShardingPlan:
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
     """Those of its own."""
+    without_rows: frozenset[Draw] = frozenset()
+    """Its draws of random numbers that have no rows, though their shape looks so."""
     changes_attributes: bool = False
     """Whether its forward changes plain values that it keeps."""
 

@@ -27,7 +27,7 @@ from instep.unedited.sharded_call.run.mappings import (
     reduce_from_region,
     scatter_to_region,
 )
-from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
+from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, TorchGeneratorStates
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -47,7 +47,13 @@ def run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
-    region, local, structure = run_local(call, plan.division, transport, is_random=plan.is_random)
+    region, local, structure = run_local(
+        call,
+        plan.division,
+        transport,
+        is_random=plan.is_random,
+        without_rows=DrawsWithoutRows(found=plan.without_rows),
+    )
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
             raise ShardedCallError(
@@ -71,7 +77,12 @@ def run_sharded(
 
 
 def run_local(
-    call: BoundCall, division: Division, transport: Transport, *, is_random: bool
+    call: BoundCall,
+    division: Division,
+    transport: Transport,
+    *,
+    is_random: bool,
+    without_rows: DrawsWithoutRows,
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
@@ -80,7 +91,7 @@ def run_local(
     """
     block = division.block(call.leaves, transport.rank, transport.size)
     assert block is not None
-    region = Region(block, division, transport, is_random)
+    region = Region(block, division, transport, is_random, without_rows)
     leaves = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]

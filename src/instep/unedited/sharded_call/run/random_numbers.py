@@ -7,7 +7,8 @@ the generators are in step afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.training.random_ops import Draws, draws_nothing, draws_of
 from instep.training.random_streams import default_generators
+from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 
 
@@ -42,13 +44,28 @@ class TorchGeneratorStates:
             generator.set_state(state)
 
 
-class GlobalBatchRandomMode(TorchDispatchMode):
-    """While this is on, random operations draw for the whole batch."""
+@dataclass
+class DrawsWithoutRows:
+    """Draws that have the same shape for a part of the batch, though one of its lengths is a
+    multiple of the part's rows."""
 
-    def __init__(self, block: Block, batch_dim: int, transport: Transport) -> None:
+    whole_shapes: Mapping[Draw, Sequence[int]] = field(default_factory=dict)
+    """What the whole forward draws, while a sharded one is compared with it."""
+    found: Set[Draw] = frozenset()
+
+    def compare(self, draw: Draw, shape: Sequence[int]) -> bool:
+        """Whether this draw of a sharded forward is one of them."""
+        if self.whole_shapes and self.whole_shapes.get(draw) == shape:
+            self.found |= {draw}
+        return draw in self.found
+
+
+class _RandomMode(TorchDispatchMode):
+    """While this is on, random operations are run by `_run_random`."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._block, self._transport = block, transport
-        self._dims = (batch_dim, 1 - batch_dim)
+        self._draws = 0
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -56,17 +73,68 @@ class GlobalBatchRandomMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._run_random(func, args, kwargs)
-
-    def _run_random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        draws = draws_of(name)
-        first = args[0] if args else kwargs.get("self")
-        has_size = any(isinstance(arg, list | tuple) for arg in args)
-        if draws is Draws.SIZE or (has_size and not isinstance(first, Tensor)):  # torch.normal
-            return self._run_factory(func, args, kwargs)
-        if not isinstance(first, Tensor) or (dim := self._batch_dim(first.shape)) is None:
+        shape = tuple(_shape(name, args, kwargs))
+        self._draws += 1
+        return self._run_random(func, args, kwargs, Draw(self._draws - 1, name, len(shape)), shape)
+
+    def _run_random(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        draw: Draw,
+        shape: Sequence[int],
+    ) -> Any:
+        raise NotImplementedError
+
+
+class DrawnShapes(_RandomMode):
+    """While this is on, the shapes of what is drawn are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[Draw, Sequence[int]] = {}
+
+    def _run_random(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        draw: Draw,
+        shape: Sequence[int],
+    ) -> Any:
+        self.shapes[draw] = shape
+        return func(*args, **kwargs)
+
+
+class GlobalBatchRandomMode(_RandomMode):
+    """While this is on, random operations draw for the whole batch."""
+
+    def __init__(
+        self, block: Block, batch_dim: int, transport: Transport, without_rows: DrawsWithoutRows
+    ) -> None:
+        super().__init__()
+        self._block, self._transport = block, transport
+        self._dims = (batch_dim, 1 - batch_dim)
+        self._without_rows = without_rows
+
+    def _run_random(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        draw: Draw,
+        shape: Sequence[int],
+    ) -> Any:
+        dim = None if self._without_rows.compare(draw, shape) else self._batch_dim(shape)
+        if dim is None:
             return func(*args, **kwargs)
+        name = draw.op
+        draws = draws_of(name)
+        if _is_factory(name, args, kwargs):
+            return self._run_factory(func, dim, args, kwargs)
+        first = args[0] if args else kwargs["self"]
         if draws is Draws.MASK:
             return self._dropout(func, dim, *args)
         has_values = draws is Draws.VALUES
@@ -79,11 +147,10 @@ class GlobalBatchRandomMode(TorchDispatchMode):
             return first.copy_(self._scatter(whole[0], dim))
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._scatter(t, dim), drawn)
 
-    def _run_factory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = next(k for k, arg in enumerate(args) if isinstance(arg, list | tuple))
-        dim = self._batch_dim(args[at])
-        if dim is None:
-            return func(*args, **kwargs)
+    def _run_factory(
+        self, func: Any, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        at = _place_of_size(args)
         whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
         return self._scatter(whole, dim)
 
@@ -118,3 +185,23 @@ class GlobalBatchRandomMode(TorchDispatchMode):
 
     def _scatter(self, whole: Tensor, dim: int) -> Tensor:
         return scatter_to_region(whole, self._block, dim, self._transport)
+
+
+def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:
+    """Of what is drawn; () where it is not known."""
+    if _is_factory(name, args, kwargs):
+        size: Sequence[int] = args[_place_of_size(args)]
+        return size
+    first = args[0] if args else kwargs.get("self")
+    return first.shape if isinstance(first, Tensor) else ()
+
+
+def _is_factory(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it makes a tensor of a size; torch.normal does so in some of its forms."""
+    first = args[0] if args else kwargs.get("self")
+    has_size = any(isinstance(arg, list | tuple) for arg in args)
+    return draws_of(name) is Draws.SIZE or (has_size and not isinstance(first, Tensor))
+
+
+def _place_of_size(args: Sequence[Any]) -> int:
+    return next(k for k, arg in enumerate(args) if isinstance(arg, list | tuple))

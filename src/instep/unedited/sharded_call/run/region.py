@@ -18,7 +18,7 @@ from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
-from instep.unedited.sharded_call.run.random_numbers import GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ class Region:
     is_random: bool
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
+    without_rows: DrawsWithoutRows = field(default_factory=DrawsWithoutRows)
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
@@ -41,7 +42,9 @@ class Region:
         global _current, _inside
         mode = None
         if self.is_random:
-            mode = GlobalBatchRandomMode(self.block, self.division.batch_dim, self.transport)
+            mode = GlobalBatchRandomMode(
+                self.block, self.division.batch_dim, self.transport, self.without_rows
+            )
         forward_calls.push(ForwardCall.of(self.block, statistics="global"))
         before, _current, _inside = _current, self, True
         try:
