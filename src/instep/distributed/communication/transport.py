@@ -20,6 +20,8 @@ from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.tensors import as_bytes, current_device
 from instep.distributed.errors import RendezvousError
+from instep.distributed.flight_record.record_format import group_text
+from instep.distributed.flight_record.recorder import enter, leave
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
@@ -154,6 +156,13 @@ class ProcessGroupTransport:
         # A model keeps its transport until Python ends; a group must not live so long.
         self._weak_group = None if group is None else weakref.ref(group)
         self._count = interrupts.count_collective if group is None else _count_nothing
+        members = group or dist.group.WORLD
+        assert members is not None
+        self._recorded_as = ""
+        """The group in the flight record; empty where the group itself records."""
+        self._ranks = dist.get_process_group_ranks(members)
+        if not isinstance(members, shm.ProcessGroupOverGloo):
+            self._recorded_as = group_text(members.group_name, self._ranks)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -164,10 +173,24 @@ class ProcessGroupTransport:
             raise RendezvousError.group_destroyed()
         return group
 
+    def _enter(
+        self, op: str, tensor: Tensor | None, root: int | None = None, reduction: str = ""
+    ) -> int:
+        """The number of a collective in the flight record; -1 where the group itself records.
+
+        `tensor`: None where the ranks' tensors may differ.
+        """
+        if not self._recorded_as:
+            return -1
+        root = root if root is None else self._ranks[root]
+        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        return enter(op, shape, dtype, self._recorded_as, root, reduction)
+
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._count()
+        number = self._enter("all_reduce", tensor, None, _OPS[op].name)
         work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
-        return TrackedWork(work, "all_reduce", self._group)
+        return TrackedWork(work, "all_reduce", self._group, number)
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:
@@ -175,18 +198,24 @@ class ProcessGroupTransport:
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
         self._count()
+        number = self._enter("reduce", tensor, root, _OPS[op].name)
         work = dist.reduce(tensor, None, _OPS[op], self._group, async_op=True, group_dst=root)
-        return TrackedWork(work, "reduce", self._group)
+        return TrackedWork(work, "reduce", self._group, number)
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         self._count()
+        number = self._enter("broadcast", tensor, root)
         work = dist.broadcast(tensor, None, self._group, async_op=True, group_src=root)
-        return TrackedWork(work, "broadcast", self._group)
+        return TrackedWork(work, "broadcast", self._group, number)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._count()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, self._group)
+        number = self._enter("all_gather", tensor)
+        try:
+            dist.all_gather(parts, tensor, self._group)
+        finally:
+            leave(number)
         return parts
 
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
@@ -194,7 +223,11 @@ class ProcessGroupTransport:
         sent = torch.cat(list(inputs))
         received = sent.new_empty(sum(output_sizes))
         sizes = [tensor.numel() for tensor in inputs]
-        dist.all_to_all_single(received, sent, list(output_sizes), sizes, self._group)
+        number = self._enter("all_to_all", None)
+        try:
+            dist.all_to_all_single(received, sent, list(output_sizes), sizes, self._group)
+        finally:
+            leave(number)
         # Views of one tensor share its version counter: changing one in place would invalidate
         # what autograd has saved of the others.
         return [part.clone() for part in received.split(list(output_sizes))]

@@ -19,12 +19,12 @@ PHASES = (
 """The header holds the index of the phase; the first is the script's own code."""
 SLOTS = 1024
 HEADER_BYTES = 4096
-SLOT = struct.Struct("<8q184s128sq")
-"""number, sequence, entered, left, epoch, step, phase, tag; signature; line; number."""
+SLOT = struct.Struct("<9q176s128sq")
+"""number, sequence, entered, left, waiting, epoch, step, phase, tag; signature; line; number."""
 SLOT_WORDS = SLOT.size // 8
-ENTERED, LEFT = 2, 3
+LEFT, WAITING = 3, 4
 """Words of a slot: times in nanoseconds of CLOCK_MONOTONIC; 0: not yet."""
-SIGNATURE_BYTES, LINE_BYTES = 184, 128
+SIGNATURE_BYTES, LINE_BYTES = 176, 128
 COUNT, EPOCH, STEP, PHASE, PHASE_SINCE, LAST_LEFT = range(6)
 """Words of the header; COUNT: the number of collectives that were entered."""
 BYTES = HEADER_BYTES + SLOTS * SLOT.size
@@ -63,7 +63,9 @@ class Entry:
     entered: float
     """Times are seconds of CLOCK_MONOTONIC, as `time.monotonic()`."""
     left: float | None
-    """None while the rank is inside."""
+    """None until the collective has ended on this rank, as far as the rank knows."""
+    waiting: float | None
+    """Since when the rank waits for its end; None for an asynchronous one that was only issued."""
 
     def describe(self) -> str:
         """The collective in one line: "broadcast float32 [4] from rank 0 at train.py:15"."""
@@ -92,8 +94,8 @@ class FlightRecord:
     """When the rank left a collective; None before it has left one."""
 
     def open_entries(self) -> tuple[Entry, ...]:
-        """The collectives that the rank has entered and not left."""
-        return tuple(entry for entry in self.entries if entry.left is None)
+        """The collectives in which the rank waits now."""
+        return tuple(e for e in self.entries if e.left is None and e.waiting is not None)
 
 
 def group_text(name: str, ranks: Iterable[int]) -> str:
@@ -174,9 +176,8 @@ def _decode_slot(
         seen = again
     if len(seen) < SLOT.size:
         return None
-    first, sequence, entered, left, epoch, step, phase, tag, signature, line, last = SLOT.unpack(
-        seen
-    )
+    first, sequence, entered, left, waiting, *where, tag, signature, line, last = SLOT.unpack(seen)
+    epoch, step, phase = where
     if not first == last == number:
         return None
     op, dtype, extent, root, reduction, group = _split(signature)
@@ -197,6 +198,7 @@ def _decode_slot(
         _phase(phase),
         entered / 1e9,
         left / 1e9 or None,
+        waiting / 1e9 or None,
     )
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from math import prod
 from time import monotonic_ns
@@ -32,6 +32,7 @@ from instep.distributed.flight_record.record_format import (
     SLOT_WORDS,
     SLOTS,
     STEP,
+    WAITING,
     decode,
     encode_signature,
     group_text,
@@ -68,6 +69,8 @@ class FlightRecorder:
         self._fd: int | None = None
         self._sequences: dict[str, int] = {}
         self._numbers = count(1)
+        self._followed: list[tuple[int, Callable[[], bool]]] = []
+        """Asynchronous collectives whose end nobody reports."""
         self.detail = ""
         """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
 
@@ -95,6 +98,8 @@ class FlightRecorder:
             signature, tag = self._signatures[key]
         except KeyError:
             signature, tag = self._encode(key)
+        if self._followed:
+            self.update_followed()
         outside = self._outside
         frame = sys._getframe(1)
         while outside[frame.f_code.co_filename]:
@@ -114,8 +119,8 @@ class FlightRecorder:
         SLOT.pack_into(
             self._memory,
             HEADER_BYTES + number % SLOTS * SLOT.size,
-            *(number, sequence, monotonic_ns(), 0, words[EPOCH], words[STEP], words[PHASE], tag),
-            *(signature, line, number),
+            *(number, sequence, now := monotonic_ns(), 0, now),
+            *(words[EPOCH], words[STEP], words[PHASE], tag, signature, line, number),
         )
         words[COUNT] = number
         return number
@@ -127,11 +132,38 @@ class FlightRecorder:
         if words[start] == number:
             words[LAST_LEFT] = words[start + LEFT] = monotonic_ns()
 
+    def issued(self, number: int) -> None:
+        """Note that this rank does not wait for the collective that it has just entered."""
+        words = self._words
+        start = _FIRST_SLOT + number % SLOTS * SLOT_WORDS
+        if words[start] == number:
+            words[start + WAITING] = 0
+
+    def follow(self, number: int, is_completed: Callable[[], bool]) -> None:
+        """As `issued`, of a collective that will not be left: ask now and then if it has ended."""
+        self.issued(number)
+        self._followed.append((number, is_completed))
+
+    def update_followed(self) -> None:
+        """Note which of the collectives that are followed have ended."""
+        followed, self._followed = self._followed, []
+        for number, is_completed in followed:
+            if is_completed():
+                self.leave(number)
+            else:
+                self._followed.append((number, is_completed))
+
+    def wait(self, number: int) -> None:
+        """Note that this rank begins to wait for a collective that was only issued."""
+        words = self._words
+        start = _FIRST_SLOT + number % SLOTS * SLOT_WORDS
+        if words[start] == number:
+            words[start + WAITING] = monotonic_ns()
+
     def describe(self, group: str) -> str:
         """The collective of the group that runs now, of those that this rank has not left."""
-        record = decode(self._memory)
-        entries = (entry.describe() for entry in record.open_entries() if entry.group == group)
-        return next(entries, "")
+        entries = (e for e in decode(self._memory).entries if e.left is None and e.group == group)
+        return next((entry.describe() for entry in entries), "")
 
     def phase(self, name: str) -> _PhaseScope:
         """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
@@ -158,6 +190,7 @@ class FlightRecorder:
             os.close(self._fd)
         self._fd, self._numbers = None, count(1)
         self._sequences.clear()
+        self._followed = []
         self._main = threading.main_thread().ident
 
     def _use(self, memory: bytearray | mmap.mmap) -> None:
@@ -206,6 +239,7 @@ class _PhaseScope:
 recorder = FlightRecorder()
 """Of this process."""
 enter, leave = recorder.enter, recorder.leave
+issued, wait = recorder.issued, recorder.wait
 phase, set_step = recorder.phase, recorder.set_step
 file_descriptor = recorder.file_descriptor
 os.register_at_fork(after_in_child=recorder.reset_after_fork)

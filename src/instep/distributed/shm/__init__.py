@@ -13,10 +13,17 @@ barrier). See docs/shm.md.
 
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import obstacle
-from instep.distributed.shm.over_gloo import NAME
+from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
 from instep.distributed.shm.registration import register
 from instep.distributed.shm.shared_buckets import Resident
 
-__all__ = ["NAME", "InstepProcessGroup", "Resident", "obstacle", "register"]
+__all__ = [
+    "NAME",
+    "InstepProcessGroup",
+    "ProcessGroupOverGloo",
+    "Resident",
+    "obstacle",
+    "register",
+]
 
 register()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Work
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, Store
 
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
@@ -55,6 +56,8 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         super().__init__(store, gloo, name)
         self._exchange = exchange
         self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
+        group = self._recorded_as
+        exchange.signals.describe = lambda: recorder.describe(group)
         self._inter_host = _inter_host_group(store, gloo, name, exchange)
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
@@ -71,7 +74,10 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         def step(values: list[Tensor], *_: object) -> None:
             self._all_reduce(values[0], chosen, options)
 
-        return self._queue.issue(Collective(step, tensors), "all_reduce", tensors, is_async=True)
+        shape, dtype = tensors[0].shape, tensors[0].dtype
+        signature = ("all_reduce", shape, dtype, self._recorded_as, None, reduction.name)
+        collective = Collective(step, tensors, signature=signature)
+        return self._queue.issue(collective, "all_reduce", tensors, is_async=True)
 
     def shutdown(self) -> None:
         """Leave the group: peers that still wait for this rank get an error. Called by torch."""
@@ -114,7 +120,8 @@ def _inter_host_group(
     prefix = PrefixStore(f"between{exchange.rank}/", store)
     host, hosts = gloo.rank() // exchange.size, gloo.size() // exchange.size
     gloo_group = ProcessGroupGloo(prefix, host, hosts, gloo.options._timeout)
-    return ProcessGroupOverGloo(prefix, gloo_group, f"{name}/between{exchange.rank}")
+    name = f"{name}/between{exchange.rank}"
+    return ProcessGroupOverGloo(prefix, gloo_group, name, is_recorded=False)
 
 
 def _reduction(op: ReduceOp, tensor: Tensor) -> Reduction | None:

@@ -56,8 +56,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         super().__init__(store, gloo, name)
         self._exchange = exchange
         self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
-        self._members = exchange.signals.ranks
-        self._recorded_as = group = recorder.add_group(name, self._members)
+        group = self._recorded_as
         exchange.signals.describe = lambda: recorder.describe(group)
 
     def shares_memory(self) -> bool:

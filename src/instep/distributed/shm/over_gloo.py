@@ -12,21 +12,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.shared_buckets import Resident
 from instep.process.torch_compile import skip_methods
 
 NAME = "instep"
 
 
-def _call_gloo(method: str) -> Callable[..., Work]:
-    """The method of that name, which calls Gloo without the GIL."""
+def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[..., Work]:
+    """The method of that name, which calls Gloo without the GIL.
+
+    `op`: the collective's name in the flight record; `mine`: which argument has this rank's
+    tensors, if they must have equal shapes on all ranks.
+    """
 
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
+        number = self._enter(op, () if mine is None else args[mine], args) if op else -1
         work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
+        if number >= 0:
+            self._follow(work, number, args)
         return work
 
     call_gloo.__name__ = method
@@ -37,8 +46,13 @@ def _call_gloo(method: str) -> Callable[..., Work]:
 class ProcessGroupOverGloo(ProcessGroup):
     """The group of `init_process_group("instep")` where the ranks cannot share memory."""
 
-    def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str) -> None:
+    def __init__(
+        self, store: Store, gloo: ProcessGroupGloo, name: str, *, is_recorded: bool = True
+    ) -> None:
+        """`is_recorded`: collectives are noted in the flight record."""
         rank, size = gloo.rank(), gloo.size()
+        self._members = [*(gloo.options.global_ranks_in_group or range(size))]
+        self._recorded_as = recorder.add_group(name, self._members) if is_recorded else ""
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one of two
         self._gloo_group = ProcessGroup(store, rank, size)
         for group in (self, self._gloo_group):
@@ -65,18 +79,46 @@ class ProcessGroupOverGloo(ProcessGroup):
         """The name for `init_process_group`."""
         return NAME
 
-    allreduce = _call_gloo("allreduce")
-    allreduce_coalesced = _call_gloo("allreduce_coalesced")
-    reduce = _call_gloo("reduce")
-    broadcast = _call_gloo("broadcast")
-    allgather = _call_gloo("allgather")
-    all_gather_single = _call_gloo("_allgather_base")
-    all_gather_single_coalesced = _call_gloo("allgather_into_tensor_coalesced")
-    reduce_scatter = _call_gloo("reduce_scatter")
-    reduce_scatter_single = _call_gloo("_reduce_scatter_base")
-    reduce_scatter_single_coalesced = _call_gloo("reduce_scatter_tensor_coalesced")
-    all_to_all_single = _call_gloo("alltoall_base")
-    barrier = _call_gloo("barrier")
+    def _enter(self, op: str, mine: object, args: tuple[Any, ...]) -> int:
+        """Note a collective; its number, or -1 if this group's are not recorded."""
+        if not self._recorded_as:
+            return -1
+        tensors = _flat_list(mine)
+        opts = args[-1] if args else None
+        root, reduction = getattr(opts, "rootRank", None), getattr(opts, "reduceOp", None)
+        return recorder.enter(
+            op,
+            (sum(t.numel() for t in tensors),) if len(tensors) > 1 else _shape_of(tensors),
+            tensors[0].dtype if tensors else None,
+            self._recorded_as,
+            root if root is None else self._members[root],
+            "" if reduction is None else reduction.op.name,
+        )
+
+    def _follow(self, work: Work, number: int, args: tuple[Any, ...]) -> None:
+        """Note when the collective has ended."""
+        if args and not getattr(args[-1], "asyncOp", True):
+            try:
+                work.wait()
+            finally:
+                recorder.leave(number)
+        else:
+            recorder.follow(number, work.is_completed)
+
+    allreduce = _call_gloo("allreduce", "all_reduce", 0)
+    allreduce_coalesced = _call_gloo("allreduce_coalesced", "all_reduce_coalesced", 0)
+    reduce = _call_gloo("reduce", "reduce", 0)
+    broadcast = _call_gloo("broadcast", "broadcast", 0)
+    allgather = _call_gloo("allgather", "all_gather", 1)
+    all_gather_single = _call_gloo("_allgather_base", "all_gather", 1)
+    all_gather_single_coalesced = _call_gloo("allgather_into_tensor_coalesced", "all_gather", 1)
+    reduce_scatter = _call_gloo("reduce_scatter", "reduce_scatter", 0)
+    reduce_scatter_single = _call_gloo("_reduce_scatter_base", "reduce_scatter", 0)
+    reduce_scatter_single_coalesced = _call_gloo(
+        "reduce_scatter_tensor_coalesced", "reduce_scatter", 0
+    )
+    all_to_all_single = _call_gloo("alltoall_base", "all_to_all")
+    barrier = _call_gloo("barrier", "barrier")
     alltoall_base = all_to_all_single  # the names before torch 2.12
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -84,3 +126,12 @@ class ProcessGroupOverGloo(ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     send = _call_gloo("send")
     recv = _call_gloo("recv")
+
+
+def _flat_list(tensors: Any) -> list[Tensor]:
+    """A tensor, or a list of them, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else [*tensors]
+
+
+def _shape_of(tensors: list[Tensor]) -> tuple[int, ...] | None:
+    return tensors[0].shape if tensors else None

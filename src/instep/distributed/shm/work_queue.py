@@ -26,7 +26,7 @@ from instep.distributed.errors import (
     ForkedChildError,
     SharedMemoryError,
 )
-from instep.distributed.flight_record.recorder import enter, leave
+from instep.distributed.flight_record.recorder import enter, issued, leave, wait
 from instep.distributed.shm.memory.flat import flatten, write_back
 from instep.process.torch_compile import skip_methods
 
@@ -67,12 +67,18 @@ class QueuedWork(Work):
     """The Work of a collective that the group's thread will run or is running."""
 
     def __init__(
-        self, text: str, result: list[Tensor], run_until_done: Callable[[QueuedWork], None]
+        self,
+        text: str,
+        result: list[Tensor],
+        run_until_done: Callable[[QueuedWork], None],
+        number: int = -1,
     ):
+        """`number`: in the flight record."""
         super().__init__()
         self._text = text
         self._result = result
         self._run_until_done = run_until_done
+        self._number = number
         self._error: BaseException | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -93,6 +99,8 @@ class QueuedWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True when it has succeeded. Raises its error, or CollectiveTimeoutError."""
+        if not self._finished.is_set():
+            wait(self._number)
         self._run_until_done(self)
         seconds = timeout.total_seconds() if timeout else 0.0
         if not self._finished.wait(seconds if seconds > 0 else None):
@@ -245,9 +253,11 @@ class WorkQueue:
     def _enqueue(self, collective: Collective, text: str, result: list[Tensor]) -> QueuedWork:
         if isinstance(self._error, ForkedChildError):
             raise self._error
-        work = QueuedWork(text, result, self._run_until_done)
+        number = _enter(collective)
+        issued(number)
+        work = QueuedWork(text, result, self._run_until_done, number)
         self._pending.add(work)
-        self._queue.put((collective, work, _enter(collective)))
+        self._queue.put((collective, work, number))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="instep-shm", daemon=True)
             self._thread.start()

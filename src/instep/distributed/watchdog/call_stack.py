@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from instep.distributed.flight_record.recorder import issued, leave, wait
 from instep.distributed.flight_record.script_line import location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
@@ -39,14 +40,22 @@ _PEER_ARGUMENTS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
 class TrackedWork:
     """A Work of torch; a thread that waits for it has this object on its stack."""
 
-    __slots__ = ("group", "op", "work")
+    __slots__ = ("group", "number", "op", "work")
 
-    def __init__(self, work: Any, op: str, group: dist.ProcessGroup | None) -> None:
-        self.work, self.op, self.group = work, op, group
+    def __init__(
+        self, work: Any, op: str, group: dist.ProcessGroup | None, number: int = -1
+    ) -> None:
+        """`number`: in the flight record."""
+        self.work, self.op, self.group, self.number = work, op, group, number
+        issued(number)
 
     def wait(self) -> object:
         """Return when the tensor holds the result."""
-        return self.work.wait()
+        wait(self.number)
+        try:
+            return self.work.wait()
+        finally:
+            leave(self.number)
 
 
 def wait_at_exit(wait: Callable[[], object]) -> None:

@@ -225,6 +225,7 @@ class WatcherClient:
     def _handle(self, message_type: str, message: Message) -> None:
         if message_type == "get_position":
             self._record_line()
+            recorder.update_followed()
             self.send("position", wait=main_thread_wait())
         elif message_type == "first":
             self._headline = message["headline"] + "\n"

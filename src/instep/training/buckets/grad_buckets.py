@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport
+from instep.distributed.flight_record.recorder import recorder
 from instep.training.buckets.checksum import (
     LENGTH,
     bucket_checksum,
@@ -96,6 +97,8 @@ class GradBucket(ABC):
         self, layout: BucketLayout, parameters: Mapping[int, Tensor], ids: Sequence[int]
     ) -> None:
         self.layout = layout
+        self.title = "gradients"
+        """In the flight record."""
         self.ids = tuple(ids)
         self.filled: set[int] = set()
         """The indices whose gradient this rank has."""
@@ -130,9 +133,17 @@ class GradBucket(ABC):
         `partial`: what is in `.grad` already is this rank's part of the same sum.
         """
 
-    @abstractmethod
     def start(self, transport: Transport) -> None:
         """Start the sum over the ranks. Collective."""
+        recorder.detail = self.title
+        try:
+            self._start(transport)
+        finally:
+            recorder.detail = ""
+
+    @abstractmethod
+    def _start(self, transport: Transport) -> None:
+        """As `start`."""
 
     @abstractmethod
     def start_second_phase(self, transport: Transport) -> None:
@@ -224,7 +235,7 @@ class _InPlaceBucket(GradBucket):
             parameter.grad = None
         self.filled.add(index)
 
-    def start(self, transport: Transport) -> None:
+    def _start(self, transport: Transport) -> None:
         self._flags = self._trailer.clone()
         storages: set[int] = set()
         for k, slot in enumerate(self.layout.slots):
@@ -306,7 +317,7 @@ class _PackedBucket(GradBucket):
                 self._before[index] = parameter.grad
             parameter.grad = None
 
-    def start(self, transport: Transport) -> None:
+    def _start(self, transport: Transport) -> None:
         flags = self._allocated()[self.layout.numel :].copy_(self._trailer)
         for k, index in enumerate(self._slot_of):
             if index not in self.filled:

@@ -204,7 +204,9 @@ class Reducer:
             members = {slot.index: trained[slot.index] for slot in layout.slots}
             codec = make_codec(layout, members, self._compression)
             ids = (self._number, *members)
-            buckets.append(make_bucket(layout, members, self._bucket_transport, ids, codec))
+            bucket = make_bucket(layout, members, self._bucket_transport, ids, codec)
+            buckets.append(bucket)
+            bucket.title = f"gradients, bucket {len(buckets)}"
         return buckets
 
     def _reduce_now(self, index: int, grad: Tensor) -> Tensor:

@@ -106,14 +106,16 @@ def _make_buckets(parameters: Sequence[Tensor], transport: Transport) -> None:
     last_first = dict(enumerate(reversed(parameters)))  # backward reaches the last ones first
     for layout in plan_tensors(last_first):
         members = {slot.index: last_first[slot.index] for slot in layout.slots}
+        number = next(_bucket_numbers)
         bucket = make_bucket(
             layout,
             _WeakParameters(members),
             transport,
-            ids=(next(_bucket_numbers),),
+            ids=(number,),
             codec=make_codec(layout, members, compression),
             grads_as_views=True,
         )
+        bucket.title = f"gradients, bucket {number + 1}"
         for index, parameter in members.items():
             _bucket_of[parameter] = (bucket, index, _type_of(parameter))
 
