@@ -18,9 +18,10 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.objects import check_same_on_all_ranks
 from instep.distributed.communication.tensors import check_reachable
-from instep.distributed.communication.transport import Transport, broadcast_coalesced, get_transport
+from instep.distributed.communication.transport import Transport, get_transport
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_compile import disable_compile

@@ -19,8 +19,8 @@ from torch import nn
 
 from instep.compat.jittor import mpi
 from instep.compat.jittor.ops import mpi_all_reduce, mpi_broadcast, mpi_reduce
+from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.scopes import single_process_scope
-from instep.distributed.communication.transport import broadcast_coalesced
 from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:

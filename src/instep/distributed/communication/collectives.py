@@ -246,3 +246,16 @@ class _Broadcast(torch.autograd.Function):
         if ctx.transport.rank != ctx.root:
             total = torch.zeros_like(grad) + total.sum()
         return total, None, None
+
+
+def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
+    """Overwrite each tensor with root's, one message per dtype and device. In place."""
+    transport = get_transport()
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in by_type.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        transport.broadcast(as_bytes(flat), root).wait()
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

@@ -18,7 +18,7 @@ from torch import Tensor
 from instep.distributed import shm
 from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.groups import Group
-from instep.distributed.communication.tensors import as_bytes, current_device
+from instep.distributed.communication.tensors import current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.flight_record.record_format import group_text
 from instep.distributed.flight_record.recorder import enter, leave
@@ -396,16 +396,3 @@ def group_rank(rank: int, name: str, group: Group | None) -> int:
     if not 0 <= rank < size:
         raise ValueError(f"{name} {rank} does not exist: the ranks are 0 to {size - 1}.")
     return rank
-
-
-def broadcast_coalesced(tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Overwrite each tensor with root's, one message per dtype and device. In place."""
-    transport = get_transport()
-    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in by_type.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        transport.broadcast(as_bytes(flat), root).wait()
-        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))

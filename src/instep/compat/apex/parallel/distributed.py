@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import (
     Transport,
-    broadcast_coalesced,
     get_transport,
     overlap_group,
 )
