@@ -27,7 +27,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
-from instep.unedited.sharded_call.run.random_numbers import DrawnShapes
+from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 
 
 class Noise:
@@ -107,9 +107,9 @@ class Reference:
     def note_draws(self, call: BoundCall) -> None:
         """Find the shapes of what it draws."""
         self.before.restore()
-        with observed(is_silent=True), DrawnShapes() as drawn:
+        with observed(is_silent=True), DrawShapes() as draws:
             run_whole(call)
-        self.drawn = drawn.shapes
+        self.drawn = draws.shapes
 
     def measure_noise(self, call: BoundCall) -> None:
         """Find how much of a difference rounding can explain."""

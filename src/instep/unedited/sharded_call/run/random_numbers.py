@@ -89,7 +89,7 @@ class _RandomMode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class DrawnShapes(_RandomMode):
+class DrawShapes(_RandomMode):
     """While this is on, the shapes of what is drawn are noted."""
 
     def __init__(self) -> None:
