@@ -256,7 +256,9 @@ def _plan_output(
             matches = relative_error(joined, whole) <= output_tolerance(whole)
         if matches:
             return plan
-    raise ShardedCallError("its outputs are not those of the whole batch")
+    which = f" {k + 1} of {len(reference.outputs)}" if len(reference.outputs) > 1 else ""
+    shape = f"a tensor of shape {list(whole.shape)}"
+    raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
 
 
 def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
