@@ -82,7 +82,7 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
         assert torch.allclose(found.mean(0), torch.zeros(3), atol=1e-6)
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 2)
     if instep.rank == 0:
-        assert "every rank computes CouplesLater whole: its outputs" in log.getvalue()
+        assert "every rank computes CouplesLater whole: its output, a tensor of shape" in log.getvalue()
         assert "(calls 2 to 9 were divided)" in log.getvalue()
 
 
@@ -402,13 +402,13 @@ def test_rounding_that_a_module_enlarges_is_distinguished_from_other_numbers() -
 
 
 def refused(module: nn.Module, x: Tensor, what: str) -> None:
-    """Its outputs or gradients are seen not to be the same when it is sharded."""
+    """Its output or gradients are seen not to be the same when it is sharded."""
     with sharding() as log:
         module(x)
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
     if instep.rank == 0:
         name = type(module).__name__
-        assert f"computes {name} whole: its {what} are not those of the whole" in log.getvalue()
+        assert f"computes {name} whole: its {what}" in log.getvalue()
 
 
 @pytest.mark.parametrize(("dtype", "little"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
@@ -421,7 +421,11 @@ def test_rows_that_know_a_little_of_each_other_are_not_taken_for_rounding(
             y = super().forward(input)
             return y - little * y.mean(0)
 
-    refused(Coupled(6, 3, dtype=dtype), torch.randn(8, 6, dtype=dtype), "outputs")
+    refused(
+        Coupled(6, 3, dtype=dtype),
+        torch.randn(8, 6, dtype=dtype),
+        "output, a tensor of shape [8, 3], is not that",
+    )
 
 
 @ranks(3)
@@ -441,7 +445,7 @@ def test_a_gradient_that_only_the_whole_or_only_its_parts_have_is_noticed(learni
             bias = self.bias if len(input) in learning else self.bias.detach()
             return F.linear(input, self.weight, bias)
 
-    refused(Fickle(6, 3), torch.randn(8, 6), "gradients")
+    refused(Fickle(6, 3), torch.randn(8, 6), "gradients are not those")
 
 
 @ranks(2)
@@ -450,7 +454,7 @@ def test_a_wrong_gradient_of_what_came_in_is_noticed() -> None:
         def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
             return super().forward(Normed.apply(input))
 
-    refused(Coupled(6, 3), torch.randn(8, 6, requires_grad=True), "gradients")
+    refused(Coupled(6, 3), torch.randn(8, 6, requires_grad=True), "gradients are not those")
 
 
 @ranks(2)
@@ -460,7 +464,7 @@ def test_a_wrong_gradient_is_not_taken_for_that_of_half_precision() -> None:
             return Normed.apply(super().forward(input))
 
     with torch.autocast("cpu", torch.bfloat16):
-        refused(Coupled(6, 3), torch.randn(8, 6), "gradients")
+        refused(Coupled(6, 3), torch.randn(8, 6), "gradients are not those")
 
 
 @ranks(2)
