@@ -14,6 +14,7 @@ from instep.errors import DriftError, InstepWarning
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_due
 from pool import ranks, run, talking_over
+from sharded_training import sharding
 
 
 @contextmanager
@@ -214,3 +215,67 @@ def test_gradients_that_are_accumulated_count_as_one_step():
     training.run(1)
     with pytest.raises(DriftError):
         training.run(1)
+
+
+# ------------------------------------------------------------------------- unedited scripts
+
+
+def unedited(fault, every="1"):
+    """What `instep run` makes of a script; `fault(model, optimizer, step)` runs in each step."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
+    with variable("INSTEP_DRIFT_STEPS", every), sharding():
+        for step in range(1, 11):
+            fault(model, optimizer, step)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def no_fault(model, optimizer, step):
+    return None
+
+
+def another_bias(model, optimizer, step):
+    if step == 5 and instep.world.rank == 0:
+        model[0].bias.data[2] -= 1
+
+
+def another_buffer(model, optimizer, step):
+    if step == 5:
+        model[1].running_mean[2] -= float(instep.world.rank == 1)
+
+
+def another_rate(model, optimizer, step):
+    if step == 5:
+        optimizer.param_groups[0]["lr"] = 0.01 + 0.001 * (instep.world.rank == 1)
+
+
+def named_by(fault):
+    with pytest.raises(DriftError) as caught:
+        unedited(fault)
+    return str(caught.value)
+
+
+@ranks(3)
+def test_an_unedited_script_without_a_fault_compares_in_silence():
+    unedited(no_fault)
+    unedited(no_fault, every="0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "start"),
+    [
+        (another_bias, "parameter 0.bias of rank 0 differs from that of ranks 1, 2 since a step"),
+        (another_buffer, "buffer 1.running_mean of rank 1 differs from that of ranks 0, 2 since"),
+        (another_rate, "lr of AdamW for 0.weight is not the same on all ranks (ranks 0, 2: 0.01;"),
+    ],
+)
+def test_what_differs_in_an_unedited_script_is_named(fault, start):
+    messages = run(3, named_by, fault)
+    assert len({*messages}) == 1
+    assert messages[0].startswith(start)
+    assert "since a step between 4 and 5" in messages[0]

@@ -31,7 +31,7 @@ from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
-from instep.training.drift.comparison import DriftCheck
+from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.errors import ReplicatedTwiceError
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
@@ -173,7 +173,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     if replica.transport.size > 1 and parameters:
         if replica.drift_check is None:
             buffers = "warn" if replica.statistics == "global" else "rank"
-            replica.drift_check = DriftCheck(model, replica.transport, buffers)
+            replica.drift_check = drift_check_of(model, replica.transport, buffers)
         Reducer(parameters, replica.transport, replica.compression, replica.drift_check)
     replica.has_new_parts = False
 

@@ -39,6 +39,17 @@ def is_due(step: int, every: int) -> bool:
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 
+_check_of: weakref.WeakKeyDictionary[nn.Module, DriftCheck] = weakref.WeakKeyDictionary()
+
+
+def drift_check_of(model: nn.Module, transport: Transport, buffers: str) -> DriftCheck:
+    """The check of a model; see DriftCheck for the arguments of a new one."""
+    check = _check_of.get(model)
+    if check is None:
+        check = _check_of[model] = DriftCheck(model, transport, buffers)
+    return check
+
+
 class DriftCheck:
     """Compares one model between the ranks.
 
@@ -105,6 +116,7 @@ class DriftCheck:
         of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
         of_ranks = self._transport.all_gather_object((rows, dict(texts)))
         since = (max(self._same_at, 1), self._step)
+        model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
             values = [options.get(name) for _, options in of_ranks]
             if None not in values and len({*values}) > 1:
@@ -116,14 +128,14 @@ class DriftCheck:
                 continue
             if len({way and way[:2] for way in ways}) > 1:
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
-                raise DriftError.of_option(name, by_value(shapes), since)
+                raise DriftError.of_option(name + model, by_value(shapes), since)
             largest, difference = self._measure(tensors[name])
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             if self._is_harmless(name, tensors[name], largest, difference):
-                self._warn(name, by_value(ways), since, difference)
+                self._warn(name + model, by_value(ways), since, difference)
                 continue
-            found.append((name, by_value(ways), difference))
+            found.append((name + model, by_value(ways), difference))
         if found:
             (name, groups, difference), *others = found
             raise DriftError.of_tensor(name, groups, since, difference, len(others))

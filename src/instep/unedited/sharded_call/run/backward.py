@@ -10,7 +10,8 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import get_transport, overlap_group
 from instep.process.patching import Function
-from instep.unedited.sharded_call.run.grad_sums import reduce_in_buckets
+from instep.training.drift.comparison import drift_check_of
+from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 
@@ -56,3 +57,12 @@ def backward(
     else:
         original(tensors, *rest)
     end_backward(start)
+    _compare_between_ranks(calls)  # not in the time of the backward, by which calls are tuned
+
+
+def _compare_between_ranks(calls: list[CallGradients]) -> None:
+    """Compare the modules that were called, if it is time to. Collective. Raises DriftError."""
+    modules = (call.module() for call in calls if call.module is not None)
+    for module in dict.fromkeys(modules):
+        if module is not None:
+            drift_check_of(module, get_transport(), "compare").end_backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,6 +93,7 @@ def run_local(
     block = division.block(call.leaves, transport.rank, transport.size)
     assert block is not None
     region = Region(block, division, transport, is_random, without_rows)
+    region.gradients.module = weakref.ref(call.module)
     leaves = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]

@@ -10,6 +10,7 @@ gradient is asked for as a value, or is to be differentiated again, it is summed
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import apply
@@ -45,6 +46,8 @@ class CallGradients:
 
     def __init__(self) -> None:
         self.buckets: list[GradBucket] = []
+        self.module: weakref.ref[nn.Module] | None = None
+        """The module that was called."""
         self.backward: BucketedBackward | None = None
         """The `backward()` under way that reaches the call."""
 
