@@ -1,6 +1,8 @@
 """Parameters, buffers and hyper-parameters that differ between ranks are named."""
 
 import os
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager
 
@@ -10,7 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import instep
-from instep.errors import DriftError, InstepWarning
+from instep.errors import DriftError, InstepWarning, NonFiniteGradError
+from instep.training.drift import non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_due
 from pool import ranks, run, talking_over
@@ -217,6 +220,98 @@ def test_gradients_that_are_accumulated_count_as_one_step():
         training.run(1)
 
 
+# -------------------------------------------------------------- gradients that are not finite
+
+
+def spoiled(rank, where, *, mode="warn"):
+    """Three steps; in the second one, something of `rank` is not finite. Returns what it said."""
+    non_finite.reset()
+    training = Training(batch_statistics="rank")
+    said = []
+    with variable("INSTEP_NAN", mode), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            spoils = step == 2 and instep.world.rank == rank
+            x, y = instep.shard(training.batch)
+            training.optimizer.zero_grad()
+            if spoils and where == "sample":
+                x = x.clone()
+                x[0, 1] = float("nan")
+            out = training.model(x)
+            if spoils and where == "gradient":
+                out.register_hook(lambda grad: grad * float("inf"))
+            cross_entropy(out, y).backward()
+            if where == "skipped" and step == 2:
+                training.model[3].weight.grad.fill_(float("nan"))
+                training.optimizer.zero_grad()
+            try:
+                training.optimizer.step()
+            except NonFiniteGradError as error:
+                said.append(f"error: {error}")
+                break
+            if mode == "error" and step == 2:
+                break
+    return said + [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("where", ["sample", "gradient"])
+def test_a_gradient_that_is_not_finite_names_rank_parameter_and_samples(backend, where):
+    with talking_over(backend):
+        first, said, silent = run(3, spoiled, 1, where)
+    assert silent == []
+    assert [text[:33] for text in first] == ["the parameter 3.bias itself is no"]  # in step 3
+    assert len(said) == 1
+    assert said[0].startswith("on rank 1 the gradient of 3.bias and those of 5 more parameters are")
+    assert "from samples 4 to 7 of the batch of 12, in step 2; the optimizer steps" in said[0]
+    assert said[0].endswith("Training goes on.")
+
+
+def test_it_can_be_an_error():
+    answers = run(2, spoiled, 0, "sample", mode="error")
+    assert answers[0][0].startswith("error: on rank 0 the gradient of 3.bias and those of 5 more")
+    assert answers[1] == []
+
+
+def test_it_can_be_ignored():
+    assert run(2, spoiled, 0, "sample", mode="off") == [[], []]
+
+
+def test_gradients_with_which_no_optimizer_steps_are_no_warning():
+    assert run(2, spoiled, 0, "skipped") == [[], []]
+
+
+@ranks(2)
+def test_a_loss_scaler_that_skips_the_step_is_no_warning():
+    non_finite.reset()
+    training = Training()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            x, y = instep.shard(training.batch)
+            training.optimizer.zero_grad()
+            scaler.scale(cross_entropy(training.model(x), y) * 1e6).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**126
+    assert all(p.isfinite().all() for p in training.model.parameters())
+
+
+@ranks(2)
+def test_a_parameter_that_is_not_finite_already_is_named():
+    non_finite.reset()
+    training = Training()
+    with torch.no_grad():
+        training.model[3].bias[1] = float("inf")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        training.run(1)
+    said = [str(warning.message)[:59] for warning in seen]
+    expected = "the parameter 3.bias itself is not finite, in step 1; an ea"
+    assert said == [expected] * (instep.world.rank == 0)
+
+
 # ------------------------------------------------------------------------- unedited scripts
 
 
@@ -279,3 +374,38 @@ def test_what_differs_in_an_unedited_script_is_named(fault, start):
     assert len({*messages}) == 1
     assert messages[0].startswith(start)
     assert "since a step between 4 and 5" in messages[0]
+
+
+SCRIPT = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(5):
+    x = torch.randn(12, 4)
+    if step == 3:
+        x[6, 1] = float("inf")
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), torch.randint(0, 2, (12,))).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("mode", "status"), [("warn", 0), ("error", 1)])
+def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    variables = {"INSTEP_NAN": mode, "INSTEP_DIVIDE": "always", "CUDA_VISIBLE_DEVICES": ""}
+    job = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "3", str(script)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == status, job.stderr
+    assert (
+        "on rank 1 the gradient of 2.bias and those of 3 more parameters are not finite, from "
+        "samples 4 to 7 of the batch of 12, in step 4"
+    ) in job.stderr
+    if mode == "error":
+        assert 'train.py", line 11' in job.stderr

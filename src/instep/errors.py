@@ -44,6 +44,7 @@ InstepError
     ├── LoadingError              (RuntimeError) a rank could not load its rows of a batch
     ├── ShardedCallError          a module's call that cannot be sharded over the ranks
     ├── DriftError                parameters or learning rates that differ between ranks
+    ├── NonFiniteGradError        a gradient that is infinite or not a number
     ├── MixedSumsError            gradients of different parameters summed by different ranks
     ├── UnknownBatchError         the batch of a forward is not known
     ├── MixedBatchesError         two batches of different weights in one backward
@@ -112,8 +113,8 @@ _DEFINED_IN = {
     "process.errors": "LaunchVariablesError",
     "training.amp.errors": "PrecisionError",
     "training.errors": """
-        CannotShardError DriftError MixedBatchesError MixedSumsError ReplicatedTwiceError
-        ShardedTwiceError UnknownBatchError""",
+        CannotShardError DriftError MixedBatchesError MixedSumsError
+        NonFiniteGradError ReplicatedTwiceError ShardedTwiceError UnknownBatchError""",
     "unedited.errors": "LoadingError ShardedCallError UneditedError",
     "verify.errors": "ScriptFailedError ScriptLateError StepsError",
 }

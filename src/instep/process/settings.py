@@ -144,10 +144,17 @@ DRIFT_STEPS = Setting(
     "Steps after which the ranks compare parameters, buffers and hyper-parameters again; 0: never.",
     numbers=range(_LONGEST + 1),
 )
+NAN = Setting(
+    "INSTEP_NAN",
+    "warn",
+    "When an optimizer steps with a gradient that is not finite, warn: a warning, once; error: "
+    "that, which waits for a GPU in each step; off: nothing.",
+    choices=("warn", "error", "off"),
+)
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS),
+    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS, NAN),
 )
 """The settings for users; docs/variables.md shows them."""
 

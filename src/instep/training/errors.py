@@ -94,6 +94,45 @@ def _since(steps: tuple[int, int]) -> str:
     return f"since a step between {steps[0]} and {steps[1]}"
 
 
+class NonFiniteGradError(TrainingError):
+    """An optimizer steps with a gradient that is infinite or not a number.
+
+    Args:
+        rank: the rank whose part of the gradient is not finite.
+        name: of the first such parameter in the order of backward.
+        others: how many more there are.
+        step: how many backwards have summed gradients of the model.
+        samples: the first and the last sample of this rank, and how many the batch has.
+        began_here: False if the parameter itself is not finite.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        *,
+        others: int,
+        step: int,
+        samples: tuple[int, int, int] | None,
+        began_here: bool,
+    ) -> None:
+        more = f" and those of {others} more parameters" if others else ""
+        verb = "are" if others else "is"
+        part = (
+            "" if samples is None else ", from samples {} to {} of the batch of {}".format(*samples)
+        )
+        text = (
+            f"on rank {rank} the gradient of {name}{more} {verb} not finite{part}, in step {step}; "
+            "the optimizer steps with it."
+        )
+        if not began_here:
+            text = (
+                f"the parameter {name} itself is not finite, in step {step}; an earlier step has "
+                "made it so, or it was so from the start."
+            )
+        super().__init__(f"{text} INSTEP_NAN=error stops the job there.")
+
+
 class UnknownBatchError(TrainingError):
     """A forward may belong to batches of different sizes, and it is not known to which."""
 

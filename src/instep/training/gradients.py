@@ -27,6 +27,7 @@ from instep.training.buckets.reducer import (
     reduce_during_backward,
     reducer_of,
 )
+from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls
 
@@ -169,19 +170,31 @@ def _backward_of_replicas(
     try:
         # The numbers of a placeholder may be anything; they are not used.
         unused = call.is_placeholder and torch.is_anomaly_enabled()
-        state = BackwardState(is_placeholder=call.is_placeholder, sync=_sync)
+        finite = None
+        if not call.is_placeholder:
+            rows = call.batch.resolve_on_this_rank()
+            finite = FiniteCheck(roots, rows, get_transport().rank)
+        state = BackwardState(is_placeholder=call.is_placeholder, sync=_sync, finite_check=finite)
         with (
             torch.autograd.set_detect_anomaly(False) if unused else nullcontext(),
             reduce_during_backward(state),
         ):
             original(roots, weighted, *rest)
         if state.sync:
-            for check in dict.fromkeys(reducer.drift_check for reducer in state.reducers):
-                if check is not None:
-                    check.end_backward()
+            _end_checks(state)
     finally:
         forward_calls.pop()
         batches.end_step()
+
+
+def _end_checks(state: BackwardState) -> None:
+    """The sums are in `.grad`: compare the models if it is time to. Collective."""
+    checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
+    for check in checks:
+        if check is not None:
+            check.end_backward()
+    if state.finite_check is not None:
+        state.finite_check.end(checks)
 
 
 def _single_call(forwards: list[ForwardCall]) -> ForwardCall:

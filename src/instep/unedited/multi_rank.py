@@ -28,6 +28,8 @@ from instep.distributed.watchdog.call_stack import wait_at_exit
 from instep.process import pending_writes, settings, storage
 from instep.process.procfs import boot_id
 from instep.process.tracebacks import format_error
+from instep.training.drift import non_finite
+from instep.training.errors import NonFiniteGradError
 from instep.unedited import launcher_env, opt_out, patch_table, seeds, std_streams
 from instep.unedited.files import os_functions, write_access
 from instep.unedited.files.bypass import bypass_overlay
@@ -97,6 +99,8 @@ class MultiRankSession:
         backward.on_first_work(self._begin)
         patch_table.install()
         self._streams.install()
+        if self.world.rank != 0:
+            non_finite.show_with(self._show_non_finite)
         sys.excepthook = self._excepthook
 
     def _begin(self) -> None:
@@ -120,6 +124,7 @@ class MultiRankSession:
         opt_out.set_handler(None)
         children.uninstall()
         os_functions.set_files(None)
+        non_finite.show_with(None)
         self._streams.restore()
         launcher_env.restore()
         sys.excepthook = self._excepthook_before
@@ -178,6 +183,10 @@ class MultiRankSession:
             line = format_gain(plan_cache.all_tuners, self.world.size, seconds)
             if line:
                 print(f"instep: {line}", file=sys.stderr, flush=True)
+
+    def _show_non_finite(self, error: NonFiniteGradError) -> None:
+        """On a rank other than 0, whose warnings nobody sees."""
+        self._streams.print_error_line(f"instep: {error} Training goes on.")
 
     def _excepthook(
         self, type_: type[BaseException], error: BaseException, frames: TracebackType | None

@@ -70,6 +70,11 @@ class StdStreams:
             return self._relay.run_on_rank0(name, function)
         return function() if self._rank == 0 else default
 
+    def print_error_line(self, line: str) -> None:
+        """Print a line where the job's errors go, on any rank."""
+        _flush()
+        os.write(self._saved[2] if self._saved else 2, f"{line}\n".encode())
+
     def restore(self) -> None:
         """Restore the streams. What sys.stdin has read ahead is lost."""
         _current.clear()

@@ -8,7 +8,7 @@ packed into one flat tensor, which travels while backward goes on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 import torch
@@ -22,8 +22,10 @@ from instep.training.buckets.checksum import (
     flags_and_checksum,
     verify_checksum,
 )
-from instep.training.buckets.layout import BucketLayout
+from instep.training.buckets.layout import BucketLayout, Slot
 from instep.training.errors import MixedSumsError
+
+_FEW = 4
 
 
 class BucketCodec:
@@ -149,6 +151,23 @@ class GradBucket(ABC):
     def start_second_phase(self, transport: Transport) -> None:
         """Send what depends on the first sums, if anything does. Collective."""
 
+    @abstractmethod
+    def own_grad(self, index: int) -> Tensor:
+        """This rank's gradient of a parameter in `filled`, before `start`."""
+
+    def own_grads(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters of which this rank has a gradient, and these, before `start`."""
+        for index in self.indices:
+            if index in self.filled and (parameter := self._parameters.get(index)) is not None:
+                yield parameter, self.own_grad(index)
+
+    def last_small_grad(self) -> Tensor | None:
+        """This rank's smallest gradient of the last parameters, before `start`."""
+        last = [slot for slot in self.layout.slots[-_FEW:] if slot.index in self.filled]
+        if not last:
+            return None
+        return self.own_grad(min(last, key=_numel).index)
+
     def wait(self) -> None:
         """Wait for the sums.
 
@@ -243,9 +262,7 @@ class _InPlaceBucket(GradBucket):
                 self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
                 self._flags[k] = 0
                 continue
-            grad = self._grads.get(slot.index)
-            if grad is None:
-                grad = self._accumulated(slot.index)
+            grad = self.own_grad(slot.index)
             storage = grad.untyped_storage()
             # A gradient may be a part of another tensor, such as the gradient of the whole batch's
             # outputs, and two parameters that are added up have one gradient.
@@ -255,6 +272,10 @@ class _InPlaceBucket(GradBucket):
             self._totals.append(grad)
         tensors = [as_real(tensor) for tensor in (self._flags, *self._totals)]
         transport.all_reduce_each(tensors, "sum")
+
+    def own_grad(self, index: int) -> Tensor:
+        grad = self._grads.get(index)
+        return self._accumulated(index) if grad is None else grad
 
     def start_second_phase(self, transport: Transport) -> None:
         return None
@@ -325,6 +346,9 @@ class _PackedBucket(GradBucket):
                 flags[k] = 0
         self._codec.start(self._allocated(), transport)
 
+    def own_grad(self, index: int) -> Tensor:
+        return self._part(index)
+
     def start_second_phase(self, transport: Transport) -> None:
         self._codec.start_second_phase(self._allocated(), transport)
 
@@ -352,6 +376,10 @@ class _PackedBucket(GradBucket):
     def _part(self, index: int) -> Tensor:
         slot = self._slot_of[index]
         return self._allocated()[slot.start : slot.stop]
+
+
+def _numel(slot: Slot) -> int:
+    return slot.stop - slot.start
 
 
 def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, as_real, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.drift.comparison import DriftCheck
+from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedSumsError
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -28,11 +29,15 @@ reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 class BackwardState:
     """One backward on this rank, as the reducers need it."""
 
-    def __init__(self, *, is_placeholder: bool, sync: bool) -> None:
+    def __init__(
+        self, *, is_placeholder: bool, sync: bool, finite_check: FiniteCheck | None = None
+    ) -> None:
         self.is_placeholder = is_placeholder
         """Whether this rank has no rows: its gradients count as zeros, whatever was computed."""
         self.sync = sync
         """Whether gradients are summed over the ranks now; False inside of `no_sync`."""
+        self.finite_check = finite_check
+        """Looks at this rank's gradients before they are summed."""
         self.reducers: dict[Reducer, None] = {}
         """Those of the parameters that it has reached."""
 
@@ -154,6 +159,7 @@ class Reducer:
             return
         self._add_accumulated()
         self._verify_checksums()
+        self._inspect(self._buckets[self._started :], are_last=True)
         for bucket in self._buckets[self._started :]:
             bucket.start(self._bucket_transport)
         self._started = len(self._buckets)
@@ -250,8 +256,15 @@ class Reducer:
             bucket = self._buckets[self._started]
             if not (bucket.starts_early and bucket.is_full):
                 return
+            self._inspect([bucket], are_last=bucket is self._buckets[-1])
             bucket.start(self._bucket_transport)
             self._started += 1
+
+    def _inspect(self, buckets: Sequence[GradBucket], *, are_last: bool) -> None:
+        """Look for what is not finite, before these buckets are summed."""
+        if _current is not None and _current.finite_check is not None:
+            accumulated = bool(self._partial)
+            _current.finite_check.inspect(buckets, are_last=are_last, accumulated=accumulated)
 
     def _add_accumulated(self) -> None:
         """Add what only earlier backwards, without sums, have computed."""

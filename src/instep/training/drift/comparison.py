@@ -65,7 +65,8 @@ class DriftCheck:
         self._transport = transport
         self._buffers = buffers
         self._every = int(settings.DRIFT_STEPS)
-        self._step = 0
+        self.step = 0
+        """How many backwards have summed gradients of the model."""
         self._same_at = 0
         self._warned: set[str] = set()
         if self._every:
@@ -76,8 +77,8 @@ class DriftCheck:
 
         Raises DriftError on every rank.
         """
-        self._step += 1
-        if is_due(self._step, self._every):
+        self.step += 1
+        if is_due(self.step, self._every):
             self.compare()
 
     def compare(self) -> None:
@@ -93,7 +94,13 @@ class DriftCheck:
         parts = self._transport.all_gather(mine.to(self._transport.control_device))
         if any(part.tolist() != mine.tolist() for part in parts):
             self._raise_difference(tensors, sums.tolist(), texts)
-        self._same_at = self._step
+        self._same_at = self.step
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of this parameter, if it is one of the model's."""
+        model = self._model()
+        named = () if model is None else model.named_parameters()
+        return next((name for name, p in named if p is parameter), None)
 
     def _tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
@@ -115,7 +122,7 @@ class DriftCheck:
         }
         of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
         of_ranks = self._transport.all_gather_object((rows, dict(texts)))
-        since = (max(self._same_at, 1), self._step)
+        since = (max(self._same_at, 1), self.step)
         model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
             values = [options.get(name) for _, options in of_ranks]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import get_transport, overlap_group
+from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.process.patching import Function
-from instep.training.drift.comparison import drift_check_of
+from instep.training.drift.comparison import DriftCheck, drift_check_of
+from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
@@ -51,18 +52,23 @@ def backward(
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     can_reduce = has_regions() and not create_graph and inputs is None
     calls = [region.gradients for region in find_regions(roots)] if can_reduce else []
-    if calls:
-        with reduce_in_buckets(roots, calls, overlap_group(get_transport())):
-            original(tensors, *rest)
-    else:
+    if not calls:
+        original(tensors, *rest)
+        end_backward(start)
+        return
+    transport = get_transport()
+    finite = FiniteCheck(roots, calls[0].block, transport.rank)
+    with reduce_in_buckets(roots, calls, overlap_group(transport), finite):
         original(tensors, *rest)
     end_backward(start)
-    _compare_between_ranks(calls)  # not in the time of the backward, by which calls are tuned
+    # Not in the time of the backward, by which calls are tuned.
+    finite.end(_compare_between_ranks(calls, transport))
 
 
-def _compare_between_ranks(calls: list[CallGradients]) -> None:
+def _compare_between_ranks(calls: list[CallGradients], transport: Transport) -> list[DriftCheck]:
     """Compare the modules that were called, if it is time to. Collective. Raises DriftError."""
-    modules = (call.module() for call in calls if call.module is not None)
-    for module in dict.fromkeys(modules):
-        if module is not None:
-            drift_check_of(module, get_transport(), "compare").end_backward()
+    modules = dict.fromkeys(call.module() for call in calls if call.module is not None)
+    checks = [drift_check_of(each, transport, "compare") for each in modules if each is not None]
+    for check in checks:
+        check.end_backward()
+    return checks

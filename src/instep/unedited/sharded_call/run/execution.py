@@ -93,7 +93,7 @@ def run_local(
     block = division.block(call.leaves, transport.rank, transport.size)
     assert block is not None
     region = Region(block, division, transport, is_random, without_rows)
-    region.gradients.module = weakref.ref(call.module)
+    region.gradients.module, region.gradients.block = weakref.ref(call.module), block
     leaves = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]

@@ -23,10 +23,12 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
+from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
+from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 
 _HIGHEST_PRIORITY = 2**64 - 1
@@ -48,6 +50,8 @@ class CallGradients:
         self.buckets: list[GradBucket] = []
         self.module: weakref.ref[nn.Module] | None = None
         """The module that was called."""
+        self.block: Block | None = None
+        """This rank's rows of its batch."""
         self.backward: BucketedBackward | None = None
         """The `backward()` under way that reaches the call."""
 
@@ -191,7 +195,13 @@ def _reduce_now(grads: Sequence[Tensor | None], transport: Transport) -> list[Te
 class BucketedBackward:
     """One `backward()` of the script, during which sums travel in buckets."""
 
-    def __init__(self, calls: Iterable[CallGradients], transport: Transport) -> None:
+    def __init__(
+        self,
+        calls: Iterable[CallGradients],
+        transport: Transport,
+        finite_check: FiniteCheck | None = None,
+    ) -> None:
+        self._finite_check = finite_check
         self._expected = Counter(bucket for call in calls for bucket in call.buckets)
         """How many sharded calls have not added their part of a bucket yet."""
         self._buckets = list(self._expected)
@@ -216,11 +226,15 @@ class BucketedBackward:
         for following in self._buckets[self._started :]:
             if self._expected[following] > 0 or not following.starts_early:
                 break
+            if self._finite_check is not None:
+                self._finite_check.inspect([following], are_last=following is self._buckets[-1])
             following.start(self._transport)
             self._started += 1
 
     def finish(self) -> None:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
+        if self._finite_check is not None:
+            self._finite_check.inspect(self._buckets[self._started :], are_last=True)
         for bucket in self._buckets[self._started :]:
             bucket.start(self._transport)
         for bucket in self._buckets:
@@ -237,7 +251,10 @@ class BucketedBackward:
 
 @contextmanager
 def reduce_in_buckets(
-    roots: Iterable[Tensor], calls: Sequence[CallGradients], transport: Transport
+    roots: Iterable[Tensor],
+    calls: Sequence[CallGradients],
+    transport: Transport,
+    finite_check: FiniteCheck | None = None,
 ) -> Iterator[None]:
     """While autograd runs inside, sums travel in buckets; at the end they are in `.grad`.
 
@@ -245,8 +262,9 @@ def reduce_in_buckets(
         roots: the tensors on which backward is called.
         calls: the gradients of each sharded call that this backward reaches.
         transport: of the buckets.
+        finite_check: looks at this rank's gradients before they are summed.
     """
-    backward = BucketedBackward(calls, transport)
+    backward = BucketedBackward(calls, transport, finite_check)
     for call in calls:
         call.backward = backward
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]

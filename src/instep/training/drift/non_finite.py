@@ -1,0 +1,173 @@
+"""Gradients that are not finite: on which rank, of which parameter and samples they began.
+
+Each backward looks at two numbers: the loss, and the sum of a small gradient that it reaches last,
+through which most of what is not finite before it has gone. Only if one of them is not finite does
+the rank look at all of its own gradients, before they are summed. It is reported when an optimizer
+steps with them: a scaler of losses, or the script, may skip the step.
+"""
+
+from __future__ import annotations
+
+import cmath
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from instep.errors import InstepWarning
+from instep.process import settings
+from instep.training.blocks import Block
+from instep.training.drift.comparison import DriftCheck
+from instep.training.drift.optimizers import before_each_step, follow_optimizers
+from instep.training.errors import NonFiniteGradError
+
+
+class OwnGrads(Protocol):
+    """A bucket, before its sum over the ranks."""
+
+    def own_grads(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """The parameters of which this rank has a gradient, and these."""
+
+    def last_small_grad(self) -> Tensor | None:
+        """A small one of the gradients that backward has reached last."""
+
+
+class FiniteCheck:
+    """Looks at the gradients of one backward on this rank.
+
+    Args:
+        roots: the tensors on which backward is called.
+        rows: this rank's rows of the batch, if they are known.
+        rank: this rank.
+    """
+
+    def __init__(self, roots: Iterable[Tensor], rows: Block | None, rank: int) -> None:
+        mode = str(settings.NAN)
+        self._is_off = mode == "off"
+        self._waits_for_device = mode == "error"
+        self._rows, self._rank = rows, rank
+        self._found: list[Tensor] = []
+        self._is_suspicious = not self._is_off and any(map(self._is_bad_loss, roots))
+
+    def inspect(
+        self, buckets: Sequence[OwnGrads], *, are_last: bool, accumulated: bool = False
+    ) -> None:
+        """Look at these buckets, which are about to be summed.
+
+        Args:
+            are_last: whether the last one holds what backward reaches last.
+            accumulated: whether gradients of earlier backwards are in them, too.
+        """
+        if self._is_off or not buckets:
+            return
+        if not self._is_suspicious and are_last:
+            grad = buckets[-1].last_small_grad()
+            if grad is not None and self._can_read(grad):
+                self._is_suspicious = not cmath.isfinite(grad.sum().item())
+        if not self._is_suspicious:
+            return
+        found = [
+            parameter
+            for bucket in buckets
+            for parameter, grad in bucket.own_grads()
+            if self._can_read(grad) and not grad.isfinite().all()
+        ]
+        if found and accumulated:
+            self._rows = None
+        self._found += found
+
+    def end(self, checks: Iterable[DriftCheck | None]) -> None:
+        """The backward has ended; `checks`: of the models that it has reached."""
+        global _pending
+        if _pending is not None and not _pending.is_current():
+            _pending = None
+        if self._found and _pending is None:
+            models = [check for check in checks if check is not None]
+            _pending = _Finding(self._found, self._rows, self._rank, models)
+            follow_optimizers()
+            before_each_step(_report)
+
+    def _is_bad_loss(self, root: Tensor) -> bool:
+        if type(root) is not Tensor or root.numel() != 1 or not self._can_read(root):
+            return False
+        return not cmath.isfinite(root.item())
+
+    def _can_read(self, tensor: Tensor) -> bool:
+        """Whether to look at it waits for no device, or the user wants that."""
+        return tensor.element_size() > 1 and (tensor.device.type == "cpu" or self._waits_for_device)
+
+
+class _Finding:
+    """Gradients of one backward that were not finite."""
+
+    def __init__(
+        self, found: Sequence[Tensor], rows: Block | None, rank: int, models: Sequence[DriftCheck]
+    ) -> None:
+        broken = [parameter for parameter in found if not parameter.isfinite().all()]
+        self.is_of_rank = not broken or rank == 0
+        """Whether this rank shows it: parameters that are not finite are so on all ranks."""
+        parameter = (broken or found)[0]
+        names = (model.name_of(parameter) for model in models)
+        name = next((name for name in names if name), f"a tensor of shape {[*parameter.shape]}")
+        self.error = NonFiniteGradError(
+            rank,
+            name,
+            others=len(found) - 1,
+            step=max((model.step for model in models), default=0),
+            samples=None if rows is None else (rows.start, rows.stop - 1, rows.total),
+            began_here=not broken,
+        )
+        self._parameter = weakref.ref(parameter)
+
+    def is_current(self) -> bool:
+        """Whether the gradient is still there, and still not finite."""
+        parameter = self._parameter()
+        grad = None if parameter is None else parameter.grad
+        return grad is not None and not grad.isfinite().all()
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer steps with the gradient."""
+        parameter = self._parameter()
+        return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+
+
+_pending: _Finding | None = None
+_has_warned = False
+
+
+def _warn(error: NonFiniteGradError) -> None:
+    warnings.warn(f"{error} Training goes on.", InstepWarning, stacklevel=2)
+
+
+_show: Callable[[NonFiniteGradError], None] = _warn
+
+
+def show_with(function: Callable[[NonFiniteGradError], None] | None) -> None:
+    """Let `function` show what would be a warning; None: `warnings` does."""
+    global _show
+    _show = function or _warn
+
+
+def _report(optimizer: Optimizer) -> None:
+    global _pending, _has_warned
+    finding = _pending
+    if finding is None or not finding.concerns(optimizer):
+        return
+    _pending = None
+    # A fused optimizer of torch's GradScaler decides by itself to skip the step.
+    if getattr(optimizer, "found_inf", None) is not None or not finding.is_current():
+        return
+    if str(settings.NAN) == "error":
+        raise finding.error
+    if finding.is_of_rank and not _has_warned:
+        _has_warned = True
+        _show(finding.error)
+
+
+def reset() -> None:
+    """Forget what was found, so that it is shown again."""
+    global _pending, _has_warned
+    _pending, _has_warned = None, False
