@@ -128,7 +128,7 @@ class _Finding:
         grad = None if parameter is None else parameter.grad
         return grad is not None and not grad.isfinite().all()
 
-    def concerns(self, optimizer: Optimizer) -> bool:
+    def is_for(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer steps with the gradient."""
         parameter = self._parameter()
         return any(p is parameter for group in optimizer.param_groups for p in group["params"])
@@ -154,7 +154,7 @@ def show_with(function: Callable[[NonFiniteGradError], None] | None) -> None:
 def _report(optimizer: Optimizer) -> None:
     global _pending, _has_warned
     finding = _pending
-    if finding is None or not finding.concerns(optimizer):
+    if finding is None or not finding.is_for(optimizer):
         return
     _pending = None
     # A fused optimizer of torch's GradScaler decides by itself to skip the step.
