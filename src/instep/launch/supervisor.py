@@ -50,6 +50,9 @@ AFTER_FAILURE = (
     EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
+ABORT_SECONDS = 0.7
+"""More until the other ranks are ended if one has aborted. Gloo aborts a rank that receives more
+than it expects; the others can still tell their watchers which collectives they have entered."""
 AFTER_INTERRUPT = (
     EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
     EndStep(signal.SIGTERM, 1.0),
@@ -265,6 +268,8 @@ class Supervisor:
         self._selector.unregister(rank.pidfd)
         if (code := rank.record_end(stopped=self._stopping).code) != 0:
             self._on_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
+            if code == -signal.SIGABRT:
+                self._deadline += ABORT_SECONDS
 
     def _on_rank_message(self, rank: RankProcess) -> None:
         encode_message = rank.receive()

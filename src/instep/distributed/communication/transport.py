@@ -162,7 +162,7 @@ class ProcessGroupTransport:
         """The group in the flight record; empty where the group itself records."""
         self._ranks = dist.get_process_group_ranks(members)
         if not isinstance(members, shm.ProcessGroupOverGloo):
-            self._recorded_as = group_text(members.group_name, self._ranks)
+            self._recorded_as = group_text(f"torch-{members.group_name}", self._ranks)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

@@ -28,6 +28,7 @@ from instep.distributed.flight_record.record_format import (
     PHASE,
     PHASE_SINCE,
     PHASES,
+    REPORTED,
     SLOT,
     SLOT_WORDS,
     SLOTS,
@@ -159,6 +160,10 @@ class FlightRecorder:
         start = _FIRST_SLOT + number % SLOTS * SLOT_WORDS
         if words[start] == number:
             words[start + WAITING] = monotonic_ns()
+
+    def set_reported(self) -> None:
+        """This rank raises an error because the ranks disagree: the watchers need not report it."""
+        self._words[REPORTED] = 1
 
     def describe(self, group: str) -> str:
         """The collective of the group that runs now, of those that this rank has not left."""

@@ -33,6 +33,8 @@ _GROUP_OPS = frozenset(
     )
 )
 """Functions of torch.distributed that wait for every member of their `group`."""
+_ROOT_ARGUMENTS = {"broadcast": ("src", "group_src"), "reduce": ("dst", "group_dst")}
+"""Functions that have a root, and the arguments that name it."""
 _PEER_ARGUMENTS = {"send": ("dst", "group_dst"), "recv": ("src", "group_src")}
 """Functions that wait for one rank, and the arguments that name it."""
 
@@ -87,6 +89,16 @@ def main_thread_wait() -> dict[str, object] | None:
             names = (code.co_name for code in reversed(inner) if code.co_filename not in _WRAPPERS)
             call = next(names, found["op"])
             return {"call": call, "line": location(script)} | found
+    return None
+
+
+def main_thread_root() -> int | None:
+    """The root of the broadcast or reduce of torch's in which the main thread waits."""
+    for frame in _frames():
+        if frame.f_code.co_filename == _TORCH and frame.f_code.co_name in _ROOT_ARGUMENTS:
+            arguments = frame.f_locals
+            rank, group_rank = (arguments[key] for key in _ROOT_ARGUMENTS[frame.f_code.co_name])
+            return _members(arguments["group"])[group_rank] if rank is None else int(rank)
     return None
 
 

@@ -35,10 +35,16 @@ from instep.distributed.watchdog.call_stack import (
     main_thread_wait,
 )
 from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.torch_trace import traced_steps
 from instep.process import isolated_command, pending_writes, settings
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler, write_position
-from instep.process.tracebacks import is_caused_by_another_rank, root_cause, trim_traceback
+from instep.process.tracebacks import (
+    is_caused_by_another_rank,
+    root_cause,
+    script_line,
+    trim_traceback,
+)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 DECISION_SECONDS = 3.0
@@ -102,6 +108,17 @@ def announce_exit() -> None:
     """
     for client in _clients[-1:]:
         client.send("at_exit")
+
+
+def report_collectives(error: BaseException) -> None:
+    """This rank fails with `error`, perhaps since it disagrees with the others about a collective.
+
+    Only a rank that still runs knows the collectives of torch's own groups.
+    """
+    for client in _clients[-1:]:
+        if os.getpid() == client._pid:
+            steps = traced_steps(with_stacks=False, line=script_line(error))
+            client.send("collectives", steps=steps)
 
 
 def remove_after_exit(own: str, shared: str | None) -> None:
@@ -188,6 +205,7 @@ class WatcherClient:
             is_consequence = is_caused_by_another_rank(error)
             awaited_rank = getattr(root_cause(error), "rank", None) if is_consequence else None
             code = 130 if issubclass(error_type, KeyboardInterrupt) else 1
+            report_collectives(error)
             self._report_failure(code, is_consequence=is_consequence, awaited_rank=awaited_rank)
             trim_traceback(error)
         self._previous_hook(error_type, error, error.__traceback__)
@@ -227,6 +245,8 @@ class WatcherClient:
             self._record_line()
             recorder.update_followed()
             self.send("position", wait=main_thread_wait())
+        elif message_type == "get_collectives":
+            self.send("collectives", steps=traced_steps(with_stacks=message["with_stacks"]))
         elif message_type == "first":
             self._headline = message["headline"] + "\n"
             self._decided.set()

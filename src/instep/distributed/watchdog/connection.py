@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,9 @@ Message = dict[str, Any]
 """The fields of a message; its type is under "type"."""
 MAX_BYTES = 1 << 20
 """Of one message."""
+
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A host that does not answer for 30 seconds is lost."""
 
 
 class Connection:
@@ -61,3 +65,17 @@ def _parse(line: bytes) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise ValueError("no type")
     return message
+
+
+def connect(hosts: Sequence[str], port: int, *, one_host: bool) -> socket.socket | None:
+    """A connection to the first of these hosts that can be reached; None if none can."""
+    for host in hosts:
+        with suppress(OSError):
+            sock = socket.create_connection((host, port), timeout=5)
+            sock.settimeout(None)
+            if not one_host:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in KEEPALIVE.items():
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            return sock
+    return None

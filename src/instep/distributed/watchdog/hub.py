@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 
+from instep.distributed.watchdog.agreement import (
+    Step,
+    find_disagreement,
+    format_disagreement,
+    has_line,
+)
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import (
@@ -36,6 +43,9 @@ DEADLOCK_SECONDS, EXIT_DEADLOCK_SECONDS = 3.0, 1.0
 its script and so enters no further collective."""
 HELLO_SECONDS = 5.0
 """Within which a new connection must identify itself."""
+ANSWER_SECONDS, MAX_ANSWERS_AWAITED = 0.3, 20
+"""For the watchers to say which collectives their ranks have entered. If these differ, it is waited
+so often again for all lines: torch takes seconds for the first stacks."""
 MAX_UNIDENTIFIED = 64
 """Connections that have not identified themselves; with one more, the oldest is closed."""
 
@@ -64,6 +74,10 @@ class Hub:
         self._interrupts = InterruptCoordinator(loop, self)
         self._waits: dict[int, Message] = {}
         """The collectives of the ranks that make no progress."""
+        self._steps: dict[int, list[Step]] = {}
+        """The last collectives that each rank has entered, since they were asked for."""
+        self._asks_collectives = self._disagreement_reported = False
+        self._answers_awaited = 0
         listener.setblocking(False)
         loop.add_reader(listener, self._accept)
 
@@ -149,6 +163,10 @@ class Hub:
         elif message_type == "waits":
             self._waits[rank] = message
             self._suspect_deadlock()
+        elif message_type == "is_late":
+            self._ask_collectives()
+        elif message_type == "collectives":
+            self._compare_collectives(rank, message["steps"])
         elif message_type == "resumed":
             self._waits.pop(rank, None)
         else:
@@ -178,6 +196,7 @@ class Hub:
     def _fail(self, failure: Message) -> None:
         self._failures.append(failure)
         if len(self._failures) == 1:
+            self._ask_collectives()
             self._loop.call_later(COLLECT_SECONDS, self._choose_first)
 
     def _choose_first(self) -> None:
@@ -258,3 +277,38 @@ class Hub:
             connection = self._connections.get(min(waits))
             if connection is not None:
                 connection.send("abort", text=text + format_waits(waits))
+
+    # --------------------------------------------------------------------------- disagreements
+
+    def _ask_collectives(self) -> None:
+        """Ask each watcher which collectives its rank has entered."""
+        if not (self._asks_collectives or self._disagreement_reported):
+            self._asks_collectives = True
+            self._steps.clear()
+            self.broadcast("get_collectives", with_stacks=False)
+            self._loop.call_later(ANSWER_SECONDS, self._report_disagreement)
+
+    def _compare_collectives(self, rank: int, steps: list[Step]) -> None:
+        self._steps.setdefault(rank, []).extend(steps)
+        if self._failures and len(find_disagreement(self._steps)) > 1:
+            self._report_disagreement()  # the other ranks are about to be ended
+
+    def _report_disagreement(self) -> None:
+        """End the job if the ranks have entered different collectives, or explain its failure."""
+        sides = find_disagreement(self._steps)
+        is_complete = all(has_line(text) for text in sides)
+        if not (self._failures or is_complete) and self._answers_awaited < MAX_ANSWERS_AWAITED:
+            if self._answers_awaited == 0:
+                self.broadcast("get_collectives", with_stacks=True)
+            self._answers_awaited += 1
+            self._loop.call_later(ANSWER_SECONDS, self._report_disagreement)
+            return
+        self._asks_collectives, self._answers_awaited = False, 0
+        if not sides or self._disagreement_reported:
+            return
+        self._disagreement_reported = True
+        text = format_disagreement(sides)
+        if self._failures:
+            os.write(2, f"instep: {text}\n".encode())
+        else:
+            self.abort_job(f"{text}\n")

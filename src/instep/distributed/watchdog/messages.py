@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from instep.distributed.watchdog.agreement import are_steps
 from instep.distributed.watchdog.connection import Message
 from instep.process.exit_status import describe_exit
 
@@ -21,6 +22,8 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "waits": {"op": _TEXT, "call": _TEXT, "line": _TEXT, "members": (list,)},
     "resumed": {},
+    "is_late": {},
+    "collectives": {"steps": (list,)},
     "interrupt": {},
     "paused": {"count": _NUMBER},
     "progress": {"count": _NUMBER, "line": _TEXT},
@@ -41,6 +44,8 @@ def is_valid(message: Message, size: int, rank: int | None = None) -> bool:
     if fields is None or not all(type(message.get(key)) in types for key, types in fields.items()):
         return False
     if not all(type(message[k]) in types for k, types in _OPTIONAL_FIELDS.items() if k in message):
+        return False
+    if not are_steps(message.get("steps", [])):
         return False
     if rank is not None and message.get("rank", rank) != rank:
         return False

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.flight_record.record_format import read, read_wait
+from instep.distributed.watchdog.agreement import recorded_steps
+from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
@@ -36,6 +38,8 @@ CHECK_SECONDS, FREQUENT_CHECK_SECONDS = 2.5, 0.3
 """Between two checks of the rank; the second once any rank has come to its end."""
 IDLE_TICKS = 3
 """Clock ticks between two checks that are no work: Gloo's threads wake a hundred times a second."""
+LATE_SECONDS = 1.0
+"""For which a rank waits in a collective until the hub compares what the ranks have entered."""
 REPLY_SECONDS, EXIT_SECONDS = 0.7, 3.0
 """For the rank to confirm that it exits, and then to have exited; else it is killed."""
 REPORT_SECONDS = 2.0
@@ -48,8 +52,6 @@ SIGNALS_FOR_THE_RANK = (
 INTERRUPTS_TO_HUB = ("interrupt", "paused", "progress", "interrupted")
 INTERRUPTS_TO_RANK = ("pause", "interrupt_at", "interrupt_now", "get_progress")
 """Messages about a Ctrl-C, which the watcher only forwards."""
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A host that does not answer for 30 seconds is lost."""
 
 
 class Watcher:
@@ -92,11 +94,16 @@ class Watcher:
         self._idle_checks, self._awaited_checks, self._wait_sent = 0, 0, False
         """Checks for which it has been idle in a collective, and for which it has waited for a rank
         that has ended; whether the hub knows that it waits."""
+        self._ticks, self._is_late = 0, False
+        """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
+        self._late_number = 0
+        """In the flight record, of the last collective that was reported to be late."""
         hub.send("hello", rank=self._rank, host=self._host, token=start["token"])
         loop.add_reader(rank, self._recv_from_rank)
         loop.add_reader(hub, self._recv_from_hub)
         loop.add_reader(self._pidfd, self._rank_ended)
         loop.call_later(CHECK_SECONDS, self._check_regularly)
+        loop.call_later(LATE_SECONDS, self._check_late)
 
     # ------------------------------------------------------------------------------ the rank
 
@@ -127,7 +134,7 @@ class Watcher:
                 self._exit_confirmed, self._writing = True, message["writing"]
             elif message_type == "position":
                 self._check_wait(message["wait"])
-            elif message_type in INTERRUPTS_TO_HUB:
+            elif message_type in (*INTERRUPTS_TO_HUB, "collectives"):
                 self._hub.send(message_type, **message)
             elif message_type == "remove_folders":
                 self._folders = message["own"], message["shared"]
@@ -247,6 +254,9 @@ class Watcher:
                 self._start_frequent_checks()
             elif message_type == "abort" and self._abort_text is None:
                 self._abort(message["text"])
+            elif message_type == "get_collectives":
+                self._hub.send("collectives", steps=recorded_steps(read(self._record_file)))
+                self._rank_connection.send("get_collectives", **message)
             elif message_type == "over":
                 self._print_failure()
             elif message_type in INTERRUPTS_TO_RANK:
@@ -294,6 +304,25 @@ class Watcher:
         if not self._ended:
             self._check()
             self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
+
+    def _check_late(self) -> None:
+        """Let the hub compare what the ranks have entered if this one waits for long.
+
+        The record does not have the script's own calls in groups of torch: there a rank that does
+        nothing may wait in one.
+        """
+        if self._ended:
+            return
+        with suppress(OSError):
+            before, self._ticks = self._ticks, read_stat(self._pid).cpu_ticks
+            was_idle, self._is_late = self._is_late, self._ticks - before <= IDLE_TICKS
+            if self._is_late and not was_idle:
+                self._hub.send("is_late")
+        entry = read_wait(self._record_file)
+        if entry is not None and entry.is_late(self._late_number, LATE_SECONDS):
+            self._late_number = entry.number
+            self._hub.send("is_late")
+        self._loop.call_later(LATE_SECONDS, self._check_late)
 
     def _check(self) -> None:
         """Compare the rank's activity with that at the last check; ask for its position."""
@@ -346,20 +375,6 @@ def _close_stderr() -> None:
         os.dup2(null.fileno(), 2)
 
 
-def _connect_to_hub(start: Message) -> socket.socket | None:
-    """None if the hub cannot be reached."""
-    for host in start["hosts"]:
-        with suppress(OSError):
-            sock = socket.create_connection((host, start["port"]), timeout=5)
-            sock.settimeout(None)
-            if not start["one_host"]:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in KEEPALIVE.items():
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            return sock
-    return None
-
-
 def main(fd: str) -> None:
     """The program: the rank's first message, "start", names the process to watch."""
     for number in SIGNALS_FOR_THE_RANK:
@@ -376,7 +391,7 @@ def main(fd: str) -> None:
         hub, hub_side = socket.socketpair()
         Hub(loop, start["size"], listener, start["token"]).add_client(hub_side)
     else:
-        reached = _connect_to_hub(start)
+        reached = connect(start["hosts"], start["port"], one_host=start["one_host"])
         if reached is None:
             return
         hub = reached

@@ -118,6 +118,9 @@ class ExitReporter:
 
     def report_failure(self, error: BaseException, *, code: int, raised: bool = False) -> None:
         """Report an exception that escaped from the script."""
+        client = sys.modules.get("instep.distributed.watchdog.client")  # if the ranks have met
+        if client is not None:
+            client.report_collectives(error)
         self._write(error, code, format_traceback(error), raised)
 
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:

@@ -25,6 +25,7 @@ from instep.distributed.errors import (
     PeerGaveUpError,
     PeerLeftError,
 )
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.memory.peers import Peer
 
 BYTES_PER_RANK = 1280
@@ -185,6 +186,7 @@ class Signals:
 
     def _disagreement(self, sequence: int, signature: CollectiveSignature) -> DisagreementError:
         """The error that shows every rank's signature; each rank writes its own for the others."""
+        recorder.set_reported()
         self._write(_SIGNATURE, self.describe() or signature.text)
         self._words[self._own + _TEXT_SEQUENCE] = sequence
         seen: dict[str, list[int]] = {}

@@ -1,0 +1,131 @@
+"""Ranks that enter different collectives: both sides are named, with their ranks and lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from instep.distributed.watchdog.agreement import (
+    are_steps,
+    find_disagreement,
+    format_disagreement,
+)
+
+
+def step(sequence, text, group="0:0-2"):
+    return [group, sequence, hash(text) & 0xFFFF, f"{text} at train.py:{len(text)}"]
+
+
+def test_ranks_that_agree_do_not_disagree() -> None:
+    same = [step(1, "barrier"), step(2, "all_reduce float32 [4]")]
+    assert find_disagreement({0: same, 1: same, 2: same}) == {}
+    assert find_disagreement({}) == {}
+
+
+def test_the_first_difference_is_the_one_that_counts() -> None:
+    sides = find_disagreement(
+        {
+            0: [step(1, "barrier"), step(2, "all_reduce"), step(3, "barrier")],
+            1: [step(1, "barrier"), step(2, "broadcast"), step(3, "all_gather")],
+            2: [step(1, "barrier"), step(2, "all_reduce")],
+        }
+    )
+    assert sides == {"all_reduce at train.py:10": [0, 2], "broadcast at train.py:9": [1]}
+    assert format_disagreement(sides).startswith(
+        "the ranks disagree about which collective comes next: all_reduce at train.py:10 on "
+        "ranks 0, 2; broadcast at train.py:9 on rank 1. Every rank must"
+    )
+
+
+def test_one_call_at_several_lines_is_no_disagreement() -> None:
+    lines = {rank: [["0", 1, 77, f"barrier at train.py:{rank}"]] for rank in range(3)}
+    assert find_disagreement(lines) == {}
+
+
+def test_lines_differ_even_within_one_side() -> None:
+    steps = {0: [["0", 1, 7, "barrier at a:1"]], 1: [["0", 1, 7, "barrier at a:2"]]}
+    sides = find_disagreement(steps | {2: [["0", 1, 8, "all_reduce at a:3"]]})
+    assert sides == {"barrier at a:1": [0], "barrier at a:2": [1], "all_reduce at a:3": [2]}
+
+
+def test_a_rank_that_is_behind_and_groups_of_other_ranks_are_left_out() -> None:
+    steps = {
+        0: [step(1, "barrier"), step(2, "all_reduce")],
+        1: [step(1, "barrier")],
+        2: [step(1, "broadcast", "1:2")],
+    }
+    assert find_disagreement(steps) == {}
+
+
+def test_a_description_that_comes_later_has_the_line() -> None:
+    steps = {
+        0: [["0", 1, 5, "barrier"], ["0", 1, 5, "barrier at a:1"]],
+        1: [["0", 1, 6, "b at a:2"]],
+    }
+    assert find_disagreement(steps) == {"barrier at a:1": [0], "b at a:2": [1]}
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", [1], [["0", 1, 2]], [["0", True, 2, "x"]], [[0, 1, 2, "x"]], [[]]]
+)
+def test_what_is_no_list_of_steps_is_refused(value) -> None:
+    assert not are_steps(value)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, instep
+instep.init()
+rank, values = instep.rank, torch.ones(4)
+dist.barrier()
+if rank != 1:
+    {others}
+else:
+    {one}
+dist.barrier()
+"""
+REDUCE = "dist.all_reduce(values)"
+DOUBLE = "dist.all_reduce(values.double())"
+FAULTS = {
+    "shape": (REDUCE, "dist.all_reduce(torch.ones(5))", "all_reduce", "float32 [4]", "float32 [5]"),
+    "dtype": (REDUCE, DOUBLE, "all_reduce", "float32 [4]", "float64 [4]"),
+    "op": (REDUCE, "dist.broadcast(values, 0)", "all_reduce", "float32 [4] at", "broadcast"),
+    "root": ("dist.broadcast(values, 0)", "dist.broadcast(values, 1)", "broadcast", "0 ", "1 "),
+    "one too many": (
+        REDUCE, f"{REDUCE}; {REDUCE}", "all_reduce", "barrier at", "all_reduce"
+    ),
+    "instep": (
+        "values = instep.all_reduce(values)", "values = instep.all_reduce(torch.ones(3))",
+        "all_reduce", "float32 [4]", "float32 [3]",
+    ),
+}  # fmt: skip
+"""What the other ranks call, what rank 1 calls, and words of the message about both sides."""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> None:
+    others, one, *words = FAULTS[fault]
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(others=others, one=one))
+    finished = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "3", script],
+        env=os.environ | {"INSTEP_BACKEND": backend, "INSTEP_TIMEOUT": "60"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode != 0
+    message = next(
+        line for line in finished.stderr.splitlines() if "the ranks disagree about" in line
+    )
+    sides = message.partition(": ")[2] if ": the ranks" not in message else message
+    mine = next(side for side in sides.split("; ") if "on rank 1" in side)
+    theirs = next(side for side in sides.split("; ") if "on rank 1" not in side)
+    line = 10 if fault == "one too many" else 7
+    assert f"{script}:9 " in mine
+    assert f"{script}:{line} " in theirs
+    assert all(word in message for word in words)
