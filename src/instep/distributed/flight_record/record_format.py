@@ -79,7 +79,7 @@ class Entry:
             words.append(f"{verb} rank {self.root}")
         return " ".join(word for word in (*words, "at", self.line) if word)
 
-    def is_late(self, number: int, seconds: float) -> bool:
+    def has_waited(self, number: int, seconds: float) -> bool:
         """Whether the rank has waited that long, and not in the collective of that number."""
         waited = 0.0 if self.waiting is None else time.monotonic() - self.waiting
         return self.number != number and waited > seconds

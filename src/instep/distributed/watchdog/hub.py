@@ -9,12 +9,6 @@ from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 
-from instep.distributed.watchdog.agreement import (
-    Step,
-    find_disagreement,
-    format_disagreement,
-    has_line,
-)
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import (
@@ -24,6 +18,12 @@ from instep.distributed.watchdog.failure_analysis import (
 )
 from instep.distributed.watchdog.interrupt_coordinator import InterruptCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
+from instep.distributed.watchdog.mismatch import (
+    Step,
+    find_mismatch,
+    format_mismatch,
+    has_line,
+)
 from instep.process.exit_status import describe_early_exit, format_failure
 
 COLLECT_SECONDS = 0.1
@@ -76,7 +76,7 @@ class Hub:
         """The collectives of the ranks that make no progress."""
         self._steps: dict[int, list[Step]] = {}
         """The last collectives that each rank has entered, since they were asked for."""
-        self._asks_collectives = self._disagreement_reported = False
+        self._asks_collectives = self._mismatch_reported = False
         self._answers_awaited = 0
         listener.setblocking(False)
         loop.add_reader(listener, self._accept)
@@ -282,32 +282,32 @@ class Hub:
 
     def _ask_collectives(self) -> None:
         """Ask each watcher which collectives its rank has entered."""
-        if not (self._asks_collectives or self._disagreement_reported):
+        if not (self._asks_collectives or self._mismatch_reported):
             self._asks_collectives = True
             self._steps.clear()
             self.broadcast("get_collectives", with_stacks=False)
-            self._loop.call_later(ANSWER_SECONDS, self._report_disagreement)
+            self._loop.call_later(ANSWER_SECONDS, self._report_mismatch)
 
     def _compare_collectives(self, rank: int, steps: list[Step]) -> None:
         self._steps.setdefault(rank, []).extend(steps)
-        if self._failures and len(find_disagreement(self._steps)) > 1:
-            self._report_disagreement()  # the other ranks are about to be ended
+        if self._failures and len(find_mismatch(self._steps)) > 1:
+            self._report_mismatch()  # the other ranks are about to be ended
 
-    def _report_disagreement(self) -> None:
+    def _report_mismatch(self) -> None:
         """End the job if the ranks have entered different collectives, or explain its failure."""
-        sides = find_disagreement(self._steps)
+        sides = find_mismatch(self._steps)
         is_complete = all(has_line(text) for text in sides)
         if not (self._failures or is_complete) and self._answers_awaited < MAX_ANSWERS_AWAITED:
             if self._answers_awaited == 0:
                 self.broadcast("get_collectives", with_stacks=True)
             self._answers_awaited += 1
-            self._loop.call_later(ANSWER_SECONDS, self._report_disagreement)
+            self._loop.call_later(ANSWER_SECONDS, self._report_mismatch)
             return
         self._asks_collectives, self._answers_awaited = False, 0
-        if not sides or self._disagreement_reported:
+        if not sides or self._mismatch_reported:
             return
-        self._disagreement_reported = True
-        text = format_disagreement(sides)
+        self._mismatch_reported = True
+        text = format_mismatch(sides)
         if self._failures:
             os.write(2, f"instep: {text}\n".encode())
         else:

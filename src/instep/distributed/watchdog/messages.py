@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from instep.distributed.watchdog.agreement import are_steps
 from instep.distributed.watchdog.connection import Message
+from instep.distributed.watchdog.mismatch import are_steps
 from instep.process.exit_status import describe_exit
 
 _TEXT, _NUMBER, _FLAG = (str,), (int,), (bool,)

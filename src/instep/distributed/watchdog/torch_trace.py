@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT
-from instep.distributed.watchdog.agreement import LAST, Step, has_line
 from instep.distributed.watchdog.call_stack import main_thread_root, main_thread_wait
+from instep.distributed.watchdog.mismatch import LAST, Step, has_line
 
 _dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
 _OF_EQUAL_SHAPES = ("all_reduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")

@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from instep.distributed.flight_record.record_format import read, read_wait
-from instep.distributed.watchdog.agreement import recorded_steps
 from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.hub import Hub
 from instep.distributed.watchdog.messages import failure_fields
+from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
 from instep.process.last_position import format_fatal_signal, format_position
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
@@ -306,11 +306,8 @@ class Watcher:
             self._loop.call_later(FREQUENT_CHECK_SECONDS, self._check_frequently)
 
     def _check_late(self) -> None:
-        """Let the hub compare what the ranks have entered if this one waits for long.
-
-        The record does not have the script's own calls in groups of torch: there a rank that does
-        nothing may wait in one.
-        """
+        """Let the hub compare what the ranks have entered if this one waits for long, or sleeps:
+        perhaps in a group of torch's own, of which the record does not have the script's calls."""
         if self._ended:
             return
         with suppress(OSError):
@@ -319,7 +316,7 @@ class Watcher:
             if self._is_late and not was_idle:
                 self._hub.send("is_late")
         entry = read_wait(self._record_file)
-        if entry is not None and entry.is_late(self._late_number, LATE_SECONDS):
+        if entry is not None and entry.has_waited(self._late_number, LATE_SECONDS):
             self._late_number = entry.number
             self._hub.send("is_late")
         self._loop.call_later(LATE_SECONDS, self._check_late)

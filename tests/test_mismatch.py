@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from instep.distributed.watchdog.agreement import (
+from instep.distributed.watchdog.mismatch import (
     are_steps,
-    find_disagreement,
-    format_disagreement,
+    find_mismatch,
+    format_mismatch,
 )
 
 
@@ -21,12 +21,12 @@ def step(sequence, text, group="0:0-2"):
 
 def test_ranks_that_agree_do_not_disagree() -> None:
     same = [step(1, "barrier"), step(2, "all_reduce float32 [4]")]
-    assert find_disagreement({0: same, 1: same, 2: same}) == {}
-    assert find_disagreement({}) == {}
+    assert find_mismatch({0: same, 1: same, 2: same}) == {}
+    assert find_mismatch({}) == {}
 
 
 def test_the_first_difference_is_the_one_that_counts() -> None:
-    sides = find_disagreement(
+    sides = find_mismatch(
         {
             0: [step(1, "barrier"), step(2, "all_reduce"), step(3, "barrier")],
             1: [step(1, "barrier"), step(2, "broadcast"), step(3, "all_gather")],
@@ -34,7 +34,7 @@ def test_the_first_difference_is_the_one_that_counts() -> None:
         }
     )
     assert sides == {"all_reduce at train.py:10": [0, 2], "broadcast at train.py:9": [1]}
-    assert format_disagreement(sides).startswith(
+    assert format_mismatch(sides).startswith(
         "the ranks disagree about which collective comes next: all_reduce at train.py:10 on "
         "ranks 0, 2; broadcast at train.py:9 on rank 1. Every rank must"
     )
@@ -42,12 +42,12 @@ def test_the_first_difference_is_the_one_that_counts() -> None:
 
 def test_one_call_at_several_lines_is_no_disagreement() -> None:
     lines = {rank: [["0", 1, 77, f"barrier at train.py:{rank}"]] for rank in range(3)}
-    assert find_disagreement(lines) == {}
+    assert find_mismatch(lines) == {}
 
 
 def test_lines_differ_even_within_one_side() -> None:
     steps = {0: [["0", 1, 7, "barrier at a:1"]], 1: [["0", 1, 7, "barrier at a:2"]]}
-    sides = find_disagreement(steps | {2: [["0", 1, 8, "all_reduce at a:3"]]})
+    sides = find_mismatch(steps | {2: [["0", 1, 8, "all_reduce at a:3"]]})
     assert sides == {"barrier at a:1": [0], "barrier at a:2": [1], "all_reduce at a:3": [2]}
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_behind_and_groups_of_other_ranks_are_left_out() -> None:
         1: [step(1, "barrier")],
         2: [step(1, "broadcast", "1:2")],
     }
-    assert find_disagreement(steps) == {}
+    assert find_mismatch(steps) == {}
 
 
 def test_a_description_that_comes_later_has_the_line() -> None:
@@ -65,7 +65,7 @@ def test_a_description_that_comes_later_has_the_line() -> None:
         0: [["0", 1, 5, "barrier"], ["0", 1, 5, "barrier at a:1"]],
         1: [["0", 1, 6, "b at a:2"]],
     }
-    assert find_disagreement(steps) == {"barrier at a:1": [0], "b at a:2": [1]}
+    assert find_mismatch(steps) == {"barrier at a:1": [0], "b at a:2": [1]}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def are_steps(value: object) -> bool:
     )
 
 
-def find_disagreement(steps: Mapping[int, Iterable[Step]]) -> dict[str, list[int]]:
+def find_mismatch(steps: Mapping[int, Iterable[Step]]) -> dict[str, list[int]]:
     """The ranks of each description where ranks first disagree in a group; empty if they agree.
 
     A rank that has not entered a collective yet disagrees with none.
@@ -64,7 +64,7 @@ def find_disagreement(steps: Mapping[int, Iterable[Step]]) -> dict[str, list[int
     return sides
 
 
-def format_disagreement(sides: Mapping[str, Iterable[int]]) -> str:
+def format_mismatch(sides: Mapping[str, Iterable[int]]) -> str:
     """The sides of a disagreement, with their ranks, in one sentence."""
     listed = "; ".join(f"{text} on {format_ranks(ranks)}" for text, ranks in sides.items())
     return (
