@@ -22,6 +22,7 @@ COMMANDS = {
     "horovodrun": "instep.launch.horovodrun",
     "env": "instep.launch.env.command",
     "slurm": "instep.launch.slurm",
+    "timeline": "instep.launch.timeline.command",
 }
 """The module of each command. It defines `add_command`, which adds a parser to the subparsers of
 `instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.

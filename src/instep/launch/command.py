@@ -57,7 +57,16 @@ _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
 """Ranks per core; with more of them the start takes long, and a line says why."""
-WITH_VALUE = (*_RANKS, "--output", "--load", "--nnodes", "--node-rank", "--master", "--dist-file")
+WITH_VALUE = (
+    *_RANKS,
+    "--output",
+    "--load",
+    "--nnodes",
+    "--node-rank",
+    "--master",
+    "--dist-file",
+    "--timeline",
+)
 """Options that take the next word as their value."""
 
 
@@ -68,7 +77,7 @@ def add_command(commands: Any) -> None:
         help="run a script on several processes",
         description=RUN,
         usage="instep run -n N [--plain] [--load own|whole] [--output prefix|rank0|DIR] "
-        "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
+        "[--timeline FILE] [--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -82,6 +91,11 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="write the collectives and phases of all ranks; see: instep timeline FILE",
+    )
     parser.add_argument(
         "--nnodes",
         type=int,
@@ -103,13 +117,15 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None:
         raise _no_number_of_ranks(program)
-    load = {settings.LOAD.name: asked.load} if asked.load else {}
+    variables = {settings.LOAD.name: asked.load} if asked.load else {}
+    if asked.timeline:
+        variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
     job = Job(
         asked.n,
         tuple(program),
         asked.output,
         asked.plain,
-        variables=lambda rank: load,
+        variables=lambda rank: variables,
         hosts=_hosts(asked),
     )
     _mention_few_cores(asked.n)

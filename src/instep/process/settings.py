@@ -151,10 +151,15 @@ NAN = Setting(
     "that, which waits for a GPU in each step; off: nothing.",
     choices=("warn", "error", "off"),
 )
+TIMELINE = Setting(
+    "INSTEP_TIMELINE",
+    "",
+    "A file for the collectives and phases of all ranks; `instep timeline` and Perfetto show it.",
+)
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS, NAN),
+    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS, NAN, TIMELINE),
 )
 """The settings for users; docs/variables.md shows them."""
 

@@ -192,16 +192,22 @@ def _decode_slot(
         if again == seen:
             break
         seen = again
-    if len(seen) < SLOT.size:
+    entry = decode_slot(seen)
+    return None if entry is None or entry.number != number else entry
+
+
+def decode_slot(slot: bytes) -> Entry | None:
+    """The entry of one slot; None where the rank stopped while writing it."""
+    if len(slot) < SLOT.size:
         return None
-    first, sequence, entered, left, waiting, *where, tag, signature, line, last = SLOT.unpack(seen)
+    first, sequence, entered, left, waiting, *where, tag, signature, line, last = SLOT.unpack(slot)
     epoch, step, phase = where
-    if not first == last == number:
+    if first != last:
         return None
     op, dtype, extent, root, reduction, group = _split(signature)
     sizes = extent.split(",") if extent else []
     return Entry(
-        number,
+        first,
         sequence,
         op,
         tuple(map(int, sizes)) if all(size.isdigit() for size in sizes) else None,

@@ -72,6 +72,10 @@ class FlightRecorder:
         self._numbers = count(1)
         self._followed: list[tuple[int, Callable[[], bool]]] = []
         """Asynchronous collectives whose end nobody reports."""
+        self.on_left: Callable[[bytes], None] | None = None
+        """Called with the slot of each collective that was left, for a timeline."""
+        self.on_phase: Callable[[int, int, int], None] | None = None
+        """Called with the index, the begin and the end of each phase, for a timeline."""
         self.detail = ""
         """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
 
@@ -132,6 +136,8 @@ class FlightRecorder:
         start = _FIRST_SLOT + number % SLOTS * SLOT_WORDS
         if words[start] == number:
             words[LAST_LEFT] = words[start + LEFT] = monotonic_ns()
+            if self.on_left is not None:
+                self.on_left(bytes(self._memory[8 * start : 8 * start + SLOT.size]))
 
     def issued(self, number: int) -> None:
         """Note that this rank does not wait for the collective that it has just entered."""
@@ -194,6 +200,7 @@ class FlightRecorder:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._numbers = None, count(1)
+        self.on_left = self.on_phase = None
         self._sequences.clear()
         self._followed = []
         self._main = threading.main_thread().ident
@@ -238,7 +245,10 @@ class _PhaseScope:
     def __exit__(self, *_: object) -> None:
         words = self._recorder._words
         if threading.get_ident() == self._recorder._main:
-            words[PHASE], words[PHASE_SINCE] = self._before, monotonic_ns()
+            since, now = words[PHASE_SINCE], monotonic_ns()
+            words[PHASE], words[PHASE_SINCE] = self._before, now
+            if self._recorder.on_phase is not None:
+                self._recorder.on_phase(self._phase, since, now)
 
 
 recorder = FlightRecorder()

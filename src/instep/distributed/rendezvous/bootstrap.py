@@ -25,6 +25,7 @@ import torch.distributed.nn.functional
 
 from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
+from instep.distributed.flight_record import timeline_file
 from instep.distributed.identity import launchers
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
@@ -111,6 +112,7 @@ def _init(
     if world.size == 1:
         return world
     timeout = timeout or settings.timeout()
+    timeline_file.create(world.local_rank, world.node_rank)
     device = take_device(world)
     if device.type == "cpu":
         malloc.keep_freed_memory()
@@ -135,6 +137,7 @@ def _init(
     )
     _add_state(joined.key or _broadcast_key(), one_host, store_of_torch)
     _joined[:] = [world]
+    timeline_file.start(world.rank, world.node_rank)
     gloo_threads.wait_at_exit()
     atexit.unregister(leave)  # of an earlier group
     atexit.register(leave)

@@ -1,0 +1,156 @@
+"""The timeline of a job: its collectives and phases, in a file that INSTEP_TIMELINE names.
+
+The Trace Event Format of Chrome and Perfetto: an array of events, a line each. Every rank of a host
+appends whole lines to one file; the format needs no closing bracket. Times are those of
+CLOCK_MONOTONIC, which all processes of a host share; the ranks of other hosts have files of their
+own, and tell by their wall clock how far theirs is off.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic_ns, time_ns
+from typing import Any, TypeVar
+
+from instep.distributed.flight_record.record_format import PHASES, decode_slot
+from instep.distributed.flight_record.recorder import FlightRecorder, recorder
+from instep.process import settings
+
+T = TypeVar("T")
+_INTERVAL = 10**9
+"""Nanoseconds between two writes."""
+PHASE_THREAD, WAITED_THREAD, ISSUED_THREAD = 0, 1, 2
+"""The tracks of a rank: phases; collectives in which it waits; asynchronous ones, from here on."""
+_ISSUED_TRACKS = 8
+
+
+def path_of_node(path: str, node: int) -> Path:
+    """The file of the ranks of this host: host 0's has the name that was given."""
+    given = Path(path)
+    return given.with_name(f"{given.stem}.node{node}{given.suffix}") if node else given
+
+
+class TimelineWriter:
+    """Appends the events of one rank.
+
+    Args:
+        path: where; rank 0 of the host has emptied it by the first event.
+        rank: this rank.
+    """
+
+    def __init__(self, path: Path, rank: int, source: FlightRecorder = recorder) -> None:
+        # Open from the start: an unedited script's ranks may not write there later.
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._rank, self._process = rank, os.getpid()
+        self._slots: deque[bytes] = deque()
+        self._phases: deque[tuple[int, int, int]] = deque()
+        self._written = 0
+        self._source = source
+        source.on_left, source.on_phase = self._add_collective, self._add_phase
+        self._write(
+            [
+                {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}},
+                {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank}},
+                {"ph": "M", "name": "clock", "args": {"offset_us": _clock_offset()}},
+                *(
+                    {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
+                    for tid, name in ((PHASE_THREAD, "phases"), (WAITED_THREAD, "collectives"))
+                ),
+            ]
+        )
+
+    def flush(self) -> None:
+        """Write what there is."""
+        if os.getpid() != self._process:  # a forked child
+            return
+        # Other threads may add meanwhile, or write, too.
+        events = [event for slot in _take(self._slots) if (event := _collective(slot))]
+        events += [_phase(*each) for each in _take(self._phases)]
+        if events:
+            self._write(events)
+        self._written = monotonic_ns()
+
+    def close(self) -> None:
+        """Write what there is, and nothing from now on."""
+        self._source.on_left = self._source.on_phase = None
+        self.flush()
+
+    def _add_collective(self, slot: bytes) -> None:
+        self._slots.append(slot)
+        if monotonic_ns() - self._written > _INTERVAL:
+            self.flush()
+
+    def _add_phase(self, phase: int, since: int, until: int) -> None:
+        self._phases.append((phase, since, until))
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        lines = [json.dumps({"pid": self._rank, "tid": 0, **event}) + ",\n" for event in events]
+        for start in range(0, len(lines), 256):  # a write of whole lines is not torn apart
+            os.write(self._fd, "".join(lines[start : start + 256]).encode())
+
+
+_writers: list[TimelineWriter] = []
+
+
+def create(local_rank: int, node: int) -> None:
+    """Empty this host's file, on its first rank; before the ranks have met."""
+    path = str(settings.TIMELINE)
+    if path and local_rank == 0:
+        path_of_node(path, node).write_text("[\n")
+
+
+def start(rank: int, node: int) -> None:
+    """Write this rank's events from now on, if INSTEP_TIMELINE is set; after the ranks have met."""
+    path = str(settings.TIMELINE)
+    if path and not _writers:
+        writer = TimelineWriter(path_of_node(path, node), rank)
+        _writers.append(writer)
+        atexit.register(writer.close)
+
+
+def _take(items: deque[T]) -> Iterator[T]:
+    """Remove the items, one by one."""
+    with suppress(IndexError):
+        while True:
+            yield items.popleft()
+
+
+def _clock_offset() -> int:
+    """What to add to microseconds of CLOCK_MONOTONIC for those of the wall clock."""
+    return (time_ns() - monotonic_ns()) // 1000
+
+
+def _collective(slot: bytes) -> dict[str, Any] | None:
+    entry = decode_slot(slot)
+    if entry is None or entry.left is None:
+        return None
+    waiting = entry.left if entry.waiting is None else entry.waiting
+    is_issued = waiting - entry.entered > 1e-9
+    track = ISSUED_THREAD + entry.number % _ISSUED_TRACKS
+    return {
+        "ph": "X",
+        "cat": "collective",
+        "name": entry.op,
+        "ts": entry.entered * 1e6,
+        "dur": (entry.left - entry.entered) * 1e6,
+        "tid": track if is_issued else WAITED_THREAD,
+        "args": {
+            "call": entry.describe(),
+            "group": entry.group,
+            "sequence": entry.sequence,
+            "waited_us": max(0.0, entry.left - waiting) * 1e6,
+            "epoch": entry.epoch,
+            "step": entry.step,
+        },
+    }
+
+
+def _phase(phase: int, since: int, until: int) -> dict[str, Any]:
+    times = {"ts": since / 1e3, "dur": (until - since) / 1e3}
+    return {"ph": "X", "cat": "phase", "name": PHASES[phase], "tid": PHASE_THREAD, **times}
