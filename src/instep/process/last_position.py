@@ -60,6 +60,13 @@ def write_position(fd: int, line: str) -> None:
     os.pwrite(fd, f"{time.time()} {line}".encode()[:_BYTES].ljust(_BYTES, b"\0"), 0)
 
 
+def read_whole(fd: int | None) -> str:
+    """The text of a file by its descriptor; empty where there is none."""
+    if fd is None:
+        return ""
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+
 def format_position(written: str, ended: float) -> str:
     """A line for people about the text that `write_position` wrote."""
     seen, _, line = written.rstrip("\0").partition(" ")

@@ -104,6 +104,47 @@ def context_switches(pid: int) -> int:
         return sum(int(line.split()[1]) for line in file if "ctxt_switches" in line)
 
 
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for that signal."""
+    with suppress(OSError, ValueError):
+        return bool(int(_status_field(pid, "SigCgt"), 16) >> (number - 1) & 1)
+    return False
+
+
+def tracer(pid: int) -> int:
+    """The process that debugs this one; 0 where there is none."""
+    with suppress(OSError, ValueError):
+        return int(_status_field(pid, "TracerPid"))
+    return 0
+
+
+def memory_in_use(pid: int) -> int:
+    """The memory of a process that is in RAM. Raises OSError for a process that has ended."""
+    return int((_status_field(pid, "VmRSS") or "0").split()[0]) * 1024
+
+
+def wait_channel(pid: int) -> str:
+    """The kernel's function in which the main thread sleeps; empty where it may not be seen."""
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/wchan") as file:
+        return file.read().strip("0")
+    return ""
+
+
+def current_folder(pid: int) -> str:
+    """The current folder of a process; empty where it may not be seen."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{pid}/cwd")
+    return ""
+
+
+def _status_field(pid: int, name: str) -> str:
+    with open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def set_process_name(name: str) -> None:
     """The name of this process in `ps` and `top`."""
     with open("/proc/self/comm", "w") as file:

@@ -156,10 +156,18 @@ TIMELINE = Setting(
     "",
     "A file for the collectives and phases of all ranks; `instep timeline` and Perfetto show it.",
 )
+STALL_SECONDS = Setting(
+    "INSTEP_STALL_SECONDS",
+    "30",
+    "Seconds for which ranks wait in a collective until a report names the ranks that keep them "
+    "from it; again after 2, 4 and 8 times as long. 0: no report.",
+    numbers=range(_LONGEST + 1),
+)
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH, DRIFT_STEPS, NAN, TIMELINE),
+    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
+    *(DRIFT_STEPS, NAN, TIMELINE, STALL_SECONDS),
 )
 """The settings for users; docs/variables.md shows them."""
 

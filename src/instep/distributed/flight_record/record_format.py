@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 PHASES = (
@@ -161,6 +161,12 @@ def read_wait(fd: int) -> Entry | None:
     return entry if waits else None
 
 
+def read_header(fd: int) -> FlightRecord:
+    """The record behind a file descriptor, without its entries."""
+    header = os.pread(fd, 56, 0)
+    return _from_header(struct.unpack_from("<7q", header), ())
+
+
 def decode(
     data: bytes | bytearray | mmap.mmap, read_slot: Callable[[int], bytes] | None = None
 ) -> FlightRecord:
@@ -169,9 +175,13 @@ def decode(
     count = header[COUNT]
     numbers = range(max(1, count - SLOTS + 1), count + 1)
     slots = (_decode_slot(data, number, read_slot) for number in numbers)
+    return _from_header(header, tuple(entry for entry in slots if entry is not None))
+
+
+def _from_header(header: Sequence[int], entries: tuple[Entry, ...]) -> FlightRecord:
     return FlightRecord(
-        tuple(entry for entry in slots if entry is not None),
-        count,
+        entries,
+        header[COUNT],
         header[EPOCH],
         header[STEP],
         _phase(header[PHASE]),

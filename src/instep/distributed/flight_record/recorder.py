@@ -180,22 +180,9 @@ class FlightRecorder:
         """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
         return _PhaseScope(self, _PHASE_NUMBERS[name])
 
-    def set_phase(self, name: str) -> None:
-        """As `phase`, until the next change."""
-        if threading.get_ident() == self._main:
-            self._words[PHASE], self._words[PHASE_SINCE] = _PHASE_NUMBERS[name], monotonic_ns()
-
     def set_step(self, epoch: int, step: int) -> None:
         """The epoch and the step at which this rank is from now on."""
         self._words[EPOCH], self._words[STEP] = epoch, step
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch at which this rank is from now on."""
-        self._words[EPOCH] = epoch
-
-    def count_step(self) -> None:
-        """An optimizer has stepped."""
-        self._words[STEP] += 1
 
     def file_descriptor(self) -> int:
         """The descriptor of the record, for `record_format.read` in another process."""
@@ -268,7 +255,6 @@ recorder = FlightRecorder()
 """Of this process."""
 enter, leave = recorder.enter, recorder.leave
 issued, wait = recorder.issued, recorder.wait
-phase, set_phase = recorder.phase, recorder.set_phase
-set_step, set_epoch, count_step = recorder.set_step, recorder.set_epoch, recorder.count_step
+phase, set_step = recorder.phase, recorder.set_step
 file_descriptor = recorder.file_descriptor
 os.register_at_fork(after_in_child=recorder.reset_after_fork)

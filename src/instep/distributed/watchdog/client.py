@@ -35,6 +35,7 @@ from instep.distributed.watchdog.call_stack import (
     main_thread_wait,
 )
 from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.stalls import python_stacks
 from instep.distributed.watchdog.torch_trace import traced_steps
 from instep.process import isolated_command, pending_writes, settings
 from instep.process.failure import Failure
@@ -145,6 +146,9 @@ class WatcherClient:
         self._seen = _seen_file()
         passed = {"pidfd": os.pidfd_open(self._pid), "seen": os.dup(self._seen)}
         passed["record"] = os.dup(recorder.file_descriptor())
+        stacks = python_stacks.stack_file()
+        if stacks is not None:
+            passed["stacks"] = os.dup(stacks)
         if JOB not in os.environ:
             passed["crash"] = os.dup(_crash_file())
         if isinstance(listener, socket.socket):
@@ -173,6 +177,9 @@ class WatcherClient:
             host=socket.gethostname(),
             pid=self._pid,
             supervised=JOB in os.environ,
+            stall_seconds=int(settings.STALL_SECONDS),
+            timeout=int(settings.TIMEOUT),
+            stack_signal=int(python_stacks.STACK_SIGNAL),
             **(hub | passed),
         )
         interrupts.install(self.send)
@@ -247,6 +254,10 @@ class WatcherClient:
             self.send("position", wait=main_thread_wait())
         elif message_type == "get_collectives":
             self.send("collectives", steps=traced_steps(with_stacks=message["with_stacks"]))
+        elif message_type == "get_stacks":
+            stacks = python_stacks.format_stacks()
+            where = python_stacks.main_thread_fields()
+            self.send("stacks", line=main_thread_line(), stacks=stacks, **where)
         elif message_type == "first":
             self._headline = message["headline"] + "\n"
             self._decided.set()

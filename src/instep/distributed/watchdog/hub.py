@@ -24,6 +24,8 @@ from instep.distributed.watchdog.mismatch import (
     format_mismatch,
     has_line,
 )
+from instep.distributed.watchdog.stalls.job_socket import JobSocket
+from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from instep.process.exit_status import describe_early_exit, format_failure
 
 COLLECT_SECONDS = 0.1
@@ -53,7 +55,9 @@ MAX_UNIDENTIFIED = 64
 class Hub:
     """Receives the reports of all watchers, finds the first failure, and ends the other ranks."""
 
-    def __init__(self, loop: EventLoop, size: int, listener: socket.socket, token: str) -> None:
+    def __init__(
+        self, loop: EventLoop, size: int, listener: socket.socket, token: str, rank_pid: int = 0
+    ) -> None:
         self._loop, self._size, self._token = loop, size, token
         self._listener = listener
         self._unidentified: dict[Connection, None] = {}
@@ -72,6 +76,7 @@ class Hub:
         self._ending_others = self._over = False
         """Whether the other ranks were told to exit; whether the hub's work is done."""
         self._interrupts = InterruptCoordinator(loop, self)
+        self.stalls = StallCoordinator(loop, self, size, rank_pid)
         self._waits: dict[int, Message] = {}
         """The collectives of the ranks that make no progress."""
         self._steps: dict[int, list[Step]] = {}
@@ -169,6 +174,8 @@ class Hub:
             self._compare_collectives(rank, message["steps"])
         elif message_type == "resumed":
             self._waits.pop(rank, None)
+        elif message_type in ("stalled", "stall_over", "state"):
+            self.stalls.handle(rank, message_type, message)
         else:
             self._interrupts.handle(rank, message_type, message)
 
@@ -180,6 +187,14 @@ class Hub:
     def running_ranks(self) -> set[int]:
         """The connected ranks whose programs have not ended."""
         return self._connections.keys() - self._ended.keys() - self._finished
+
+    def connected_ranks(self) -> set[int]:
+        """The ranks whose watchers are connected."""
+        return set(self._connections)
+
+    def is_ending(self) -> bool:
+        """Whether a rank has failed, or has ended."""
+        return bool(self._failures or self._ended)
 
     def all_connected(self) -> bool:
         """Whether every rank has connected, or has ended."""
@@ -239,6 +254,7 @@ class Hub:
             return
         self._ended[rank] = code
         self.broadcast("ended", rank=rank)
+        self.stalls.remove(rank)
         if self._first is not None and rank == self._first["rank"]:
             self._loop.call_later(LAUNCHER_SECONDS, self._end_others)
         if len(self._ended) == self._size:
@@ -312,3 +328,14 @@ class Hub:
             os.write(2, f"instep: {text}\n".encode())
         else:
             self.abort_job(f"{text}\n")
+
+
+def start_hub(loop: EventLoop, start: Message) -> socket.socket:
+    """Start the hub in this process, which is rank 0's watcher; returns its connection to it."""
+    listener = socket.socket(fileno=start["listener"])
+    ours, theirs = socket.socketpair()
+    hub = Hub(loop, start["size"], listener, start["token"], start["pid"])
+    hub.add_client(theirs)
+    with suppress(OSError):
+        JobSocket(loop, start["pid"], hub.stalls.handle_request)
+    return ours

@@ -7,7 +7,7 @@ from instep.distributed.watchdog.mismatch import are_steps
 from instep.process.exit_status import describe_exit
 
 _TEXT, _NUMBER, _FLAG = (str,), (int,), (bool,)
-_NUMBER_OR_NONE = (int, type(None))
+_NUMBER_OR_NONE, _SECONDS = (int, type(None)), (float, int)
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "hello": {"rank": _NUMBER, "host": _TEXT, "token": _TEXT},
     "ended": {"code": _NUMBER_OR_NONE},
@@ -28,14 +28,24 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "paused": {"count": _NUMBER},
     "progress": {"count": _NUMBER, "line": _TEXT},
     "interrupted": {"line": _TEXT},
+    "stalled": {"level": _NUMBER, "waited": _SECONDS, "line": _TEXT},
+    "stall_over": {"waited": _SECONDS},
+    "state": {"request": _NUMBER, "what": _TEXT, "stacks": _TEXT},
 }
 _OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {
     "is_consequence": _FLAG,
     "awaited_rank": _NUMBER_OR_NONE,
     "last_position": _TEXT,
     "time": (float, type(None)),
+    "waited": _SECONDS,
+    "waiting_share": _SECONDS,
+    "rate": _SECONDS,
+    "rate_unit": _TEXT,
+    "epoch": _NUMBER,
+    "step": _NUMBER,
+    "memory": _NUMBER,
 }
-"""Of "failed"."""
+"""Of "failed" and "state"."""
 
 
 def is_valid(message: Message, size: int, rank: int | None = None) -> bool:

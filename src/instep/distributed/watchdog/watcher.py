@@ -18,11 +18,12 @@ from pathlib import Path
 from instep.distributed.flight_record.record_format import read, read_wait
 from instep.distributed.watchdog.connection import Connection, Message, connect
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.hub import Hub
+from instep.distributed.watchdog.hub import start_hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
+from instep.distributed.watchdog.stalls.rank_watch import RankWatch
 from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
-from instep.process.last_position import format_fatal_signal, format_position
+from instep.process.last_position import format_fatal_signal, format_position, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
     context_switches,
@@ -62,8 +63,6 @@ class Watcher:
         self._rank, self._size, self._host = start["rank"], start["size"], start["host"]
         self._pidfd, self._pid = start["pidfd"], start["pid"]
         self._seen_file, self._crash_file = start["seen"], start.get("crash")
-        self._record_file: int = start["record"]
-        """For `record_format.read`."""
         self._is_hub = start["rank"] == 0
         self._supervised = start["supervised"]
         self._finished = self._reported = self._exit_sent = self._exit_confirmed = False
@@ -98,6 +97,9 @@ class Watcher:
         """The rank's processor time; whether it has hardly run for LATE_SECONDS."""
         self._late_number = 0
         """In the flight record, of the last collective that was reported to be late."""
+        self._record_file: int = start["record"]
+        """For `record_format.read`."""
+        self._stalls = RankWatch(loop, rank, hub, start)
         hub.send("hello", rank=self._rank, host=self._host, token=start["token"])
         loop.add_reader(rank, self._recv_from_rank)
         loop.add_reader(hub, self._recv_from_hub)
@@ -134,6 +136,8 @@ class Watcher:
                 self._exit_confirmed, self._writing = True, message["writing"]
             elif message_type == "position":
                 self._check_wait(message["wait"])
+            elif message_type == "stacks":
+                self._stalls.add_stacks(message)
             elif message_type in (*INTERRUPTS_TO_HUB, "collectives"):
                 self._hub.send(message_type, **message)
             elif message_type == "remove_folders":
@@ -160,6 +164,7 @@ class Watcher:
         now = None if self._ended_before else time.monotonic()
         self._loop.remove_reader(self._pidfd)
         self._ended = True
+        self._stalls.rank_ended()
         code = exit_code(self._pidfd)
         silent = not (self._reported or self._exit_sent) and (
             code != 0 if code is not None else not self._finished
@@ -179,8 +184,10 @@ class Watcher:
 
     def _last_position(self, code: int | None) -> str:
         """The lines that are known about a rank that died silently."""
-        crash = _read(self._crash_file) if code is not None and code < 0 else ""
-        return format_fatal_signal(crash) or format_position(_read(self._seen_file), time.time())
+        crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
+        return format_fatal_signal(crash) or format_position(
+            read_whole(self._seen_file), time.time()
+        )
 
     def _let_rank_exit(self) -> None:
         """Tell the rank to exit, and kill it if it does not."""
@@ -250,6 +257,8 @@ class Watcher:
                 self._job_failed(message)
             elif message_type == "exit":
                 self._let_rank_exit()
+            elif message_type == "describe":
+                self._stalls.describe(**message)
             elif message_type == "check_often":
                 self._start_frequent_checks()
             elif message_type == "abort" and self._abort_text is None:
@@ -360,12 +369,6 @@ class Watcher:
         self._report_failure(1, "waits in vain", True, awaited_rank)
 
 
-def _read(fd: int | None) -> str:
-    if fd is None:
-        return ""
-    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-
-
 def _close_stderr() -> None:
     """The launcher waits until all processes have closed it."""
     with open(os.devnull, "wb") as null:
@@ -384,9 +387,7 @@ def main(fd: str) -> None:
     start, *others = messages
     loop = EventLoop()
     if start["rank"] == 0:
-        listener = socket.socket(fileno=start["listener"])
-        hub, hub_side = socket.socketpair()
-        Hub(loop, start["size"], listener, start["token"]).add_client(hub_side)
+        hub = start_hub(loop, start)
     else:
         reached = connect(start["hosts"], start["port"], one_host=start["one_host"])
         if reached is None:

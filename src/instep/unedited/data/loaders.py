@@ -19,7 +19,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.flight_record.recorder import phase
 from instep.process import settings
 from instep.process.patching import Function
 from instep.training.blocks import Block
@@ -158,10 +157,6 @@ class WholeBatchIterator:
         return self
 
     def __next__(self) -> Any:
-        with phase("data"):
-            return self._next()
-
-    def _next(self) -> Any:
         batch = self._load()
         plan = self._row_sampler.planned.popleft()
         if plan.exchanges:

@@ -1,0 +1,78 @@
+"""In the rank: the Python stacks of all threads, on request.
+
+The rank's listener thread formats them. It cannot while C code holds the interpreter's lock; then a
+signal lets faulthandler, which needs no lock, write them into a file that the watcher reads. Loader
+workers inherit the signal's handler and the file by fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType
+
+from instep.process import PACKAGE_FOLDER
+
+STACK_SIGNAL = signal.SIGRTMIN + 12
+MAX_CHARACTERS = 100_000
+"""Of all stacks of one process."""
+_BREAKPOINT_FILES = ("/pdb.py", "/bdb.py", "/ipdb/__main__.py", "/IPython/core/debugger.py")
+_OWN_THREADS = ("instep watch",)
+
+
+@cache
+def stack_file() -> int | None:
+    """The descriptor of the file for faulthandler's stacks; None where the script uses the signal.
+
+    From the first call on the signal is handled.
+    """
+    if signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
+        return None
+    fd = os.memfd_create("stacks")
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
+    return fd
+
+
+def main_thread_fields() -> dict[str, object]:
+    """The innermost frame of the main thread, and whether it is at a debugger's prompt."""
+    frames = list(_frames(sys._current_frames()[threading.main_thread().ident or 0]))
+    files = [frame.f_code.co_filename for frame in frames]
+    code = frames[0].f_code
+    return {
+        "innermost": f"{os.path.basename(code.co_filename)}:{frames[0].f_lineno}, {code.co_name}",
+        "at_breakpoint": any(file.endswith(_BREAKPOINT_FILES) for file in files),
+        "loads_data": any(file.endswith("torch/utils/data/dataloader.py") for file in files),
+    }
+
+
+def format_stacks() -> str:
+    """The stacks of all threads but instep's own, the main thread's first."""
+    main = threading.main_thread()
+    frames = sys._current_frames()
+    others = [t for t in threading.enumerate() if t is not main and t.name not in _OWN_THREADS]
+    texts = []
+    for thread in (main, *others):
+        frame = frames.get(thread.ident or 0)
+        if frame is not None:
+            stack = [
+                entry
+                for entry in traceback.extract_stack(frame)
+                if not entry.filename.startswith((PACKAGE_FOLDER, "<frozen"))
+            ]
+            lines = "".join(traceback.format_list(stack))
+            texts.append(f"Thread {thread.name} (most recent call last):\n{lines}")
+    return "".join(texts)[:MAX_CHARACTERS]
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,171 @@
+"""In the watcher: how long its rank has waited in a collective, and its answers to the hub."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from contextlib import suppress
+
+from instep.distributed.flight_record import record_format
+from instep.distributed.flight_record.record_format import Entry, FlightRecord
+from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.stalls.probe import (
+    ProbeTarget,
+    RankProbe,
+    awaited_entry,
+    is_stopped,
+)
+from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
+from instep.process.procfs import memory_in_use
+
+POLL_SECONDS, _POLLS_PER_THRESHOLD, _FASTEST = 2.5, 5, 0.2
+LAST_REPORT_SECONDS, _SHORTEST_TIMEOUT = 2.0, 10.0
+"""Before INSTEP_TIMEOUT ends the job there is a last report, unless the timeout is shorter."""
+WINDOW_SECONDS = 60.0
+"""Over which the rates of `instep where --status` are taken."""
+
+
+class RankWatch:
+    """Reports to the hub that its rank has waited for INSTEP_STALL_SECONDS, then for twice as long
+    and so on; describes the rank when the hub asks."""
+
+    def __init__(self, loop: EventLoop, rank: Connection, hub: Connection, start: Message) -> None:
+        self._loop, self._hub = loop, hub
+        self._threshold: int = start["stall_seconds"]
+        self._timeout: float = start["timeout"]
+        self._rank = ProbeTarget(
+            start["pid"], start["record"], start["seen"], lambda: rank.send("get_stacks")
+        )
+        self._dumps = StackDumps(loop, start.get("stacks"), start["stack_signal"])
+        self._probes: set[RankProbe] = set()
+        self._ended = False
+        self._entry: Entry | None = None
+        """The collective in which the rank waits."""
+        self._progress = (-1, -1.0)
+        """The number of collectives at the last poll, and when the last one was left."""
+        self._waited = 0.0
+        """Seconds for which the rank has waited in it, without those in which it was stopped."""
+        self._level = 0
+        """The number of reports about this wait."""
+        self._polled = time.monotonic()
+        self._history: deque[tuple[float, int, int, int]] = deque()
+        """Of each poll: the time, the epoch, the step, the number of collectives."""
+        interval = POLL_SECONDS
+        if self._threshold:
+            interval = min(interval, max(_FASTEST, self._threshold / _POLLS_PER_THRESHOLD))
+        self._interval = interval
+        loop.call_later(interval, self._poll)
+
+    def rank_ended(self) -> None:
+        """The rank's process has ended."""
+        self._ended = True
+        self._entry = None
+
+    # --------------------------------------------------------------------------------- the wait
+
+    def _poll(self) -> None:
+        if self._ended:
+            return
+        self._loop.call_later(self._interval, self._poll)
+        now = time.monotonic()
+        elapsed = min(now - self._polled, 2 * self._interval)  # this process may have been stopped
+        self._polled = now
+        header = record_format.read_header(self._rank.record)
+        self._history.append((now, header.epoch, header.step, header.count))
+        while self._history[0][0] < now - WINDOW_SECONDS:
+            self._history.popleft()
+        progress = header.count, header.last_left or 0.0
+        if progress != self._progress:
+            self._progress = progress
+            self._end_wait()
+        elif self._entry is None:
+            self._entry = awaited_entry(record_format.read(self._rank.record))
+        if self._entry is not None and not is_stopped(self._rank.pid):
+            self._waited += elapsed
+        if self._entry is not None and self._waited >= self._next_report():
+            self._level += 1
+            self._hub.send("stalled", level=self._level, waited=self._waited, line=self._entry.line)
+
+    def _end_wait(self) -> None:
+        """The rank has entered or left a collective since the last poll."""
+        if self._level:
+            self._hub.send("stall_over", waited=self._waited)
+        self._entry, self._waited, self._level = None, 0.0, 0
+
+    def _next_report(self) -> float:
+        if not self._threshold:
+            return math.inf
+        regular = float(self._threshold * 2**self._level)
+        last = self._timeout - LAST_REPORT_SECONDS
+        if self._timeout >= _SHORTEST_TIMEOUT and self._waited < last + self._interval < regular:
+            return last
+        return regular
+
+    # ------------------------------------------------------------------------------ the answers
+
+    def describe(self, request: int, depth: str) -> None:
+        """Send the rank's state.
+
+        `depth`: "progress": steps and memory; "stuck": with stacks if the rank waits in no
+        collective; "all": with stacks.
+        """
+        if self._ended:
+            self._hub.send("state", request=request, what="has ended", stacks="")
+            return
+        if depth == "progress":
+            self._hub.send("state", request=request, what="", stacks="", **self._progress_fields())
+            return
+
+        def done(fields: Message) -> None:
+            done_probes = [each for each in self._probes if each.is_done]
+            self._probes.difference_update(done_probes)
+            self._hub.send("state", request=request, **fields)
+
+        probe = RankProbe(self._loop, self._rank, self._dumps, depth == "all", done)
+        if not probe.is_done:
+            self._probes.add(probe)
+
+    def add_stacks(self, message: Message) -> None:
+        """The rank has replied to "get_stacks"."""
+        for probe in self._probes:
+            probe.add_reply(message)
+
+    def _progress_fields(self) -> Message:
+        record = record_format.read(self._rank.record)
+        fields: Message = {"epoch": record.epoch, "step": record.step, "memory": 0}
+        with suppress(OSError):
+            fields["memory"] = memory_in_use(self._rank.pid)
+        share = waiting_share(record, time.monotonic())
+        if share is not None:
+            fields["waiting_share"] = share
+        rate = _rate(self._history)
+        return fields if rate is None else fields | {"rate": rate[0], "rate_unit": rate[1]}
+
+
+def waiting_share(record: FlightRecord, now: float) -> float | None:
+    """The share of the last minute, or of the time since the oldest known collective, that the rank
+    has waited in collectives; None where it has in none."""
+    begin = now - WINDOW_SECONDS
+    spans = [(e.waiting, e.left or now) for e in record.entries if e.waiting is not None]
+    spans = [(max(begin, entered), left) for entered, left in spans if left > begin]
+    if not spans:
+        return None
+    inside, reached = 0.0, spans[0][0]
+    for entered, left in spans:
+        inside += max(0.0, left - max(entered, reached))
+        reached = max(reached, left)
+    return inside / max(now - spans[0][0], 1e-9)
+
+
+def _rate(history: deque[tuple[float, int, int, int]]) -> tuple[float, str] | None:
+    """Steps per second; collectives per second where the job counts no steps."""
+    if len(history) < 2:
+        return None
+    seconds = history[-1][0] - history[0][0]
+    pairs = [(a, b) for a, b in zip(history, list(history)[1:], strict=False)]
+    if any(entry[1] or entry[2] for entry in history):
+        steps = sum(b[2] - a[2] if b[1] == a[1] else b[2] for a, b in pairs)
+        return steps / seconds, "steps"
+    return (history[-1][3] - history[0][3]) / seconds, "collectives"

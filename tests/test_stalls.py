@@ -1,0 +1,279 @@
+"""Ranks that wait long in a collective: the report names the others, what they do, and where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.distributed.flight_record import record_format
+from instep.distributed.flight_record.recorder import FlightRecorder
+from instep.distributed.watchdog.connection import Connection
+from instep.distributed.watchdog.event_loop import EventLoop
+from instep.distributed.watchdog.stalls import job_socket
+from instep.distributed.watchdog.stalls.probe import awaited_entry
+from instep.distributed.watchdog.stalls.python_stacks import STACK_SIGNAL
+from instep.distributed.watchdog.stalls.rank_watch import waiting_share
+from instep.distributed.watchdog.stalls.report import (
+    format_progress,
+    format_seconds,
+    format_stacks,
+    format_states,
+)
+from instep.distributed.watchdog.stalls.stack_dumps import (
+    StackDumps,
+    is_idle_worker,
+    script_position,
+)
+from launching import Launch
+
+SCRIPT = """
+    import ctypes, pdb
+    import torch, instep
+    instep.init()
+    one = torch.ones(4)
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+        def __getitem__(self, i):
+            os.read(meeting.fd, 1)  # worker
+            return i
+    lock = threading.Lock()
+    lock.acquire()
+    def release():
+        meeting.wait_for(1)
+        lock.release()
+    stopped = True
+    def resume(number, frame):
+        global stopped
+        stopped = False
+    signal.signal(signal.SIGCONT, resume)
+
+    instep.all_reduce(one)
+    if rank == 2:
+        os.read(meeting.fd, 1)  # read
+    instep.all_reduce(one)  # wait for read
+    meeting.wait_for(1)
+    instep.barrier()
+    if rank == 2:
+        threading.Thread(target=release).start()
+        lock.acquire()  # lock
+    instep.all_reduce(one)  # wait for lock
+    if rank == 2:
+        while not select.select([meeting.fd], [], [], 0)[0]: pass  # loop
+        meeting.wait_for(1)
+    instep.all_reduce(one)  # wait for loop
+    if rank == 2:
+        ctypes.PyDLL(None).read(meeting.fd, ctypes.create_string_buffer(1), 1)  # C
+    instep.all_reduce(one)  # wait for C
+    if rank == 2:
+        next(iter(torch.utils.data.DataLoader(Data(), None, num_workers=1)))  # loader
+    instep.all_reduce(one)  # wait for loader
+    if rank == 2:
+        with open(meeting.fd, closefd=False) as commands:
+            debugger = pdb.Pdb(stdin=commands, stdout=sys.stderr, nosigint=True)
+            debugger.set_trace()
+            pass  # breakpoint
+    instep.all_reduce(one)  # wait for breakpoint
+    if rank == 2:
+        tell(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)  # stop
+    instep.all_reduce(one)  # wait for stop
+"""
+FAULTS = {
+    "read": "is in user code at HERE, waiting for a file, a socket or another process",
+    "lock": "is in user code at HERE, waiting for a lock",
+    "loop": "is in user code at HERE, running",
+    "C": r"sleeps in C code that holds the interpreter's lock \(GIL\), called at HERE",
+    "loader": "is in user code at HERE, loading data: its loader worker "
+    r"\(process \d+\) is at WORKER, asleep",
+    "breakpoint": "is at a breakpoint at HERE",
+    "stop": r"is stopped \(SIGSTOP, or Ctrl-Z\) and was last seen at train.py:\d+",
+}
+"""What the report says of rank 2, by the comment at its line."""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path)
+    yield launch
+    launch.close()
+
+
+def line_of(script: str, comment: str) -> str:
+    lines = Path(script).read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if line.endswith(f"  # {comment}")]
+    return f"train.py:{number}"
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """The first line of the job's stderr that has this pattern."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        print(line, end="")
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(pattern)
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(40)
+def test_a_report_names_the_rank_that_others_wait_for_and_what_it_does(launch: Launch) -> None:
+    script = launch.script(SCRIPT)
+    with launch.start("-n", 3, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
+        for fault, text in FAULTS.items():
+            predicate = text.replace("HERE", line_of(script, fault))
+            predicate = predicate.replace("WORKER", line_of(script, "worker"))
+            waited_for = line_of(script, f"wait for {fault}")
+            found = read_until(
+                process,
+                rf"instep: ranks 0, 1 wait in all_reduce SUM float32 \[4\] at {waited_for} for "
+                rf"[\d.]+ s; rank 2 {predicate}",
+            )
+            assert found
+            if fault == "read":
+                stacks = read_until(process, "the stacks of rank 2 are in (.*)").group(1)
+                assert line_of(script, "read").split(":")[1] in Path(stacks).read_text()
+                assert os.stat(stacks).st_mode & 0o777 == 0o600
+            if fault == "stop":
+                os.kill(launch.event()[0], signal.SIGCONT)
+            elif fault == "breakpoint":
+                os.write(launch._meeting, b"c\n")
+            else:
+                launch.call()
+            if fault == "read":
+                read_until(process, r"instep: the ranks go on, after [\d.]+ s")
+                launch.call(3)
+        done = launch.end_of(process)
+    os.unlink(stacks)
+    assert done.returncode == 0
+
+
+def test_like_states_are_merged_and_those_that_wait_come_first() -> None:
+    states = {
+        0: {"what": "waits in barrier at a.py:3", "waited": 30.4, "stacks": ""},
+        1: {"what": "is in user code at a.py:9", "stacks": "Thread\n"},
+        2: {"what": "waits in barrier at a.py:3", "waited": 31.2, "stacks": ""},
+        3: {"what": "waits in barrier at a.py:3", "waited": 0.2, "stacks": ""},
+        4: {"what": "is in user code at a.py:9", "stacks": "Thread\n"},
+    }
+    assert format_states(states) == (
+        "ranks 0, 2, 3 wait in barrier at a.py:3 for 31 s; ranks 1, 4 are in user code at a.py:9"
+    )
+    assert format_stacks(states) == "---- ranks 1, 4: is in user code at a.py:9\nThread\n"
+    states |= {r: {"what": "is stopped", "stacks": ""} for r in (5, 6, 7)}
+    assert format_states(states).endswith("; ranks 5-7 are stopped")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.44, "0.4 s"), (31.2, "31 s"), (125, "2 min 5 s")])
+def test_seconds_as_text(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_the_rank_that_waits_least_is_the_slowest() -> None:
+    common = {"epoch": 1, "step": 7, "memory": 5 << 20, "rate": 2.5, "rate_unit": "steps"}
+    states = {0: common | {"waiting_share": 0.6}, 1: common | {"waiting_share": 0.1}}
+    assert format_progress(states).splitlines() == [
+        "  rank 0: epoch 1, step 7, 2.5 steps/s, 60% of its time in collectives, 5 MiB",
+        "  rank 1: epoch 1, step 7, 2.5 steps/s, 10% of its time in collectives, 5 MiB "
+        "(the slowest)",
+    ]
+
+
+def test_a_collective_that_an_exception_left_is_not_waited_in() -> None:
+    recorder = FlightRecorder()
+    fd = recorder.file_descriptor()
+    recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    recorder.leave(recorder.enter("barrier", None, None, "0:0-2"))
+    assert awaited_entry(record_format.read(fd)) is None
+    recorder.enter("broadcast", (1,), torch.int64, "0:0-2", 0)
+    recorder.enter("barrier", None, None, "1:0-1")
+    entry = awaited_entry(record_format.read(fd))
+    assert entry is not None
+    assert entry.op == "broadcast"
+
+
+def test_the_share_of_time_in_collectives_counts_overlaps_once() -> None:
+    recorder = FlightRecorder()
+    fd = recorder.file_descriptor()
+    assert waiting_share(record_format.read(fd), 1.0) is None
+    recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    (first, _) = record_format.read(fd).entries
+    share = waiting_share(record_format.read(fd), first.entered + 10)
+    assert share == pytest.approx(1.0)
+
+
+DUMP = """\
+Thread 0x1 (most recent call first):
+  File "/x/other.py", line 3 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 275 in _worker_loop
+  File "/x/train.py", line 12 in main
+"""
+
+
+def test_the_position_in_a_dump_is_that_of_the_thread_with_the_signal() -> None:
+    assert script_position(DUMP) == "/x/train.py:12"
+    assert script_position("") == ""
+    assert is_idle_worker(DUMP)
+    assert not is_idle_worker(DUMP.replace("_worker_loop", "fetch"))
+
+
+def test_a_process_without_a_handler_gets_no_signal() -> None:
+    loop, found = EventLoop(), []
+    file = os.memfd_create("stacks")
+    handler = "import faulthandler, sys; faulthandler.register(int(sys.argv[1]), int(sys.argv[2]))"
+    code = f"import sys\nif sys.argv[2:]: {handler}\nprint(flush=True)\nsys.stdin.read()"
+    command = [sys.executable, "-c", code, str(int(STACK_SIGNAL))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen(command, **pipes) as bare,
+        subprocess.Popen([*command, str(file)], pass_fds=[file], **pipes) as handles,
+    ):
+        for process in (bare, handles):
+            process.stdout.readline()
+
+        def done(dumps: dict[int, str]) -> None:
+            found.append(dumps)
+            loop.stop()
+
+        StackDumps(loop, file, int(STACK_SIGNAL)).collect([bare.pid, handles.pid], done)
+        loop.run()
+        for process in (bare, handles):
+            process.communicate()
+        assert (bare.returncode, handles.returncode) == (0, 0)
+    assert list(found[0]) == [handles.pid]
+    assert 'File "<string>", line' in found[0][handles.pid]
+
+
+def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
+    loop = EventLoop()
+    job_socket.JobSocket(loop, os.getpid(), lambda question, reply: reply(question["type"] + "!"))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        (address,) = [job for job in job_socket.find_jobs() if job.pid == os.getpid()]
+        assert job_socket.request(address, "where") == "where!"
+        assert job_socket.is_of_job(address, str(os.getpid()))
+        assert job_socket.is_of_job(address, str(os.getppid()))
+        assert not job_socket.is_of_job(address, "no such job")
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + address.name)
+            stranger.sendall(b"[1]\n")
+            assert Connection(stranger).recv() is None
+        assert job_socket.request(address, "status") == "status!"
+    finally:
+        loop.call_later(0, loop.stop)
+        job_socket.request(address, "wake")
+        thread.join()
