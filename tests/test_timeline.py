@@ -33,6 +33,7 @@ def phase(rank, name, start, length):
 
 
 LATE = [
+    *(collective(rank, 0, 0, 0, group="all") for rank in range(3)),
     *(collective(0, 1, 1, 3), collective(1, 1, 3.5, 0.5), collective(2, 1, 1.5, 2.5)),
     *(phase(1, "data", 0, 3), collective(0, 2, 5, 5, waited=1), collective(1, 2, 5.5, 4.5)),
     collective(2, 2, 5, 5),
@@ -43,10 +44,17 @@ def test_the_summary_says_who_waited_and_for_whom():
     first, second, third = sum_up(LATE)
     assert (first.span, first.waited, first.hidden, first.computed) == (10, 4, 4, 6)
     assert (second.last, second.made_wait, second.phases) == (2, 3.0, {"data": 3.0})
-    assert (third.last, third.made_wait) == (0, 0)
+    assert third.made_wait == 0
     lines = format_summary(sum_up(LATE))
     assert lines[-1].startswith("Rank 1 is the straggler: others waited 3.00 s for it (30.0% of")
+    assert "the longest wait was 2.50 s, in all_reduce number 1)" in lines[-1]
     assert any("data 30.0%" in line for line in lines)
+
+
+def test_the_start_of_the_ranks_is_not_counted():
+    slow = [collective(0, 1, 0, 9), collective(1, 1, 8, 1), collective(0, 2, 10, 0)]
+    first, second = sum_up(slow)
+    assert (first.span, first.waited, second.made_wait) == (2, 1, 0)
 
 
 def test_groups_of_one_rank_and_an_empty_timeline_have_a_summary():
@@ -107,6 +115,22 @@ def test_a_recorder_writes_collectives_and_phases_that_have_ended(tmp_path):
     assert third["args"]["call"].startswith("broadcast int64 [2, 3] from rank 0 at ")
     assert {event["pid"] for event in (first, second, third)} == {3}
     assert first["tid"] != second["tid"] != third["tid"]
+
+
+def test_phases_that_are_nested_keep_their_whole_time(tmp_path):
+    recorder = FlightRecorder()
+    path = tmp_path / "job.json"
+    path.write_text("[\n")
+    writer = TimelineWriter(path, 0, recorder)
+    with recorder.phase("forward"), recorder.phase("checkpoint"):
+        pass
+    with recorder.phase("optimizer"):
+        pass
+    writer.close()
+    outer, inner, last = read_events(path)
+    assert [outer["name"], inner["name"], last["name"]] == ["forward", "checkpoint", "optimizer"]
+    assert outer["ts"] + outer["dur"] >= inner["ts"] + inner["dur"]
+    assert last["ts"] >= outer["ts"] + outer["dur"]
 
 
 def test_the_page_is_self_contained_and_shows_texts_as_they_are():

@@ -231,24 +231,23 @@ class FlightRecorder:
 class _PhaseScope:
     """A phase of the main thread; before and after it the phase is another one."""
 
-    __slots__ = ("_before", "_phase", "_recorder")
+    __slots__ = ("_before", "_phase", "_recorder", "_since")
 
     def __init__(self, recorder: FlightRecorder, phase: int) -> None:
-        self._recorder, self._phase, self._before = recorder, phase, 0
+        self._recorder, self._phase, self._before, self._since = recorder, phase, 0, 0
 
     def __enter__(self) -> None:
         words = self._recorder._words
         if threading.get_ident() == self._recorder._main:
-            self._before = words[PHASE]
-            words[PHASE], words[PHASE_SINCE] = self._phase, monotonic_ns()
+            self._before, self._since = words[PHASE], monotonic_ns()
+            words[PHASE], words[PHASE_SINCE] = self._phase, self._since
 
     def __exit__(self, *_: object) -> None:
         words = self._recorder._words
         if threading.get_ident() == self._recorder._main:
-            since, now = words[PHASE_SINCE], monotonic_ns()
-            words[PHASE], words[PHASE_SINCE] = self._before, now
+            words[PHASE], words[PHASE_SINCE] = self._before, (now := monotonic_ns())
             if self._recorder.on_phase is not None:
-                self._recorder.on_phase(self._phase, since, now)
+                self._recorder.on_phase(self._phase, self._since, now)
 
 
 recorder = FlightRecorder()

@@ -22,13 +22,15 @@ class RankTimes:
 
     rank: int
     span: float
-    """From the job's first event to its last."""
+    """From the moment at which all ranks have come to the job's last event."""
     waited: float = 0.0
     """In collectives, while the program stood still."""
     hidden: float = 0.0
     """In collectives, while the program went on."""
     made_wait: float = 0.0
     """How long the first to come to a collective has waited for this rank, where it came last."""
+    longest: tuple[float, str] = (0.0, "")
+    """The longest of these waits, and for which call."""
     last: int = 0
     """In how many collectives it came last."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -78,26 +80,33 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def sum_up(events: Iterable[Event]) -> list[RankTimes]:
-    """Where the time of each rank went."""
+    """Where the time of each rank went, from the first event of the rank that came last."""
     events = list(events)
+    first_of: dict[int, float] = {}
+    for event in events:
+        first_of[event["pid"]] = min(first_of.get(event["pid"], event["ts"]), event["ts"])
+    begin = max(first_of.values(), default=0.0)
     end = max((event["ts"] + event["dur"] for event in events), default=0.0)
-    times = {rank: RankTimes(rank, end / 1e6) for rank in sorted({e["pid"] for e in events})}
+    times = {rank: RankTimes(rank, (end - begin) / 1e6) for rank in sorted(first_of)}
     meetings: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         of_rank = times[event["pid"]]
-        seconds = event["dur"] / 1e6
+        stop = event["ts"] + event["dur"]
+        seconds = max(0.0, stop - max(begin, event["ts"])) / 1e6
         if event["cat"] == "phase":
             of_rank.phases[event["name"]] = of_rank.phases.get(event["name"], 0.0) + seconds
             continue
-        waited = event["args"]["waited_us"] / 1e6
+        waited = min(seconds, event["args"]["waited_us"] / 1e6)
         of_rank.waited += waited
         of_rank.hidden += max(0.0, seconds - waited)
         meetings[event["args"]["group"], event["args"]["sequence"]].append(event)
     for members in meetings.values():
         if len(members) > 1:
             first, *_, last = sorted(members, key=lambda event: float(event["ts"]))
-            times[last["pid"]].last += 1
-            times[last["pid"]].made_wait += (last["ts"] - first["ts"]) / 1e6
+            late, seconds = times[last["pid"]], max(0.0, last["ts"] - max(begin, first["ts"])) / 1e6
+            late.last += 1
+            late.made_wait += seconds
+            late.longest = max(late.longest, (seconds, last["args"]["call"]))
     return [*times.values()]
 
 
@@ -123,7 +132,8 @@ def _advice(times: Sequence[RankTimes]) -> list[str]:
     if slowest.span and slowest.made_wait / slowest.span > _SLOW:
         return [
             f"Rank {slowest.rank} is the straggler: others waited {slowest.made_wait:.2f} s for it "
-            f"({_percent(slowest.made_wait, slowest)} of the time). Look at its loading and its "
+            f"({_percent(slowest.made_wait, slowest)} of the time; the longest wait was "
+            f"{slowest.longest[0]:.2f} s, in {slowest.longest[1]}). Look at its loading and its "
             "host's other processes."
         ]
     if waited > _SLOW:
