@@ -292,3 +292,15 @@ def test_who_is_not_root_may_replace_his_own_files_only() -> None:
         assert atomic_writes._is_own(types.SimpleNamespace(st_uid=os.geteuid(), st_gid=group))
     assert not atomic_writes._is_own(types.SimpleNamespace(st_uid=1 << 20, st_gid=mine.st_gid))
     assert not atomic_writes._is_own(types.SimpleNamespace(st_uid=mine.st_uid, st_gid=1 << 20))
+
+
+def test_root_may_replace_the_files_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.pt"
+    file.touch()
+    files = Rank0Files(Layer(str(tmp_path / "before")))
+    monkeypatch.setattr(atomic_writes, "_is_own", lambda status: False)
+    for user, may in ((0, True), (1, False), (1000, False)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert atomic_writes._can_be_replaced(file, str(file), files) is may

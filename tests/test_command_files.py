@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from instep.unedited.files import rank0_files
 from instep.unedited.files.generations import Generations, before_layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
-from instep.unedited.processes.command_files import CommandFiles, GenerationChange
+from instep.unedited.processes.command_files import CommandFiles, GenerationChange, stamps
 from test_overlay import NAMES, operations, outcome, read, seen_through, stocked, tree, write
 
 
@@ -208,3 +209,15 @@ def test_on_another_host_files_stay_what_they_are(
     assert told.temporary == ["/tmp/of-rank-0"]
     with pytest.raises(UneditedError, match="/tmp/of-rank-0"):
         command.apply(told)
+
+
+def test_the_ranks_shared_memory_is_none_of_the_files_that_a_process_has_open(
+    tmp_path: Path,
+) -> None:
+    with (
+        open(tmp_path / "file", "w") as file,
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as memory,
+    ):
+        found = stamps()
+    assert os.path.realpath(file.name) in found
+    assert memory.name not in found

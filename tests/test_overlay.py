@@ -27,7 +27,7 @@ from instep.process.patching import PatchHandle
 from instep.unedited import multi_rank, std_streams
 from instep.unedited.files import generations, os_functions, overlay, rank0_files
 from instep.unedited.files.bypass import bypass_overlay
-from instep.unedited.files.layers import Layer
+from instep.unedited.files.layers import MISSING, Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
 from instep.unedited.files.rank0_files import Rank0Files
@@ -578,3 +578,73 @@ def test_a_file_below_a_link_that_has_gone_is_not_the_one_that_rank_0_has_kept(
         write("b/a", "w", "new")
     with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
         assert (read("a/a"), read("b/a"), sorted(os.listdir("b"))) == ("first", "first", ["a", "b"])
+
+
+def test_what_is_below_a_directory_that_was_removed_or_made_anew_is_not_there(
+    tmp_path: Path,
+) -> None:
+    layer = Layer(str(tmp_path / "layer"))
+    layer.remove("/a")
+    assert layer.find("/a/b") == MISSING
+    os.mkdir(layer.add_directory("/a"))
+    assert (layer.find("/a/b"), layer.find("/b")) == (MISSING, None)
+
+
+def test_another_name_of_a_temporary_file_is_the_same_file(rank1: Path) -> None:
+    with tempfile.NamedTemporaryFile("w") as file:
+        os.link(file.name, "other")
+        write(file.name, "a", "added")
+        assert read("other") == "added"
+
+
+def test_a_file_that_has_gone_is_missing_by_the_scripts_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program removes it while this rank is about to copy it."""
+    monkeypatch.chdir(tmp_path)
+    write("file", "w", "old")
+    files = OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+    copy = overlay.copy
+
+    def gone(source: str, target: str) -> None:
+        os.unlink(source)
+        copy(source, target)
+
+    monkeypatch.setattr(overlay, "copy", gone)
+    with pytest.raises(FileNotFoundError) as caught:
+        files.location_to_write("file", os.O_RDWR)
+    assert caught.value.filename == "file"
+
+
+def test_names_that_a_rank_has_made_are_listed_in_order(rank1: Path) -> None:
+    names = [*map(str, range(10, 30))]
+    for name in reversed(names):
+        write(name, "w", "")
+    assert os.listdir() == names
+
+
+def test_a_link_between_file_systems_is_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.chdir(tmp_path)
+    write("file", "w", "text")
+    files = OverlayFiles(Layer(str(tmp_path / "rank1")), Layer(str(tmp_path / "before")))
+    monkeypatch.setattr(os, "link", refuses)
+    files.link("file", "other")
+    assert (read(files.location("other")), read("file")) == ("text", "text")
+
+
+def test_a_link_that_rank_0_renames_something_to_stays_a_link_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stocked(tmp_path / "folder"))
+    os.symlink("c", "link")
+    before = Layer(str(tmp_path / "before"))
+    with seen_through(Rank0Files(before)):
+        os.rename("a/a", "link")
+        assert not os.path.islink("link")
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "rank1")), before)):
+        assert (os.readlink("link"), read("link"), read("a/a")) == ("c", "second", "first")
