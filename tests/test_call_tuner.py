@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,12 @@ from instep.process.patching import PatchHandle
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan import plan_cache
-from instep.unedited.sharded_call.plan.call_tuner import FIRST_CALLS, CallTuner, format_gain
+from instep.unedited.sharded_call.plan.call_tuner import (
+    FIRST_CALLS,
+    CallTuner,
+    TimedStep,
+    format_gain,
+)
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import current_region
 from pool import ranks
@@ -259,3 +265,46 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
         for _ in range(20):
             model(torch.ones(1, 12, 4))
         assert Timed.seen[-1] == 6
+
+
+def test_a_step_that_no_backward_reaches_does_not_wait_for_ever() -> None:
+    step = TimedStep(is_sharded=False, compares_bits=False)
+    timed_calls.reset()
+    timed_calls._open[step] = weakref.ref(nn.Linear(1, 1))
+    try:
+        for missed in range(timed_calls._MAX_MISSED):
+            assert (step.is_complete, step.missed) == (False, missed)
+            timed_calls.end_backward(timed_calls.start_backward())
+        assert step.is_complete
+        assert timed_calls.start_backward() is None
+    finally:
+        timed_calls.reset()
+
+
+class OtherGradientBits(Timed):
+    """Computed whole, its outputs have the same bits on all ranks, but not its gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        output = super().forward(input)
+        if current_region() is None and output.requires_grad:
+            output.register_hook(lambda grad: grad * (1 + 1e-6 * instep.rank))
+        return output
+
+
+@ranks(2)
+def test_ranks_whose_gradients_round_differently_stay_sharded() -> None:
+    with tuning(sharded=3.0, whole=1.0):
+        assert last_rows(12, OtherGradientBits(4, 3), 12) == 6
+
+
+@ranks(2)
+def test_calls_that_are_chosen_to_be_whole_are_counted_as_whole() -> None:
+    model = Timed(4, 3)
+    with tuning(sharded=3.0, whole=1.0):
+        last_rows(1, model, 12, backward=False)
+        (tuner,) = plan_cache.all_tuners
+        before = {**tuner.elements}
+        Timed.seen.clear()
+        last_rows(30, model, 12, backward=False)
+        sharded, whole = (48 * Timed.seen.count(rows) for rows in (6, 12))
+        assert tuner.elements == {True: before[True] + sharded, False: before[False] + whole}

@@ -1,0 +1,138 @@
+"""The parts of a comparison of sharded and whole calls, one by one: changes, distances, owners."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep.unedited.sharded_call.compare.graph_difference import find_change, find_difference
+from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.plan import attribute_changes
+from instep.unedited.sharded_call.plan.attribute_changes import MAX_VALUES, AttributeChanges
+from instep.unedited.sharded_call.plan.division import candidate_divisions
+from instep.unedited.sharded_call.plan.module_properties import find_hooks
+from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
+
+
+class Keeps(nn.Module):
+    """Holds plain values, and tensors in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Any = 0.0
+        self.mode = "begin"
+        self.weight = nn.Parameter(torch.ones(2))
+        self.kept: dict[str, torch.Tensor] = {}
+
+
+def graph(module: nn.Module, **values: Any) -> ObjectGraph:
+    """The object graph with these values."""
+    for name, value in values.items():
+        setattr(module, name, value)
+    return ObjectGraph({"": module})
+
+
+@pytest.mark.parametrize(
+    ("before", "expected", "actual", "same"),
+    [
+        (999.0, 1000.0, 1000.05, True),  # 1e-3 of a tenth of the sum
+        (999.0, 1000.0, 1000.5, False),
+        (-1000.5, 1.0, 1.5, True),  # 1e-3 of the change
+        (-1000.5, 1.0, 2.5, False),
+        (None, 1000.0, 1000.5, True),  # there was none before
+        (None, 1000.0, 1001.5, False),
+        (float("inf"), 1000.0, 1000.5, True),
+        (999.0, 1000.0, 1001.0, False),  # a count
+    ],
+)
+def test_a_number_may_differ_by_rounding_of_its_change(
+    before: float | None, expected: float, actual: float, same: bool
+) -> None:
+    module = Keeps()
+    first = graph(module, total=before)
+    difference = find_difference(
+        graph(module, total=actual), graph(module, total=expected), first, 1e-3
+    )
+    assert difference == (None if same else "its attribute total depends on the rows")
+
+
+def test_a_tensor_is_found_that_a_forward_keeps_beside_its_parameters() -> None:
+    parts = {"": nn.Sequential(Keeps(), Keeps()), "0": Keeps(), "1": Keeps()}
+    modules = [*parts.values()]
+    before = ObjectGraph(parts)
+    for name in ("0", "1"):
+        kept = parts[name].kept
+        kept["last"] = torch.ones(2)
+        change = find_change(before, ObjectGraph(parts), modules)
+        assert change is not None
+        assert change.startswith(f"its forward keeps tensors in {name}.kept")
+        kept.clear()
+        assert find_change(before, ObjectGraph(parts), modules) is None
+
+
+def test_a_buffer_is_as_far_from_another_as_its_own_norm_says() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("seen", torch.tensor([0.3, 0.4]))
+    module.running_var = torch.tensor([9.0, 16.0])
+    expected = Snapshot(module, [])
+    module.seen += torch.tensor([0.0, 0.1])
+    module.running_mean += torch.tensor([0.0, 0.1])  # beside a mean of zero
+    errors = Snapshot(module, []).buffer_errors(expected)
+    assert errors[0, "seen"] == pytest.approx((0.2, 0.2))
+    assert errors[0, "running_mean"].to_spread == pytest.approx(0.02)
+
+
+def test_a_flag_with_too_many_values_is_a_number() -> None:
+    module = Keeps()
+    changes = AttributeChanges(module)
+    for k in range(MAX_VALUES):
+        module.mode = f"{k}"
+        changes.update()
+        assert [value for _, value in changes.flags] == [f"{k}"]
+    assert changes.due == 0
+    module.mode = "one more"
+    changes.update()
+    assert (changes.flags, changes.due) == ((), 1)
+
+
+def test_each_of_the_first_changes_of_a_number_calls_for_a_comparison() -> None:
+    module = Keeps()
+    changes = AttributeChanges(module)
+    for k in range(1, attribute_changes.FEW_CHANGES + 1):
+        module.total = 0.5 * k
+        changes.update()
+        assert (changes.due, changes.flags) == (k, ())
+
+
+def test_what_is_known_of_a_module_stays_known() -> None:
+    module = Keeps()
+    changes = attribute_changes.begin(module)
+    assert attribute_changes.begin(module) is changes
+    assert attribute_changes.changes_of(module) is changes
+
+
+def test_beside_a_square_sequence_with_its_batch_in_dimension_1_labels_are_divided() -> None:
+    sequence, labels = torch.ones(4, 4, 3), torch.ones(4)
+    found = [(each.dims, each.batch_dim) for each in candidate_divisions([sequence, labels], 2)]
+    assert found == [((0, 0), 0), ((1, 0), 1)]
+
+
+def test_a_librarys_hook_that_calls_a_function_of_the_script_is_the_scripts() -> None:
+    def of_script(*args: Any) -> None:
+        """Called by the hook."""
+
+    names: dict[str, Any] = {"__name__": "some_library"}
+    text = "def calls(function, *args):\n    function(*args)\n"
+    exec(compile(text, "/usr/lib/site-packages/some_library.py", "exec"), names)
+    calls: types.FunctionType = names["calls"]
+    module = nn.Linear(2, 2)
+    hook = module.register_forward_hook(calls)
+    assert find_hooks(module) == ("", (hook.id,))
+    hook.remove()
+    module.register_forward_hook(functools.partial(calls, of_script))
+    assert find_hooks(module)[0].startswith("the script has a hook on its Linear")
