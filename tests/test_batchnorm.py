@@ -5,10 +5,12 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
 from instep.errors import TrainingError
+from instep.training.batchnorm import batch_norm
 from instep.training.blocks import Block
 from pool import ranks, run
 
@@ -162,3 +164,27 @@ def test_one_value_per_channel_in_all_is_an_error():
     layer = instep.replicate(nn.BatchNorm1d(4))
     with pytest.raises(TrainingError, match="all ranks together hold 1"):
         layer(instep.shard(torch.randn(1, 4)))
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
+@ranks(2)
+def test_second_derivatives_with_frozen_weights_are_those_of_one_process(frozen):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    own = slice(4 * instep.rank, 4 * instep.rank + 4)
+
+    def derivatives(norm, x):
+        x = x.clone().requires_grad_()
+        weight, bias = (
+            torch.full((3,), 2.0, dtype=torch.float64, requires_grad=name not in frozen)
+            for name in ("weight", "bias")
+        )
+        output = norm(x, None, None, weight, bias, training=True)
+        (first,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), x)
+        return first, second
+
+    for ours, theirs in zip(
+        derivatives(batch_norm, whole[own]), derivatives(F.batch_norm, whole), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs[own])

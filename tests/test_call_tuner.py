@@ -301,7 +301,7 @@ def test_ranks_whose_gradients_round_differently_stay_sharded() -> None:
 def test_calls_that_are_chosen_to_be_whole_are_counted_as_whole() -> None:
     model = Timed(4, 3)
     with tuning(sharded=3.0, whole=1.0):
-        last_rows(1, model, 12, backward=False)
+        last_rows(2, model, 12, backward=False)
         (tuner,) = plan_cache.all_tuners
         before = {**tuner.elements}
         Timed.seen.clear()

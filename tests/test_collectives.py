@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import instep
+from instep.distributed.communication.tensors import check_reachable
 from instep.errors import (
     CollectiveError,
     DisagreementError,
@@ -304,3 +305,21 @@ def test_what_nobody_wants_a_gradient_of_requires_none():
         *(*instep.gather(x, last), instep.scatter([x] * n), *instep.all_to_all(x)),
     ]
     assert not any(result.requires_grad for result in results)
+
+
+@ranks(1)
+def test_scatter_takes_what_can_be_sent():
+    with pytest.raises(WrongDeviceError, match="this tensor is on meta"):
+        instep.scatter([torch.ones(2, device="meta")])
+    with pytest.raises(UnsuitableTensorError, match=r"Call to_dense\(\) first"):
+        instep.scatter([torch.eye(2).to_sparse()])
+
+
+def test_a_rank_with_a_gpu_can_send_from_that_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with pytest.raises(WrongDeviceError, match="cuda:3"):
+        check_reachable(torch.ones(2, device="meta"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WrongDeviceError, match=r"^(?!.*cuda)"):
+        check_reachable(torch.ones(2, device="meta"))

@@ -14,6 +14,7 @@ import instep
 from instep import PowerSGD
 from instep.distributed.communication.transport import get_transport, use_transport
 from instep.errors import DisagreementError
+from instep.training.buckets.compression import _LowRankMatrix
 from pool import ranks, run, talking_over
 from sharded_training import sharding
 
@@ -339,3 +340,10 @@ def test_what_is_unknown_or_differs_between_ranks_is_refused():
             PowerSGD(**wrong)
     with pytest.raises(DisagreementError, match="compression PowerSGD"):
         instep.replicate(nn.Linear(2, 2), compression=PowerSGD(1 + instep.rank))
+
+
+def test_what_is_not_sent_is_kept_on_the_parameters_device():
+    matrix = _LowRankMatrix(torch.ones(4, 3, device="meta"), PowerSGD(1), seed=0)
+    kept = {name: v.device.type for name, v in vars(matrix).items() if isinstance(v, torch.Tensor)}
+    assert set(kept.values()) == {"meta"}
+    assert "_error" in kept

@@ -132,3 +132,10 @@ def a_group_comes_to_its_end():
 def test_a_group_that_was_released_is_not_held_and_says_so(backend):
     with talking_over(backend):
         a_group_comes_to_its_end()
+
+
+@ranks(2)
+def test_a_group_has_its_members_and_no_others():
+    pair, own = instep.group([0, 1]), instep.group([instep.rank])
+    assert [rank in pair for rank in range(3)] == [True, True, False]
+    assert [rank in own for rank in range(2)] == [instep.rank == 0, instep.rank == 1]

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from instep.unedited.data import sample_schema
+from instep.unedited.data.batch_exchange import (
+    ExchangedBatch,
+    ExchangeHeader,
+    _with_rows_in_order,
+)
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.packed_samples import CannotPackError, pack, unpack
+from instep.unedited.data.row_loading import LoadedRows
 
 # --------------------------------------------------------------------------- their schemas
 
@@ -336,3 +342,24 @@ def test_the_largest_batch_and_the_workers_count():
 def test_it_pays_where_the_loading_saved_is_longer_than_the_exchange(seconds, nbytes, count, size):
     saved = seconds * (1 - math.ceil(count / size) / count)
     assert is_exchange_faster(seconds, nbytes, count, size) == (saved > 1e-3 + nbytes * 1e-9)
+
+
+def test_rows_travel_as_they_lie_in_memory_if_they_lie_side_by_side():
+    side_by_side = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert _with_rows_in_order(side_by_side) is side_by_side
+    apart = torch.arange(12).reshape(1, 3, 4)[:, :, ::2]
+    assert _with_rows_in_order(apart).stride() == (6, 2, 1)
+    assert _with_rows_in_order(apart).tolist() == apart.tolist()
+
+
+@pytest.mark.parametrize(("first", "consistent"), [(b"a", True), (b"b", False)])
+def test_the_rank_before_one_without_rows_has_loaded_a_sample_of_the_one_after(first, consistent):
+    rows = [
+        LoadedRows(1, first_checksum=first, other_checksum=b"c"),
+        LoadedRows(0),
+        LoadedRows(1, first_checksum=b"c", other_checksum=b"a"),
+        LoadedRows(0),
+    ]
+    assert ExchangedBatch([ExchangeHeader(rows=each) for each in rows]).is_consistent == consistent
+    rows[0] = LoadedRows(1, first_checksum=b"a", other_checksum=b"d")
+    assert not ExchangedBatch([ExchangeHeader(rows=each) for each in rows]).is_consistent

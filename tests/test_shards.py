@@ -11,6 +11,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -18,6 +19,7 @@ from torch.utils.data import (
 
 import instep
 from instep.errors import CannotShardError, ShardedTwiceError
+from instep.training.random_streams import is_deterministic
 from pool import ranks, run
 
 
@@ -204,3 +206,12 @@ def test_a_ghost_that_cannot_be_read_leaves_the_batch_before_it_as_it_was():
     model.zero_grad()
     model(ghost).mean().backward()  # rank 0 has no row of it, rank 1 the sample 4
     torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 4.0))
+
+
+def test_samples_in_memory_have_nothing_random_in_a_part_of_them_either():
+    class Random(Dataset):
+        def __getitem__(self, index):
+            return torch.rand(1)
+
+    assert is_deterministic(Subset(Subset(numbers(4), [0, 1]), [1]))
+    assert not is_deterministic(Subset(Random(), [0]))

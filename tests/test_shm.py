@@ -660,6 +660,7 @@ def test_every_method_of_torchs_trampoline_is_defined():
     for kind in (ProcessGroupOverGloo, InstepProcessGroup):
         missing = [name for name in looked_up if name not in dir_of_python(kind)]
         assert missing == []
+        assert [name for name in looked_up if not callable(getattr(kind, name))] == []
 
 
 def dir_of_python(kind):
