@@ -125,8 +125,33 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     raise AssertionError(pattern)
 
 
+def where(*words: object) -> str:
+    command = [sys.executable, "-m", "instep", "where", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def check_questions(process: subprocess.Popen[str], predicate: str, waited_for: str) -> None:
+    """The job answers `instep where` and signals, and goes on."""
+    text = (
+        rf"ranks 0, 1 wait in all_reduce SUM float32 \[4\] at {waited_for} .*; rank 2 {predicate}"
+    )
+    assert re.match(text, where(process.pid))
+    stacks = where("--stacks", process.pid)
+    assert re.match(text, stacks)
+    assert "---- rank 2: " in stacks
+    assert "---- rank 0: " in stacks or "---- ranks 0, 1: " in stacks
+    assert "in release" in stacks
+    status = where("--status", process.pid)
+    assert re.match(r"  rank 0: epoch 0, step 0, .* MiB", status)
+    assert len(status.splitlines()) == 3
+    process.send_signal(signal.SIGQUIT)
+    read_until(process, f"instep: {text}")
+    process.send_signal(signal.SIGUSR1)
+    read_until(process, r"^  rank 2: epoch 0, step 0, .* MiB")
+
+
 @pytest.mark.launch
-@pytest.mark.timeout(40)
+@pytest.mark.timeout(60)
 def test_a_report_names_the_rank_that_others_wait_for_and_what_it_does(launch: Launch) -> None:
     script = launch.script(SCRIPT)
     with launch.start("-n", 3, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
@@ -144,6 +169,8 @@ def test_a_report_names_the_rank_that_others_wait_for_and_what_it_does(launch: L
                 stacks = read_until(process, "the stacks of rank 2 are in (.*)").group(1)
                 assert line_of(script, "read").split(":")[1] in Path(stacks).read_text()
                 assert os.stat(stacks).st_mode & 0o777 == 0o600
+            if fault == "lock":
+                check_questions(process, predicate, waited_for)
             if fault == "stop":
                 os.kill(launch.event()[0], signal.SIGCONT)
             elif fault == "breakpoint":
@@ -259,7 +286,9 @@ def test_a_process_without_a_handler_gets_no_signal() -> None:
 
 def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
     loop = EventLoop()
-    job_socket.JobSocket(loop, os.getpid(), lambda question, reply: reply(question["type"] + "!"))
+    server = job_socket.JobSocket(
+        loop, os.getpid(), lambda question, reply: reply(question["type"] + "!")
+    )
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -277,3 +306,4 @@ def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
         loop.call_later(0, loop.stop)
         job_socket.request(address, "wake")
         thread.join()
+        server.close()

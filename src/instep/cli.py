@@ -23,6 +23,7 @@ COMMANDS = {
     "env": "instep.launch.env.command",
     "slurm": "instep.launch.slurm",
     "timeline": "instep.launch.timeline.command",
+    "where": "instep.launch.where.command",
 }
 """The module of each command. It defines `add_command`, which adds a parser to the subparsers of
 `instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.

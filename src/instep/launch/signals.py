@@ -10,18 +10,22 @@ from contextlib import contextmanager
 from types import FrameType
 
 TERMINATION_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPORT_SIGNALS = (signal.SIGQUIT, signal.SIGUSR1)
+"""They ask for a report on the job: where its ranks are (Ctrl-\\), and how fast."""
 
 
 class SignalQueue:
-    """A context manager that queues termination signals instead of letting them end this process.
+    """A context manager that queues signals which would end this process: TERMINATION_SIGNALS and
+    REPORT_SIGNALS.
 
     A signal that was ignored (by nohup, or by a shell for a background job) stays ignored. Python
     delivers signals to the main thread, so that in another thread none is queued.
     """
 
     def __init__(self) -> None:
-        self._before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
-        kept = [n for n in TERMINATION_SIGNALS if self._before[n] is not signal.SIG_IGN]
+        queued = (*TERMINATION_SIGNALS, *REPORT_SIGNALS)
+        self._before = {number: signal.getsignal(number) for number in queued}
+        kept = [n for n in queued if self._before[n] is not signal.SIG_IGN]
         self._kept = kept if threading.current_thread() is threading.main_thread() else []
         self._receiver, self._sender = socket.socketpair()
 

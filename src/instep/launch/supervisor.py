@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,8 @@ from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
 from instep.launch.rank_process import RankProcess, start_rank
 from instep.launch.reaper import Reaper, end_ranks
-from instep.launch.signals import SignalQueue
+from instep.launch.signals import REPORT_SIGNALS, SignalQueue
+from instep.launch.where.command import print_report
 from instep.process import pending_writes, settings, storage
 from instep.process.failure import Failure, RankExit, first_failure, format_report
 from instep.process.last_position import LastPosition
@@ -290,13 +292,22 @@ class Supervisor:
 
     def _on_signal(self) -> None:
         for number in self._signal_queue.pop_all():
-            if self._steps is None:
+            if number in REPORT_SIGNALS:
+                self._start_report(status=number is signal.SIGUSR1)
+            elif self._steps is None:
                 self._on_end_request(number)
             else:
                 self.signalled_again = self.requested_signal is not None
                 self._may_survive = False
                 self.connections.broadcast(connections.FAILING)
                 self._next_step()
+
+    def _start_report(self, *, status: bool) -> None:
+        """Print a report on the ranks, in a thread: it takes seconds."""
+        pids = [rank.pid for rank in self._ranks if rank.end is None]
+        threading.Thread(
+            target=print_report, args=(pids,), kwargs={"status": status}, daemon=True
+        ).start()
 
     def _on_end_request(self, number: signal.Signals) -> None:
         if self._steps is None:

@@ -37,11 +37,24 @@ class JobSocket:
 
     def __init__(self, loop: EventLoop, rank_pid: int, answer: Answer) -> None:
         self._loop, self._answer = loop, answer
+        self._connections: set[Connection] = set()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(f"\0{_PREFIX}/{os.getuid()}/{rank_pid}/{os.getpid()}")
         self._listener.listen()
         loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Close it, and every connection."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.remove(connection)
+        self._loop.remove_reader(connection)
+        connection.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -52,6 +65,7 @@ class JobSocket:
             sock.setblocking(True)
             sock.settimeout(1.0)
             connection = Connection(sock)
+            self._connections.add(connection)
             self._loop.add_reader(connection, partial(self._recv, connection))
 
     def _recv(self, connection: Connection) -> None:
@@ -60,8 +74,7 @@ class JobSocket:
         except OSError:
             messages = None
         if messages is None:
-            self._loop.remove_reader(connection)
-            connection.close()
+            self._drop(connection)
         for message in messages or ():
             self._answer(message, partial(_send_text, connection))
 

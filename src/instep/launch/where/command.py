@@ -1,0 +1,83 @@
+"""`instep where` on the command line: a running job of this user, found by its process or name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from instep.distributed.watchdog.stalls import job_socket
+from instep.errors import CommandLineError
+
+WHERE = """\
+Print what each rank of a running job does now: the collective in which it waits, or the line of the
+script that it runs. The job goes on meanwhile.
+
+Run it on the host of rank 0, as the user of the job. JOB is the process id of `instep run` or of
+any process of the job, or its INSTEP_JOB; it may be left out where only one job runs. Ctrl-\\ in
+the terminal of `instep run` prints the same.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add it to the subparsers of `instep`."""
+    parser = commands.add_parser(
+        "where",
+        help="what the ranks of a running job do",
+        description=WHERE,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=run)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="which job; see above")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--stacks", action="store_true", help="the stacks of all threads of all ranks, too"
+    )
+    kind.add_argument(
+        "--status", action="store_true", help="steps per second and memory of each rank instead"
+    )
+
+
+def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
+    """Print the job's reply and return the exit code: 1 if it does not reply.
+
+    Raises CommandLineError unless there is exactly one such job.
+    """
+    jobs = job_socket.find_jobs()
+    if asked.job is not None:
+        jobs = [job for job in jobs if job_socket.is_of_job(job, asked.job)]
+    if not jobs:
+        named = "such job" if asked.job is not None else "job"
+        raise CommandLineError(f"no {named} of this user has ranks that have met on this host.")
+    if len(jobs) > 1:
+        pids = ", ".join(str(job.pid) for job in jobs)
+        raise CommandLineError(
+            f"there are {len(jobs)} jobs; name one by a process id. Their ranks 0: {pids}"
+        )
+    reply = job_socket.request(jobs[0], request_type(stacks=asked.stacks, status=asked.status))
+    if reply is None:
+        print(f"instep: the job of process {jobs[0].pid} does not reply", file=sys.stderr)
+        return 1
+    print(reply)
+    return 0
+
+
+def request_type(*, stacks: bool = False, status: bool = False) -> str:
+    """The type of a message to a job's socket."""
+    return "stacks" if stacks else "status" if status else "where"
+
+
+def print_report(pids: Sequence[int], *, status: bool) -> None:
+    """Write a report on the job of these processes to stderr."""
+    jobs = [
+        job
+        for job in job_socket.find_jobs()
+        if any(job_socket.is_of_job(job, str(pid)) for pid in pids)
+    ]
+    reply = job_socket.request(jobs[-1], request_type(status=status)) if jobs else None
+    text = reply or "the ranks have not met yet, or rank 0 is on another host"
+    head = "instep:\n" if "\n" in text else "instep: "
+    os.write(2, f"{head}{text}\n".encode())
