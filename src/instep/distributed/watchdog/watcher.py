@@ -265,7 +265,8 @@ class Watcher:
                 self._abort(message["text"])
             elif message_type == "get_collectives":
                 self._hub.send("collectives", steps=recorded_steps(read(self._record_file)))
-                self._rank_connection.send("get_collectives", **message)
+                if not self._finished:
+                    self._rank_connection.send("get_collectives", **message)
             elif message_type == "over":
                 self._print_failure()
             elif message_type in INTERRUPTS_TO_RANK:
