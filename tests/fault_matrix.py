@@ -60,11 +60,11 @@ def prepared(model, loader):
 """
 DDP = """
 import torch.distributed as dist
-if os.environ.get("INSTEP_BACKEND") == "shm":
+if "INSTEP_BACKEND" in os.environ:
     import instep.shm
     dist.init_process_group("instep")
 else:
-    dist.init_process_group("gloo")
+    dist.init_process_group()
 def mine():
     return dist.get_rank()
 def together(tensor):

@@ -44,6 +44,8 @@ _joined: list[World] = []
 """The world that `init` has joined: the launcher's variables need not be there any more."""
 _watched: list[weakref.ref[dist.ProcessGroup]] = []
 """The last process group in which this rank is watched."""
+_is_making_group = False
+"""Whether `init` makes the process group of torch."""
 
 
 def current() -> World:
@@ -127,14 +129,15 @@ def _init(
         check_devices_differ(store, world, str(torch.cuda.get_device_properties(device).uuid))
     # NCCL's threads read the store once a second as long as the job lasts: not through Python.
     store_of_torch = bare if device.type == "cuda" else store
-    dist.init_process_group(
-        backend,
-        store=store_of_torch,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
+    with _making_group():
+        dist.init_process_group(
+            backend,
+            store=store_of_torch,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     _add_state(joined.key or _broadcast_key(), one_host, store_of_torch)
     _joined[:] = [world]
     timeline_file.start(world.rank, world.node_rank)
@@ -180,11 +183,29 @@ def ensure_init() -> None:
     """Call `init` unless there is a process group; let a group that the script made be watched."""
     if not dist.is_initialized():
         init()
-    elif not (_watched and _watched[0]() is dist.group.WORLD):
-        _remember_watched()
-        world = current()
-        if world.size > 1:
-            client.start_watcher(world, store(), key(), listener)
+    else:
+        watch_group()
+
+
+def watch_group() -> None:
+    """Let a process group that the script made be watched, if it is not yet. Collective."""
+    if _is_making_group or (_watched and _watched[0]() is dist.group.WORLD):
+        return
+    _remember_watched()
+    world = current()
+    if world.size > 1:
+        client.start_watcher(world, store(), key(), listener)
+
+
+@contextmanager
+def _making_group() -> Iterator[None]:
+    """Inside, the group that is made is instep's, which has its watchers by then."""
+    global _is_making_group
+    _is_making_group = True
+    try:
+        yield
+    finally:
+        _is_making_group = False
 
 
 def _remember_watched() -> None:

@@ -13,6 +13,7 @@ from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
+from instep.process import settings
 
 
 class _GroupOptions(Protocol):
@@ -40,6 +41,8 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
     gloo.options.group_name = GroupName(options.group_id)
     gloo._set_sequence_number_for_group()
     ranks = options.global_ranks_in_group or range(size)
+    if str(settings.BACKEND) == "gloo":
+        return ProcessGroupOverGloo(store, gloo, options.group_id)
     try:
         exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
     except CannotShareMemory as reason:

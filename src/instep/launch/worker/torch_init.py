@@ -2,7 +2,7 @@
 
 torch's TCPStore listens on every interface of the host. Here it listens on MASTER_ADDR only, if
 possible on the socket that `instep run` has bound. A backend that this host does not have is an
-error with advice.
+error with advice. The ranks of the script's group are watched as those of instep's own are.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ def _listener(host: str, port: int) -> socket.socket:
 def _init_process_group(
     original: Callable[..., None], backend: str | None = None, *args: Any, **kwargs: Any
 ) -> None:
+    from instep.distributed.rendezvous import bootstrap
+
     _check_backend(backend)
     original(backend, *args, **kwargs)
+    bootstrap.watch_group()
 
 
 def _check_backend(backend: str | None) -> None:
