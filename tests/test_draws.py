@@ -23,6 +23,7 @@ import instep
 from instep.errors import InstepWarning
 from instep.training import batches, replicas
 from instep.training.blocks import Block
+from instep.training.draws.batch_draws import BatchDrawMode
 
 Body = Callable[["Drawing", Tensor], Tensor]
 
@@ -295,3 +296,25 @@ def test_scripted_functions_may_draw() -> None:
 
     instep.replicate(nn.Linear(2, 2))
     assert torch.jit.script(drawn)(torch.zeros(2, 3)).shape == (2, 3)
+
+
+def test_an_operation_of_dropout_scales_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a replica it is torch's own kernel that comes here, from a function in C++."""
+    mode = object.__new__(BatchDrawMode)
+    monkeypatch.setattr(mode, "_like", lambda x, fill: fill(torch.empty_like(x)), raising=False)
+    for p, train, scale in ((0.75, True, 4.0), (0.75, None, 4.0), (0.75, False, 1.0)):
+        kept, mask = mode._dropout(torch.ones(400), p, train)
+        assert set(kept.tolist()) == {0.0, scale}
+        assert torch.equal(kept, mask * scale)
+    assert mode._dropout(torch.ones(4), 1.0, True)[0].tolist() == [0.0] * 4
+
+
+def test_a_dropout_that_drops_nothing_leaves_the_scripts_generator() -> None:
+    def drops_nothing(model: Drawing, y: Tensor) -> Tensor:
+        return F.dropout(F.dropout(y, 0.0), 0.4, training=False)
+
+    for model in (instep.replicate(Drawing(drops_nothing)) for _ in range(2)):
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        model.eval()(instep.shard(torch.ones(4, 6)))
+        assert torch.equal(torch.get_rng_state(), before)

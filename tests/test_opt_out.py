@@ -8,7 +8,8 @@ import torch
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
-from instep.unedited import launcher_env, opt_out
+from instep.unedited import launcher_env, multi_rank, opt_out
+from instep.unedited.session import fix_hash_seed
 from test_unedited_world import RUN, Place
 
 
@@ -212,3 +213,43 @@ def test_after_divided_work_it_is_too_late_to_be_left_alone(tmp_path):
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stdout) == (1, "")
     assert "as one process so far, and now it takes RANK for granted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("seed", "again"), [(None, True), ("random", True), ("0", False), ("7", False)]
+)
+def test_sets_of_strings_have_one_order_on_all_ranks(monkeypatch, seed, again):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, args: started.append((path, args)))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "script.py", "an argument"])
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    fix_hash_seed()
+    assert started == ([(sys.executable, sys.orig_argv)] if again else [])
+    assert os.environ["PYTHONHASHSEED"] == ("0" if again else seed)
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-"])  # its text has been read already
+    started.clear()
+    fix_hash_seed()
+    assert started == []
+
+
+class Store(dict):
+    """Has what rank 0 has said; nobody ever sets another key."""
+
+    get = dict.__getitem__
+
+    def wait(self, keys, timeout):
+        if not self.keys() >= {*keys}:
+            raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize(("said", "reports"), [(b"lost", False), (b"other", True), (None, True)])
+def test_a_failure_of_all_ranks_is_reported_once(said, reports):
+    session = object.__new__(multi_rank.MultiRankSession)
+    session._has_failed, session._installed = False, True
+    session.world = World(rank=1, size=2, local_rank=1, local_size=2)
+    session._store = Store({} if said is None else {multi_rank._FAILED: said})
+    assert session.reports_failure("lost") is reports
+    assert session.reports_failure("lost"), "one that follows is another one"

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -102,16 +101,11 @@ def script_line(*, with_offset: bool = False) -> str:
 
     With the offset of the instruction, two draws of one line differ.
     """
-    frame: FrameType | None = sys._getframe(1)
-    found = frame
-    while frame is not None:
-        found = frame
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            break
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
-    assert found is not None
-    offset = f":{found.f_lasti}" if with_offset else ""
-    return f"{found.f_code.co_filename}:{found.f_lineno}{offset}"
+    offset = f":{frame.f_lasti}" if with_offset else ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}{offset}"
 
 
 def _compare(drawn: list[Shape], shape: Shape, rows: int) -> Dim:
