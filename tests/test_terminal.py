@@ -10,6 +10,7 @@ import termios
 
 import pytest
 
+from instep.unedited.std_streams import StdStreams, Terminal
 from test_unedited_world import RUN, Place
 
 SCRIPT = """
@@ -85,3 +86,26 @@ def test_of_another_rank_nothing_is_heard_meanwhile(rank, heard):
         env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
     )  # fmt: skip
     assert (done.stdout.split(), done.stderr.split()) == (heard, heard)
+
+
+def test_a_process_without_standard_streams_is_restored():
+    streams = StdStreams(1, Terminal.detect(), None)
+    streams._saved = [os.dup(fd) for fd in range(3)]
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+            patched.setattr(sys, name, None)
+        streams.restore()
+    assert streams._saved == []
+
+
+def test_rank_0_ends_though_nobody_reads_its_output_any_more():
+    class Broken:
+        def flush(self):
+            raise BrokenPipeError
+
+    streams = StdStreams(0, Terminal.detect(), None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stdout", Broken())
+        patched.setattr(sys, "stdin", None)
+        streams.restore()
+        assert sys.stdin is streams._stdin

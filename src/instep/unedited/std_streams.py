@@ -86,7 +86,8 @@ class StdStreams:
                 os.close(saved)
             self._saved.clear()
             for stream in (sys.__stdout__, sys.__stderr__):
-                vars(stream).pop("isatty", None)
+                if stream is not None:  # it was closed when Python started
+                    vars(stream).pop("isatty", None)
 
     def _silence(self) -> None:
         _flush()
