@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
-from instep.distributed.watchdog.stalls import job_socket
+from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
 from instep.distributed.watchdog.stalls.probe import awaited_entry
 from instep.distributed.watchdog.stalls.python_stacks import STACK_SIGNAL
 from instep.distributed.watchdog.stalls.rank_watch import waiting_share
@@ -34,6 +35,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     is_idle_worker,
     script_position,
 )
+from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
 from launching import Launch
 
 SCRIPT = """
@@ -214,6 +216,47 @@ def test_the_rank_that_waits_least_is_the_slowest() -> None:
         "  rank 1: epoch 1, step 7, 2.5 steps/s, 10% of its time in collectives, 5 MiB "
         "(the slowest)",
     ]
+
+
+class FewRanks:
+    """The hub of two ranks, both connected."""
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+
+    def broadcast(self, message_type: str, **fields: Any) -> None:
+        self.requests.append(fields["request"])
+
+    def running_ranks(self) -> set[int]:
+        return {0, 1}
+
+    connected_ranks = running_ranks
+
+    def is_ending(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("state", "printed_at"),
+    [
+        ({"what": "is in user code at a.py:9", "is_slow": True}, 3),
+        ({"what": "is in user code at a.py:9, asleep", "is_slow": False}, 1),
+        ({"what": "waits in barrier at a.py:7", "waited": 5.0, "is_slow": False}, 1),
+    ],
+)
+def test_a_rank_that_is_slow_is_no_alarm_before_four_times_the_threshold(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], printed_at: int
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(stall_coordinator, "_print", printed.append)
+    ranks, waits = FewRanks(), {"what": "waits in all_reduce at a.py:3", "waited": 5.0}
+    coordinator = StallCoordinator(EventLoop(), ranks, 2, 1)
+    for level in (1, 2, 3):
+        coordinator.handle(0, "stalled", {"level": level, "waited": 5.0, "line": "a.py:3"})
+        for rank, told in ((0, waits), (1, state)):
+            reply = told | {"request": ranks.requests[-1], "stacks": ""}
+            coordinator.handle(rank, "state", reply)
+        assert len(printed) == max(0, level - printed_at + 1)
 
 
 def test_a_collective_that_an_exception_left_is_not_waited_in() -> None:

@@ -111,7 +111,7 @@ def main_thread_line() -> str:
 
 def _is_stdlib(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return file.startswith(_STDLIB) and "-packages" not in file
+    return file.startswith("<frozen ") or (file.startswith(_STDLIB) and "-packages" not in file)
 
 
 def format_main_thread_stack() -> str:

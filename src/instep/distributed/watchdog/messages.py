@@ -44,6 +44,7 @@ _OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {
     "epoch": _NUMBER,
     "step": _NUMBER,
     "memory": _NUMBER,
+    "is_slow": _FLAG,
 }
 """Of "failed" and "state"."""
 

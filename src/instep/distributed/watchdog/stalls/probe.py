@@ -103,6 +103,8 @@ class RankProbe:
         self._folder = current_folder(rank.pid)
         self._replies: list[Message] = []
         self._stacks = ""
+        self._is_slow = False
+        """Whether it goes on, as far as a second tells."""
         self.is_done = False
         """Whether `done` was called."""
         self._first = self._sample()
@@ -154,6 +156,7 @@ class RankProbe:
 
     def _finish(self, own_dump: str = "", dumps: dict[int, str] | None = None) -> None:
         fields: Message = {"what": self._predicate(own_dump, dumps or {}), "stacks": self._stacks}
+        fields["is_slow"] = self._is_slow
         if self._entry is not None and not is_stopped(self._rank.pid):
             fields["waited"] = time.monotonic() - (self._entry.waiting or self._entry.entered)
         self.is_done = True
@@ -192,10 +195,11 @@ class RankProbe:
         if worker:
             return f"{text}: {worker}"
         now = record_format.read(self._rank.record)
-        if (now.count, now.step) != (self._record.count, self._record.step):
-            return f"{text}; it is slow, not stuck"
-        if first["line"] != last["line"]:
-            return f"{text}; it is slow, not stuck: it comes from {self._short(first['line'])}"
+        has_moved = (now.count, now.step) != (self._record.count, self._record.step)
+        self._is_slow = has_moved or first["line"] != last["line"]
+        if self._is_slow:
+            came = "" if has_moved else f": it comes from {self._short(first['line'])}"
+            return f"{text}; it is slow, not stuck{came}"
         return f"{text}{self._activity(last['innermost'])}"
 
     def _activity(self, innermost: str) -> str:

@@ -73,6 +73,12 @@ def format_stacks(states: Mapping[int, Message]) -> str:
     return "\n".join(texts)
 
 
+def are_slow(states: Mapping[int, Message]) -> bool:
+    """Whether all ranks that others wait for are slow, and not stuck."""
+    awaited = [state for state in states.values() if state.get("waited") is None]
+    return bool(awaited) and all(state.get("is_slow") for state in awaited)
+
+
 def ranks_with_stacks(states: Mapping[int, Message]) -> list[int]:
     """The ranks that sent stacks."""
     return [rank for rank, state in sorted(states.items()) if state.get("stacks")]

@@ -19,6 +19,8 @@ REPLY_SECONDS = 6.0
 RESUMED_SECONDS = 1.0
 """After the end of a stall, until a line says so: a rank may have left the collective by an error
 that ends the job."""
+SLOW_LEVEL = 3
+"""Ranks that are slow, and not stuck, are reported at 4 times the threshold."""
 _STDERR = 2
 
 
@@ -54,6 +56,8 @@ class StallCoordinator:
         """The last "stalled" of each rank that still waits."""
         self._reported_level = 0
         """Of the stall that goes on."""
+        self._has_printed = False
+        """Whether it was reported in print."""
         self._longest: dict[str, float] = {}
         """Seconds of waits that ended well, by the script's line."""
         self._file: int | None = None
@@ -128,6 +132,9 @@ class StallCoordinator:
     def _print_report(self, states: dict[int, Message]) -> None:
         if self._ranks.is_ending() or not self._stalled:
             return
+        if report.are_slow(states) and self._reported_level < SLOW_LEVEL:
+            return
+        self._has_printed = True
         text = f"instep: {report.format_states(states)}\n"
         stacks = report.format_stacks(states)
         if stacks and self._append(f"{text}{stacks}\n"):
@@ -150,8 +157,8 @@ class StallCoordinator:
     def _stall_over(self, waited: float | None) -> None:
         if self._stalled or not self._reported_level:
             return
-        self._reported_level = 0
-        if waited is not None:
+        self._reported_level, has_printed, self._has_printed = 0, self._has_printed, False
+        if waited is not None and has_printed:
             self._loop.call_later(RESUMED_SECONDS, lambda: self._print_resumed(waited))
 
     def _print_resumed(self, waited: float) -> None:
