@@ -165,6 +165,22 @@ def test_an_optimizer_that_is_gone_does_not_count():
         training.run(5)
 
 
+def leave_out(model, loader, *, step):
+    for k, (x,) in enumerate(loader):
+        if instep.rank != 1 or k != step:
+            model(x).sum().backward()
+
+
+@ranks(3)
+def test_a_step_that_one_rank_leaves_out_is_named_though_all_parameters_are_equal():
+    with variable("INSTEP_DRIFT_STEPS", "4"):
+        model = instep.replicate(nn.Linear(4, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(60, 4))
+    loader = instep.shard(torch.utils.data.DataLoader(data, 6))
+    with pytest.raises(DriftError, match=r"ranks 0, 2: 4; rank 1: 5.*between 2 and 4"):
+        leave_out(model, loader, step=2)
+
+
 @ranks(2)
 def test_differences_of_rounding_are_a_warning_and_only_one():
     training = Training(every="1")

@@ -72,16 +72,17 @@ class DriftCheck:
         if self._every:
             follow_optimizers()
 
-    def end_backward(self) -> None:
+    def end_backward(self, taken_batches: int = 0) -> None:
         """A backward has summed gradients of the model: compare if it is time to. Collective.
 
-        Raises DriftError on every rank.
+        `taken_batches`: how many batches this rank has taken from sharded loaders. Raises
+        DriftError on every rank.
         """
         self.step += 1
         if is_due(self.step, self._every):
-            self.compare()
+            self.compare(taken_batches)
 
-    def compare(self) -> None:
+    def compare(self, taken_batches: int = 0) -> None:
         """Compare now. Collective. Raises DriftError on every rank."""
         model = self._model()
         if model is None:
@@ -90,10 +91,11 @@ class DriftCheck:
         sums = bit_sums(tensors.values())
         options = named_options({id(p): name for name, p in model.named_parameters()})
         texts = {name: repr(value) for name, value in sorted(options.items())}
-        mine = torch.tensor([combine(sums), crc32(repr((list(tensors), texts)).encode())])
+        others = list(tensors), texts, taken_batches
+        mine = torch.tensor([combine(sums), crc32(repr(others).encode())])
         parts = self._transport.all_gather(mine.to(self._transport.control_device))
         if any(part.tolist() != mine.tolist() for part in parts):
-            self._raise_difference(tensors, sums.tolist(), texts)
+            self._raise_difference(tensors, sums.tolist(), texts, taken_batches)
         self._same_at = self.step
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -113,16 +115,23 @@ class DriftCheck:
                 yield f"buffer {name}", buffer
 
     def _raise_difference(
-        self, tensors: Mapping[str, Tensor], sums: Sequence[int], texts: Mapping[str, str]
+        self,
+        tensors: Mapping[str, Tensor],
+        sums: Sequence[int],
+        texts: Mapping[str, str],
+        taken_batches: int,
     ) -> None:
         """Find what differs first. Collective. Raises DriftError unless all of it is harmless."""
         rows = {
             name: (tuple(t.shape), str(t.dtype), total)
             for (name, t), total in zip(tensors.items(), sums, strict=True)
         }
+        all_taken = self._transport.all_gather_object(taken_batches)
         of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
         of_ranks = self._transport.all_gather_object((rows, dict(texts)))
         since = (max(self._same_at, 1), self.step)
+        if len({*all_taken}) > 1:
+            raise DriftError.of_batches(by_value(all_taken), since)
         model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
             values = [options.get(name) for _, options in of_ranks]
