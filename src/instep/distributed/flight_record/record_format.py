@@ -106,6 +106,10 @@ class FlightRecord:
         """The collectives in which the rank waits now."""
         return tuple(e for e in self.entries if e.left is None and e.waiting is not None)
 
+    def issued_entries(self) -> tuple[Entry, ...]:
+        """The asynchronous collectives of which no end is known, and for which no Python waits."""
+        return tuple(e for e in self.entries if e.left is None and e.waiting is None)
+
 
 def group_text(name: str, ranks: Iterable[int]) -> str:
     """A group as the record names it: its name in torch, and its members as ranks of the job."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from instep.distributed.flight_record.recorder import issued, leave, wait
-from instep.distributed.flight_record.script_line import location, script_frame
+from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
 
@@ -105,8 +105,12 @@ def main_thread_root() -> int | None:
 def main_thread_line() -> str:
     """The line of the script, or of a library that it uses, that the main thread runs."""
     frames = [*_frames()]
-    outside = (frame for frame in frames if not _is_stdlib(frame))
-    return location(script_frame(next(outside, frames[0])))
+    scripts = (
+        frame
+        for frame in frames
+        if not (_is_stdlib(frame) or frame.f_code.co_filename.startswith(OUTSIDE_SCRIPT))
+    )
+    return location(next(scripts, frames[-1]))
 
 
 def _is_stdlib(frame: FrameType) -> bool:

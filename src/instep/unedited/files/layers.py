@@ -26,6 +26,18 @@ the file at the path itself is the right one. _COPIED: this layer has the direct
 without this mark or _OPAQUE it only has the directory as the parent of something."""
 
 
+_lstat = os.lstat
+"""As it is before it is replaced: each import looks for hundreds of files."""
+
+
+def _lexists(path: str) -> bool:
+    try:
+        _lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class Layer:
     """The changes below one directory, which is made at the first change.
 
@@ -42,15 +54,13 @@ class Layer:
         """The location of `path`; MISSING if it does not exist; None if this layer has no entry."""
         location = self._files + path
         try:
-            status = os.lstat(location)
+            status = _lstat(location)
         except NotADirectoryError:
             return MISSING
         except FileNotFoundError:
-            if os.path.lexists(self._mark(path, _RELEASED)):
-                return path
-            return MISSING if self._is_whited_out(path) else None
+            return self._find_by_marks(path)
         if stat.S_ISDIR(status.st_mode) and not (
-            self._has_directory(path) or self._is_whited_out(path)
+            self._has_directory(path) or self._find_by_marks(path) == MISSING
         ):
             return None  # made as a parent only: its mode is not that of the real directory
         return location
@@ -63,18 +73,18 @@ class Layer:
 
     def has_entry(self, path: str) -> bool:
         """Whether this layer has `path` itself or a whiteout for it."""
-        return os.path.lexists(self._files + path) or os.path.lexists(self._mark(path, _WHITEOUT))
+        return _lexists(self._files + path) or _lexists(self._mark(path, _WHITEOUT))
 
     def is_opaque(self, directory: str) -> bool:
         """Whether the directory was made in this layer, and not only as a parent of something."""
-        return os.path.lexists(self._mark(directory, _OPAQUE))
+        return _lexists(self._mark(directory, _OPAQUE))
 
     def _has_directory(self, directory: str) -> bool:
-        return any(os.path.lexists(self._mark(directory, mark)) for mark in (_OPAQUE, _COPIED))
+        return any(_lexists(self._mark(directory, mark)) for mark in (_OPAQUE, _COPIED))
 
     def is_metadata_only(self, path: str, location: str) -> bool:
         """Whether `location` is this layer's entry for `path`, and lacks the file's content."""
-        return location == self._files + path and os.path.lexists(self._mark(path, _METADATA_ONLY))
+        return location == self._files + path and _lexists(self._mark(path, _METADATA_ONLY))
 
     def masks(self, directory: str) -> bool:
         """Whether this layer hides everything that lower layers have in a directory."""
@@ -101,7 +111,7 @@ class Layer:
 
     def copy_metadata(self, path: str) -> None:
         """Copy the metadata of a file, without its content."""
-        size, location = os.lstat(path).st_size, self.add_file(path)
+        size, location = _lstat(path).st_size, self.add_file(path)
         self._set(path, _METADATA_ONLY)
         with open(location, "wb") as file:
             file.truncate(size)
@@ -112,7 +122,7 @@ class Layer:
         location = self._files + path
         if is_directory(location):
             shutil.rmtree(location)
-        elif os.path.lexists(location):
+        elif _lexists(location):
             os.unlink(location)
         self._unset(path, _OPAQUE, _RELEASED, _COPIED, _METADATA_ONLY)
         self._set(path, _WHITEOUT)
@@ -134,17 +144,19 @@ class Layer:
         found = self._location.match(location)
         return (location[found.end() :] or "/") if found else location
 
-    def _is_whited_out(self, path: str) -> bool:
-        """Whether a mark of `path` or of a parent says that `path` does not exist."""
+    def _find_by_marks(self, path: str) -> str | None:
+        """As `find`, of a path of which this layer has no file."""
         at = self._marks
         *parents, last = path.split("/")[1:]
         for name in parents:
-            if any(os.path.lexists(f"{at}/{mark}{name}") for mark in (_WHITEOUT, _OPAQUE)):
-                return True
+            if _lexists(f"{at}/{_WHITEOUT}{name}") or _lexists(f"{at}/{_OPAQUE}{name}"):
+                return path if _lexists(self._mark(path, _RELEASED)) else MISSING
             at = f"{at}/{_DIRECTORY}{name}"
-            if not os.path.lexists(at):
-                return False
-        return os.path.lexists(f"{at}/{_WHITEOUT}{last}")
+            if not _lexists(at):
+                return None
+        if _lexists(f"{at}/{_RELEASED}{last}"):
+            return path
+        return MISSING if _lexists(f"{at}/{_WHITEOUT}{last}") else None
 
     def _set(self, path: str, mark: str) -> None:
         file = self._mark(path, mark)
@@ -181,7 +193,7 @@ def is_directory(location: str) -> bool:
 
 def copy(source: str, target: str) -> None:
     """Copy one file, link or directory with its times and mode; a directory without its entries."""
-    mode = os.lstat(source).st_mode
+    mode = _lstat(source).st_mode
     if stat.S_ISDIR(mode):
         os.makedirs(target, exist_ok=True)
         shutil.copystat(source, target)
@@ -194,7 +206,7 @@ _FICLONE = 0x40049409
 
 def clone(source: str, target: str) -> bool:
     """Copy a file with its times and mode by sharing its blocks; False if that is not possible."""
-    if not stat.S_ISREG(os.lstat(source).st_mode):
+    if not stat.S_ISREG(_lstat(source).st_mode):
         return False
     try:
         with open(source, "rb") as old, open(target, "wb") as new:

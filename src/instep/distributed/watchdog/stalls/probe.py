@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,7 +37,7 @@ SECOND_LOOK, JUDGEMENT, NO_REPLY = 0.4, 0.9, 2.5
 reply (on a loaded machine a reply takes long)."""
 _BUSY_SHARE = 0.2
 """Of a core, from which on a process counts as running."""
-_TICKS = os.sysconf("SC_CLK_TCK")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _MAX_STACKS = 200_000
 _PHASES = {
     "data": ", loading data",
@@ -48,6 +48,8 @@ _PHASES = {
     "checkpoint": ", writing a checkpoint",
     "single_process_scope": ", in a single_process_scope",
 }
+_CALLS_OF_CPP = ("graph.py:", "distributed.py:", "distributed_c10d.py:")
+"""Files of torch whose functions call C++ that waits for collectives: backward, and DDP."""
 _LOCK_FILES = ("threading.py:", "queue.py:", "synchronize.py:")
 
 
@@ -77,14 +79,22 @@ def is_stopped(pid: int) -> bool:
 
 
 def awaited_entry(record: FlightRecord) -> Entry | None:
-    """The collective in which the rank has waited longest; None where it is in none.
+    """The collective in which the rank has waited longest; None where it is in none."""
+    entries = _without_abandoned(record, record.open_entries())
+    return min(entries, key=lambda entry: entry.waiting or 0.0, default=None)
 
-    The collectives of a group end in order. One that is open although a later one of its group has
-    ended was left by an exception.
-    """
+
+def issued_entry(record: FlightRecord) -> Entry | None:
+    """The oldest collective that was issued and may not have ended: C++ may wait for it."""
+    entries = _without_abandoned(record, record.issued_entries())
+    return min(entries, key=lambda entry: entry.entered, default=None)
+
+
+def _without_abandoned(record: FlightRecord, entries: Iterable[Entry]) -> list[Entry]:
+    """The collectives of a group end in order. One that is open although a later one of its group
+    has ended was left by an exception."""
     left = {entry.group: entry.sequence for entry in record.entries if entry.left is not None}
-    open_entries = [e for e in record.open_entries() if e.sequence > left.get(e.group, 0)]
-    return min(open_entries, key=lambda entry: entry.waiting or 0.0, default=None)
+    return [entry for entry in entries if entry.sequence > left.get(entry.group, 0)]
 
 
 class RankProbe:
@@ -188,6 +198,10 @@ class RankProbe:
         line = self._short(last["line"])
         if last["at_breakpoint"]:
             return f"is at a breakpoint at {line}"
+        if last["innermost"].startswith(_CALLS_OF_CPP) and not self._is_busy():
+            self._entry = issued_entry(self._record)
+            if self._entry is not None:
+                return f"waits in {replace(self._entry, line=line).describe()}"
         loads = last["loads_data"] or self._record.phase == "data"
         phase = _PHASES["data"] if loads else _PHASES.get(self._record.phase, "")
         text = f"is in user code at {line}{phase}"
@@ -196,9 +210,10 @@ class RankProbe:
             return f"{text}: {worker}"
         now = record_format.read(self._rank.record)
         has_moved = (now.count, now.step) != (self._record.count, self._record.step)
-        self._is_slow = has_moved or first["line"] != last["line"]
+        self._is_slow = has_moved or _main_stack(first) != _main_stack(last)
         if self._is_slow:
-            came = "" if has_moved else f": it comes from {self._short(first['line'])}"
+            moved = first["line"] != last["line"] and not has_moved
+            came = f": it comes from {self._short(first['line'])}" if moved else ""
             return f"{text}; it is slow, not stuck{came}"
         return f"{text}{self._activity(last['innermost'])}"
 
@@ -232,7 +247,7 @@ class RankProbe:
     def _is_busy(self) -> bool:
         now = self._sample()
         seconds = max(now.time - self._first.time, 1e-3)
-        return (now.ticks - self._first.ticks) / _TICKS > _BUSY_SHARE * seconds
+        return (now.ticks - self._first.ticks) / TICKS_PER_SECOND > _BUSY_SHARE * seconds
 
     def _seen_line(self) -> str:
         text = read_whole(self._rank.seen).rstrip("\0")
@@ -242,3 +257,9 @@ class RankProbe:
         """A line of a file in the rank's current folder, without that folder."""
         prefix = f"{self._folder}/"
         return line.removeprefix(prefix) if self._folder else line
+
+
+def _main_stack(reply: Message) -> str:
+    """The stack of the main thread, which is the first of a reply's stacks."""
+    main, *_ = reply["stacks"].split("\nThread ", 1)
+    return str(main)

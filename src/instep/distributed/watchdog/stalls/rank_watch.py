@@ -12,17 +12,21 @@ from instep.distributed.flight_record.record_format import Entry, FlightRecord
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls.probe import (
+    TICKS_PER_SECOND,
     ProbeTarget,
     RankProbe,
     awaited_entry,
     is_stopped,
+    issued_entry,
 )
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
-from instep.process.procfs import memory_in_use
+from instep.process.procfs import memory_in_use, read_stat
 
 POLL_SECONDS, _POLLS_PER_THRESHOLD, _FASTEST = 2.5, 5, 0.2
 LAST_REPORT_SECONDS, _SHORTEST_TIMEOUT = 2.0, 10.0
 """Before INSTEP_TIMEOUT ends the job there is a last report, unless the timeout is shorter."""
+IDLE_SHARE = 0.1
+"""Of a core, up to which a rank is idle: in shared memory one that waits wakes now and then."""
 WINDOW_SECONDS = 60.0
 """Over which the rates of `instep where --status` are taken."""
 
@@ -45,6 +49,9 @@ class RankWatch:
         """The collective in which the rank waits."""
         self._progress = (-1, -1.0)
         """The number of collectives at the last poll, and when the last one was left."""
+        self._waits_in_cpp = False
+        """Whether that is inferred: it is idle, so C++ waits for a collective that was issued."""
+        self._ticks = 0
         self._waited = 0.0
         """Seconds for which the rank has waited in it, without those in which it was stopped."""
         self._level = 0
@@ -77,11 +84,16 @@ class RankWatch:
         while self._history[0][0] < now - WINDOW_SECONDS:
             self._history.popleft()
         progress = header.count, header.last_left or 0.0
-        if progress != self._progress:
+        is_idle = self._is_idle(elapsed)
+        if progress != self._progress or (self._waits_in_cpp and not is_idle):
             self._progress = progress
             self._end_wait()
         elif self._entry is None:
-            self._entry = awaited_entry(record_format.read(self._rank.record))
+            record = record_format.read(self._rank.record)
+            self._entry = awaited_entry(record)
+            if self._entry is None and is_idle:
+                self._entry = issued_entry(record)
+                self._waits_in_cpp = self._entry is not None
         if self._entry is not None and not is_stopped(self._rank.pid):
             self._waited += elapsed
         if self._entry is not None and self._waited >= self._next_report():
@@ -93,6 +105,14 @@ class RankWatch:
         if self._level:
             self._hub.send("stall_over", waited=self._waited)
         self._entry, self._waited, self._level = None, 0.0, 0
+        self._waits_in_cpp = False
+
+    def _is_idle(self, seconds: float) -> bool:
+        """Whether the rank has hardly used a processor since the last poll."""
+        before = self._ticks
+        with suppress(OSError):
+            self._ticks = read_stat(self._rank.pid).cpu_ticks
+        return self._ticks - before <= max(1, IDLE_SHARE * seconds * TICKS_PER_SECOND)
 
     def _next_report(self) -> float:
         if not self._threshold:

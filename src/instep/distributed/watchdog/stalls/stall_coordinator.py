@@ -132,6 +132,8 @@ class StallCoordinator:
     def _print_report(self, states: dict[int, Message]) -> None:
         if self._ranks.is_ending() or not self._stalled:
             return
+        if not any("waited" in state for state in states.values()):
+            return  # the ranks were idle, and no one of them waits
         if report.are_slow(states) and self._reported_level < SLOW_LEVEL:
             return
         self._has_printed = True
