@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import failures
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import find_deadlock
-from instep.distributed.watchdog.hub import Hub
+from instep.distributed.watchdog.hub import COLLECT_SECONDS, Hub
+from instep.distributed.watchdog.messages import failure_fields
 from instep.process.exit_status import describe_exit, format_failure, shell_exit_code
 from instep.process.procfs import exit_code
 from launching import LAUNCHER_VARIABLES
@@ -191,6 +192,65 @@ def test_all_watchers_look_closely_when_a_rank_waits_at_the_end_of_its_script() 
         assert not running.is_alive()
         for end in (*watchers, *map(Connection, ends)):
             end.close()
+
+
+class Timers(EventLoop):
+    """An event loop whose timers the test runs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due: list[Callable[[], None]] = []
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Only if it is about the choice of the first failure."""
+        if seconds == COLLECT_SECONDS:
+            self.due.append(callback)
+
+
+def test_a_rank_that_exits_slowly_is_named_with_its_exit_code() -> None:
+    """Its peer sees that it has left a second before its watcher sees its exit code."""
+    loop = Timers()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(loop, 2, listener, "token")
+        watchers = [FakeWatcher(hub, loop, rank) for rank in range(2)]
+        watchers[1].tell("finished")
+        failure = failure_fields(0, "a", 1, "failed (exit code 1)", silent=False)
+        watchers[0].tell("failed", **failure, is_consequence=True, awaited_rank=1)
+        for _ in range(20):
+            loop.due.pop()()
+        watchers[1].tell("failed", **failure_fields(1, "a", 3, silent=True))
+        watchers[1].tell("ended", code=3)
+        loop.due.pop()()
+        headline = "instep: rank 1 of 2 exited with code 3; rank 0 was stopped"
+        assert [watcher.headline() for watcher in watchers] == [headline] * 2
+        for watcher in watchers:
+            watcher.close()
+
+
+class FakeWatcher:
+    """A watcher's connection to a hub whose loop does not run."""
+
+    def __init__(self, hub: Hub, loop: EventLoop, rank: int) -> None:
+        ours, self._hubs = socket.socketpair()
+        ours.settimeout(20)
+        self._loop, self._connection = loop, Connection(ours)
+        hub.add_client(self._hubs)
+        self.tell("hello", rank=rank, host="a", token="token")
+
+    def tell(self, message_type: str, **fields: object) -> None:
+        """Send a message, and let the hub handle it."""
+        self._connection.send(message_type, **fields)
+        self._loop._selector.get_key(self._hubs).data()
+
+    def headline(self) -> str:
+        """Of the first failure, which the hub has sent."""
+        messages = self._connection.recv() or []
+        return "".join(m["headline"] for m in messages if m["type"] == "failed")
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._connection.close()
+        self._hubs.close()
 
 
 DIES = """

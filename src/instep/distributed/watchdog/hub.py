@@ -31,6 +31,10 @@ from instep.process.exit_status import describe_early_exit, format_failure
 COLLECT_SECONDS = 0.1
 """Between the first report of a failure and the choice of the first failure. A death is seen later
 than it happens, and a peer may have reported an error in between."""
+MAX_POSTPONED, EXITING_POSTPONED = 5, 25
+"""Postponements of that choice; the second where the failure is a wait for a rank whose script has
+ended and whose exit code is not known yet: on a busy machine an interpreter takes a second or more
+to exit. The rank that failed waits for 3 seconds (`client.DECISION_SECONDS`)."""
 FAILED_RANK_SECONDS = 2.0
 """For the rank that failed to print, clean up and exit, before the others are ended."""
 LAUNCHER_SECONDS = 0.2
@@ -220,11 +224,13 @@ class Hub:
             self._finish()  # somebody ended the whole job, and knows it
             return
         exiting = self._finished - self._ended.keys()  # one of them may have failed, unreported
-        if (not self.all_connected() or (exiting and not silent)) and self._postponed < 5:
+        first = find_first_failure(self._failures)
+        limit = EXITING_POSTPONED if first.get("awaited_rank") in exiting else MAX_POSTPONED
+        if (not self.all_connected() or (exiting and not silent)) and self._postponed < limit:
             self._postponed += 1
             self._loop.call_later(COLLECT_SECONDS, self._choose_first)
             return
-        self._first = find_first_failure(self._failures)
+        self._first = first
         self._first["headline"] = self._headline(self._first)
         self.broadcast("failed", **self._first)
         if self._first["rank"] in self._ended:
