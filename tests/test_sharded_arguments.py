@@ -558,3 +558,33 @@ def test_arguments_that_are_changed_after_the_proof_are_an_error(change: float) 
         model(x, memory.layers, torch.zeros(6, 1))
         with pytest.raises(ShardedCallError, match="ChangingLater began to change its arguments"):
             model(x, memory.layers, torch.full((6, 1), change))
+
+
+class Attending(Around):
+    """Uses all rows of a memory for each row of its input."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.body(x) * memory.mean(0)
+
+
+def gradients_through_memory(encoder: nn.Module, decoder: nn.Module) -> list[Tensor]:
+    x, other = torch.arange(36.0).view(6, 6).sin(), torch.arange(24.0).view(4, 6).cos()
+    for _ in range(4):
+        decoder(x, encoder(other)).square().sum().backward()
+    return [
+        p.grad for model in (encoder, decoder) for p in model.parameters() if p.grad is not None
+    ]
+
+
+@ranks(2)
+def test_a_sharded_output_that_each_rank_needs_whole_has_the_whole_gradient() -> None:
+    torch.manual_seed(0)
+    encoder, decoder = nn.Linear(6, 3), Attending()
+    expected = [g.clone() for g in gradients_through_memory(encoder, decoder)]
+    for model in (encoder, decoder):
+        model.zero_grad()
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_output, "LARGE", 0)
+        found = gradients_through_memory(encoder, decoder)
+    assert modules.call_counts.sharded == 8
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
