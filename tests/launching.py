@@ -161,5 +161,5 @@ class Launch:
         """Check that nothing is left, neither a process nor a file; end what is."""
         self._events.close()
         os.close(self._meeting)
-        assert self.end_all() == []
-        assert list(self.temporary.iterdir()) == []
+        ended, files = self.end_all(), [*self.temporary.rglob("*")]
+        assert (ended, files) == ([], []), f"left: {ended} {files}"
