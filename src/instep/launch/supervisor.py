@@ -52,7 +52,7 @@ AFTER_FAILURE = (
     EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
-ABORT_SECONDS = 0.7
+ABORT_SECONDS = 2.5
 """More until the other ranks are ended if one has aborted. Gloo aborts a rank that receives more
 than it expects; the others can still tell their watchers which collectives they have entered."""
 AFTER_INTERRUPT = (
