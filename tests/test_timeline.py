@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def test_the_summary_says_who_waited_and_for_whom():
     assert (second.last, second.made_wait, second.phases) == (2, 3.0, {"data": 3.0})
     assert third.made_wait == 0
     lines = format_summary(sum_up(LATE))
-    assert lines[-1].startswith("Rank 1 is the straggler: others waited 3.00 s for it (30.0% of")
-    assert "the longest wait was 2.50 s, in all_reduce number 1)" in lines[-1]
+    assert lines[-2].startswith("Rank 1 is the straggler: others waited 3.00 s for it (30.0% of")
+    assert "the longest wait was 2.50 s, in all_reduce number 1)" in lines[-2]
+    assert lines[-1].startswith("Most of it is that one wait")
     assert any("data 30.0%" in line for line in lines)
 
 
@@ -91,10 +93,25 @@ def test_another_file_is_an_error_of_one_line(tmp_path, text):
         read_events(path)
 
 
+def check_trace_event(event):
+    """As Perfetto's importer of the Trace Event Format reads it."""
+    assert event["ph"] in ("X", "M")
+    assert type(event["pid"]) is int
+    assert type(event["tid"]) is int
+    assert type(event["name"]) is str
+    assert event["name"]
+    assert isinstance(event.get("args", {}), dict)
+    if event["ph"] == "X":
+        assert type(event["cat"]) is str
+        assert event["ts"] > 0
+        assert event["dur"] >= 0
+
+
 def test_a_recorder_writes_collectives_and_phases_that_have_ended(tmp_path):
     recorder = FlightRecorder()
     path = tmp_path / "job.json"
     path.write_text("[\n")
+    before = time.monotonic() * 1e6
     writer = TimelineWriter(path, 3, recorder)
     group = recorder.add_group("0", range(4))
     with recorder.phase("forward"):
@@ -115,6 +132,20 @@ def test_a_recorder_writes_collectives_and_phases_that_have_ended(tmp_path):
     assert third["args"]["call"].startswith("broadcast int64 [2, 3] from rank 0 at ")
     assert {event["pid"] for event in (first, second, third)} == {3}
     assert first["tid"] != second["tid"] != third["tid"]
+    text = path.read_text()
+    assert text.endswith(",\n")  # the format needs no closing bracket
+    written = json.loads(text.removesuffix(",\n") + "]")
+    for event in written:
+        check_trace_event(event)
+    ends = [event["ts"] + event["dur"] for event in written if event["ph"] == "X"]
+    assert before <= min(event["ts"] for event in written if event["ph"] == "X")
+    assert max(ends) <= time.monotonic() * 1e6  # microseconds
+    titles = {(e["name"], e["tid"], *e["args"].values()) for e in written if e["ph"] == "M"}
+    assert ("process_name", 0, "rank 3") in titles
+    assert ("process_sort_index", 0, 3) in titles
+    assert {("thread_name", e["tid"]) for e in written if e["ph"] == "X"} <= {
+        title[:2] for title in titles
+    }
 
 
 def test_phases_that_are_nested_keep_their_whole_time(tmp_path):
@@ -136,14 +167,68 @@ def test_phases_that_are_nested_keep_their_whole_time(tmp_path):
 def test_the_page_is_self_contained_and_shows_texts_as_they_are():
     evil = collective(0, 3, 11, 1)
     evil["args"]["call"] = "</script><b>"
-    page = format_html("a<b", [*LATE, evil], ["1 < 2"])
+    page = format_html("a<b", [*LATE, evil], sum_up([*LATE, evil]))
     assert "<b>" not in page
-    assert "1 &lt; 2" in page
+    assert "a&lt;b" in page
+    assert "others waited 3.00 s for it" in page
     assert not re.search(r"""(?:src|href)=|https?://|@import|url\(""", page)
-    data = json.loads(re.search(r"const data = (.*), rows = data", page)[1])
-    assert data["rows"] == ["rank 0", "rank 1 phases", "rank 1", "rank 2"]
-    assert len(data["events"]) == len(LATE) + 1
-    assert data["calls"][data["events"][-1][4]] == "</script><b>"
+    data = data_of(page)
+    assert [(rank["rank"], rank["lanes"], rank["late"]) for rank in data["ranks"]] == [
+        *((0, 2, False), (1, 1, True), (2, 1, False))
+    ]
+    assert "</script><b>" in [data["calls"][event[5]] for event in data["events"]]
+
+
+def data_of(page):
+    return json.loads(re.search(r"const data = (.*), ranks = data", page)[1])
+
+
+def test_the_page_tells_a_wait_for_a_late_rank_from_communication():
+    data = data_of(format_html("job", LATE, sum_up(LATE)))
+    kinds = [kind[0] for kind in data["kinds"]]
+    drawn = [(e[0], kinds[e[3]], e[1] / 1e6, e[2] / 1e6, e[7]) for e in data["events"]]
+    assert sorted(drawn) == sorted(
+        [
+            *((0, "late", 1, 2.5, 1), (0, "comm", 3.5, 0.5, -1)),
+            *((2, "data", 0, 3, -1), (2, "comm", 3.5, 0.5, -1)),
+            *((3, "late", 1.5, 2, 1), (3, "comm", 3.5, 0.5, -1)),
+            *((1, "aside", 5, 5, -1), (0, "comm", 9, 1, -1), (2, "comm", 5.5, 4.5, -1)),
+            *((3, "late", 5, 0.5, 1), (3, "comm", 5.5, 4.5, -1)),
+        ]
+    )
+
+
+def steps(late, name="", seconds=0.0):
+    """20 steps of 1 s, in which one rank comes `late` seconds after the others."""
+    for step in range(20):
+        for rank in range(3):
+            is_late = rank == 1
+            if name:
+                yield phase(rank, name, step, seconds * is_late)
+            start = step + 0.5 + late * is_late
+            yield collective(rank, step, start, step + 1 - start)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (steps(0.4, "data", 0.4), "The phase data takes 40.0% of its time.*num_workers"),
+        (steps(0.4, "checkpoint", 0.4), "The phase checkpoint .* only this rank does there"),
+        (steps(0.4), "Its own code takes longer in every step"),
+        (steps(0.0), "Every rank spends at least 51% in collectives, and none is late"),
+        (
+            [
+                collective(r, s, s + 0.9 * (s % 9 == r), 1 - 0.9 * (s % 9 == r))
+                for s in range(90)
+                for r in range(9)
+            ],
+            "The ranks wait for one another in turn.*unequal time",
+        ),
+        ([collective(r, s, s, 0.01) for s in range(9) for r in range(2)], "No rank is late"),
+    ],
+)
+def test_the_summary_ends_with_the_cause_and_what_to_change(events, said):
+    assert re.match(said, format_summary(sum_up(events))[-1])
 
 
 SCRIPT = """\
@@ -181,4 +266,5 @@ def test_every_rank_of_a_job_is_in_its_timeline(tmp_path):
         assert all(event["ts"] + event["dur"] >= last_entered for event in together)
     said = instep("timeline", "job.json").stdout
     assert said.splitlines()[-1] == "Drawn in job.html."
-    assert "rank 2" in Path(tmp_path, "job.html").read_text()
+    data = data_of(Path(tmp_path, "job.html").read_text())
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
@@ -254,10 +255,11 @@ class TrackedIterator(Generic[T]):
 
     def _load(self) -> T:
         try:
-            if self._local_stream is None:
-                return next(self._batches)
-            with self._local_stream.activate():
-                return next(self._batches)
+            with recorder.phase("data"):
+                if self._local_stream is None:
+                    return next(self._batches)
+                with self._local_stream.activate():
+                    return next(self._batches)
         except StopIteration:
             raise
         except Exception:
@@ -323,7 +325,7 @@ class SlicedIterator(Generic[T]):
     def __next__(self) -> T:
         while True:
             try:
-                with self._stream.activate():
+                with recorder.phase("data"), self._stream.activate():
                     batch = next(self._batches)
             except StopIteration:
                 batches.register_end(self._tracker)

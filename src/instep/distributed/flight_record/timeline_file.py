@@ -28,6 +28,11 @@ _INTERVAL = 10**9
 PHASE_THREAD, WAITED_THREAD, ISSUED_THREAD = 0, 1, 2
 """The tracks of a rank: phases; collectives in which it waits; asynchronous ones, from here on."""
 _ISSUED_TRACKS = 8
+_TRACKS = {
+    PHASE_THREAD: "phases",
+    WAITED_THREAD: "collectives",
+    **{ISSUED_THREAD + k: "asynchronous collectives" for k in range(_ISSUED_TRACKS)},
+}
 
 
 def path_of_node(path: str, node: int) -> Path:
@@ -60,7 +65,7 @@ class TimelineWriter:
                 {"ph": "M", "name": "clock", "args": {"offset_us": _clock_offset()}},
                 *(
                     {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
-                    for tid, name in ((PHASE_THREAD, "phases"), (WAITED_THREAD, "collectives"))
+                    for tid, name in _TRACKS.items()
                 ),
             ]
         )

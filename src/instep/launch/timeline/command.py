@@ -38,8 +38,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Write the page and print the summary. Raises CommandLineError."""
     path = Path(asked.file)
     events = read_events(path)
-    summary = format_summary(sum_up(events))
+    times = sum_up(events)
     page = Path(asked.html) if asked.html else path.with_suffix(".html")
-    page.write_text(format_html(path.name, events, summary))
-    print(*summary, f"Drawn in {page}.", sep="\n")
+    page.write_text(format_html(path.name, events, times))
+    print(*format_summary(times), f"Drawn in {page}.", sep="\n")
     return 0

@@ -25,6 +25,8 @@ class RankTimes:
     """From the moment at which all ranks have come to the job's last event."""
     waited: float = 0.0
     """In collectives, while the program stood still."""
+    waited_for_late: float = 0.0
+    """The part of it before the last rank of the collective had come."""
     hidden: float = 0.0
     """In collectives, while the program went on."""
     made_wait: float = 0.0
@@ -33,6 +35,8 @@ class RankTimes:
     """The longest of these waits, and for which call."""
     last: int = 0
     """In how many collectives it came last."""
+    meetings: int = 0
+    """The collectives with other ranks in which it was."""
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -60,7 +64,7 @@ def read_events(path: Path) -> list[Event]:
     start = min((event["ts"] for event in found), default=0.0)
     for event in found:
         event["ts"] -= start
-    return sorted(found, key=lambda event: float(event["ts"]))
+    return sorted(found, key=_time)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -79,30 +83,45 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def group_by_meeting(events: Iterable[Event]) -> dict[tuple[str, int], list[Event]]:
+    """The events of each collective, one per rank, in the order in which the ranks came."""
+    found: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["cat"] == "collective":
+            found[event["args"]["group"], event["args"]["sequence"]].append(event)
+    return {key: sorted(members, key=_time) for key, members in found.items()}
+
+
+def begin_of(events: Iterable[Event]) -> float:
+    """The first event of the rank that came last: what was before is the start of the ranks."""
+    first: dict[int, float] = {}
+    for event in events:
+        first[event["pid"]] = min(first.get(event["pid"], event["ts"]), event["ts"])
+    return max(first.values(), default=0.0)
+
+
 def sum_up(events: Iterable[Event]) -> list[RankTimes]:
     """Where the time of each rank went, from the first event of the rank that came last."""
     events = list(events)
-    first_of: dict[int, float] = {}
-    for event in events:
-        first_of[event["pid"]] = min(first_of.get(event["pid"], event["ts"]), event["ts"])
-    begin = max(first_of.values(), default=0.0)
+    begin = begin_of(events)
     end = max((event["ts"] + event["dur"] for event in events), default=0.0)
-    times = {rank: RankTimes(rank, (end - begin) / 1e6) for rank in sorted(first_of)}
-    meetings: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    ranks = sorted({event["pid"] for event in events})
+    times = {rank: RankTimes(rank, (end - begin) / 1e6) for rank in ranks}
     for event in events:
-        of_rank = times[event["pid"]]
-        stop = event["ts"] + event["dur"]
-        seconds = max(0.0, stop - max(begin, event["ts"])) / 1e6
         if event["cat"] == "phase":
-            of_rank.phases[event["name"]] = of_rank.phases.get(event["name"], 0.0) + seconds
-            continue
-        waited = min(seconds, event["args"]["waited_us"] / 1e6)
-        of_rank.waited += waited
-        of_rank.hidden += max(0.0, seconds - waited)
-        meetings[event["args"]["group"], event["args"]["sequence"]].append(event)
-    for members in meetings.values():
+            phases = times[event["pid"]].phases
+            phases[event["name"]] = phases.get(event["name"], 0.0) + _seconds(event, begin)
+    for members in group_by_meeting(events).values():
+        first, last = members[0], members[-1]
+        for event in members:
+            of_rank, seconds = times[event["pid"]], _seconds(event, begin)
+            waited = min(seconds, event["args"]["waited_us"] / 1e6)
+            since = event["ts"] + event["dur"] - waited * 1e6
+            of_rank.waited += waited
+            of_rank.waited_for_late += min(waited, max(0.0, last["ts"] - since) / 1e6)
+            of_rank.hidden += max(0.0, seconds - waited)
+            of_rank.meetings += len(members) > 1
         if len(members) > 1:
-            first, *_, last = sorted(members, key=lambda event: float(event["ts"]))
             late, seconds = times[last["pid"]], max(0.0, last["ts"] - max(begin, first["ts"])) / 1e6
             late.last += 1
             late.made_wait += seconds
@@ -110,10 +129,19 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
     return [*times.values()]
 
 
+def find_straggler(times: Sequence[RankTimes]) -> RankTimes | None:
+    """The rank for which the others have waited for long, and longer than for all others together;
+    None if there is none."""
+    slowest = max(times, key=lambda each: each.made_wait, default=None)
+    if slowest is None or not slowest.span or slowest.made_wait / slowest.span <= _SLOW:
+        return None
+    return slowest if slowest.made_wait > sum(each.made_wait for each in times) / 2 else None
+
+
 def format_summary(times: Sequence[RankTimes]) -> list[str]:
     """The lines to print: a table, and what to change."""
     if not times:
-        return ["no collective has ended; there is nothing to sum up"]
+        return format_advice(times)
     lines = [f"{'rank':>5} {'seconds':>9} {'waited':>8} {'hidden':>8} {'came last':>10}  made wait"]
     for each in times:
         lines.append(
@@ -123,25 +151,79 @@ def format_summary(times: Sequence[RankTimes]) -> list[str]:
         if each.phases:
             parts = sorted(each.phases.items(), key=lambda part: -part[1])
             lines.append("      " + ", ".join(f"{n} {_percent(s, each)}" for n, s in parts))
-    return [*lines, *_advice(times)]
+    return [*lines, *format_advice(times)]
 
 
-def _advice(times: Sequence[RankTimes]) -> list[str]:
-    slowest = max(times, key=lambda each: each.made_wait)
-    waited = min(each.waited / each.span for each in times if each.span) if times[0].span else 0.0
-    if slowest.span and slowest.made_wait / slowest.span > _SLOW:
+def format_advice(times: Sequence[RankTimes]) -> list[str]:
+    """What the times mean, and what to change: a line or two."""
+    if not times:
+        return ["no collective has ended; there is nothing to sum up"]
+    if slow := find_straggler(times):
+        seconds, call = slow.longest
         return [
-            f"Rank {slowest.rank} is the straggler: others waited {slowest.made_wait:.2f} s for it "
-            f"({_percent(slowest.made_wait, slowest)} of the time; the longest wait was "
-            f"{slowest.longest[0]:.2f} s, in {slowest.longest[1]}). Look at its loading and its "
-            "host's other processes."
+            f"Rank {slow.rank} is the straggler: others waited {slow.made_wait:.2f} s for it "
+            f"({_percent(slow.made_wait, slow)} of the time; the longest wait was "
+            f"{_duration(seconds)}, in {call}). It came last to {slow.last} of {slow.meetings} "
+            "collectives.",
+            _cause(slow, [each for each in times if each is not slow]),
         ]
+    spans = [each for each in times if each.span]
+    if min((each.waited_for_late / each.span for each in spans), default=0.0) > _SLOW:
+        return [
+            "The ranks wait for one another in turn, and none is the straggler: their steps take "
+            "unequal time. Give every rank samples of like size, for instance sorted by length."
+        ]
+    waited = min((each.waited / each.span for each in spans), default=0.0)
     if waited > _SLOW:
         return [
             f"Every rank spends at least {waited:.0%} in collectives, and none is late: larger "
             "batches, gradient accumulation with no_sync, or compression send less."
         ]
     return ["No rank is late, and collectives take little of the time."]
+
+
+def _cause(slow: RankTimes, others: Sequence[RankTimes]) -> str:
+    """Why the straggler is late, as far as its times tell, and what to change."""
+    if slow.longest[0] > slow.made_wait / 2:
+        return (
+            "Most of it is that one wait, not every step: look at what the rank did just before, "
+            "such as the first step's preparations, a checkpoint, or a pause of its host. In a "
+            "longer run it counts for less."
+        )
+    most = {
+        name: seconds - max((each.phases.get(name, 0.0) for each in others), default=0.0)
+        for name, seconds in slow.phases.items()
+    }
+    name = max(most, key=lambda phase: most[phase], default="")
+    if not name or most[name] < slow.made_wait / 2:
+        return (
+            "Its own code takes longer in every step: look for work that only this rank does, "
+            "larger samples, and other processes on its host or its cores."
+        )
+    share = max((each.phases.get(name, 0.0) for each in others), default=0.0)
+    text = (
+        f"The phase {name} takes {_percent(slow.phases[name], slow)} of its time, and at most "
+        f"{_percent(share, slow)} of the other ranks'"
+    )
+    if name == "data":
+        return (
+            f"{text}: give its DataLoader more workers (num_workers), samples of the same size as "
+            "the others', or data on a disk as fast as theirs."
+        )
+    return f"{text}: look for work that only this rank does there."
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+
+
+def _time(event: Event) -> float:
+    return float(event["ts"])
+
+
+def _seconds(event: Event, begin: float) -> float:
+    """The part of the event after `begin`."""
+    return float(max(0.0, event["ts"] + event["dur"] - max(begin, event["ts"])) / 1e6)
 
 
 def _percent(seconds: float, of_rank: RankTimes) -> str:

@@ -5,114 +5,166 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
-from string import Template
+from typing import Any, NamedTuple
 
-from instep.launch.timeline.events import Event
+from instep.launch.timeline.events import (
+    Event,
+    RankTimes,
+    begin_of,
+    find_straggler,
+    format_advice,
+    group_by_meeting,
+)
+from instep.launch.timeline.template import PAGE
 
 MOST = 200_000
-"""The page draws this many events, the longest."""
-
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>$title</title>
-<style>
-body { font: 14px system-ui, sans-serif; margin: 16px; color: #1f2933; background: #fff }
-pre { background: #f4f6f8; padding: 8px 12px; overflow-x: auto }
-canvas { width: 100%; border: 1px solid #cbd2d9; display: block; cursor: grab }
-#tip { min-height: 3em; white-space: pre-wrap; font-family: monospace }
-</style></head><body>
-<h1>$title</h1>
-<pre>$summary</pre>
-<p>Wheel: zoom. Drag: move. Double click: everything.</p>
-<canvas id="c"></canvas><div id="tip"></div>
-<script>
-const data = $data, rows = data.rows, events = data.events, names = data.names;
-const canvas = document.getElementById("c"), tip = document.getElementById("tip");
-const H = 22, TOP = 24, LEFT = 110, end = Math.max(1, ...events.map(e => e[1] + e[2]));
-let from = 0, to = end, width = 800;
-const hue = name => [...name].reduce((h, c) => (h * 31 + c.charCodeAt(0)) % 360, 7);
-const x = t => LEFT + (t - from) / (to - from) * (width - LEFT);
-const text = us => us >= 1e6 ? (us / 1e6).toFixed(3) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2)
-  + " ms" : us.toFixed(0) + " us";
-function draw() {
-  const scale = window.devicePixelRatio || 1, height = TOP + rows.length * H;
-  width = canvas.clientWidth;
-  canvas.width = width * scale; canvas.height = height * scale; canvas.style.height = height + "px";
-  const g = canvas.getContext("2d");
-  g.scale(scale, scale); g.font = "12px system-ui, sans-serif"; g.textBaseline = "middle";
-  rows.forEach((row, k) => {
-    g.fillStyle = k % 2 ? "#f4f6f8" : "#fff"; g.fillRect(0, TOP + k * H, width, H);
-  });
-  for (const [row, start, length, name] of events) {
-    if (start + length < from || start > to) continue;
-    const left = Math.max(LEFT, x(start)), right = Math.min(width, x(start + length));
-    g.fillStyle = "hsl(" + hue(names[name]) + " 55% 62%)";
-    g.fillRect(left, TOP + row * H + 2, Math.max(1, right - left), H - 4);
-    if (right - left > 60) {
-      g.save(); g.beginPath(); g.rect(left, TOP + row * H, right - left, H); g.clip();
-      g.fillStyle = "#1f2933"; g.fillText(names[name], left + 4, TOP + row * H + H / 2);
-      g.restore();
-    }
-  }
-  g.fillStyle = "#fff"; g.fillRect(0, TOP, LEFT, height); g.fillStyle = "#1f2933";
-  rows.forEach((row, k) => g.fillText(row, 4, TOP + k * H + H / 2));
-  for (let k = 0; k < 5; k++) {
-    const t = from + (to - from) * k / 5; g.fillText(text(t), x(t), TOP / 2);
-  }
-}
-function hit(ev) {
-  const box = canvas.getBoundingClientRect(), px = ev.clientX - box.left;
-  const row = Math.floor((ev.clientY - box.top - TOP) / H);
-  const t = from + (px - LEFT) / (width - LEFT) * (to - from), near = (to - from) / width;
-  return events.find(e => e[0] === row && e[1] - near <= t && t <= e[1] + e[2] + near);
-}
-let drag = null;
-canvas.onwheel = ev => {
-  ev.preventDefault();
-  const px = ev.clientX - canvas.getBoundingClientRect().left;
-  const t = from + (px - LEFT) / (width - LEFT) * (to - from), f = ev.deltaY > 0 ? 1.25 : 0.8;
-  from = Math.max(0, t - (t - from) * f); to = Math.min(end, t + (to - t) * f); draw();
-};
-canvas.onmousedown = ev => { drag = [ev.clientX, from, to]; };
-window.onmouseup = () => { drag = null; };
-canvas.onmousemove = ev => {
-  if (drag) {
-    let move = (drag[0] - ev.clientX) / (width - LEFT) * (drag[2] - drag[1]);
-    move = Math.max(-drag[1], Math.min(end - drag[2], move));
-    from = drag[1] + move; to = drag[2] + move; draw(); return;
-  }
-  const e = hit(ev);
-  tip.textContent = e ? rows[e[0]] + "  " + text(e[1]) + "  for " + text(e[2]) + "\\n"
-    + (data.calls[e[4]] || names[e[3]]) : "";
-};
-canvas.ondblclick = () => { from = 0; to = end; draw(); };
-window.onresize = draw; draw();
-</script></body></html>
-""")
+"""The page draws this many blocks, the longest."""
+_LANES = 4
+"""Of collectives in the background, which run beside one another."""
 
 
-def format_html(title: str, events: Iterable[Event], summary: Sequence[str]) -> str:
-    """The page. A rank's tracks lie one below the other: phases, then collectives."""
-    shown = sorted(events, key=lambda event: -float(event["dur"]))[:MOST]
-    shown.sort(key=lambda event: float(event["ts"]))
-    tracks = sorted({(event["pid"], event["tid"]) for event in shown})
-    rows = {track: k for k, track in enumerate(tracks)}
+class _Kind(NamedTuple):
+    """A kind of block. The colors are told apart by the colour-blind, too (Okabe and Ito)."""
+
+    key: str
+    title: str
+    words: str
+    """The color of words on it."""
+    light: str
+    dark: str
+
+
+_KINDS = (
+    _Kind("late", "waits for a late rank", "#fff", "#c04f00", "#d55e00"),
+    _Kind("comm", "communicates, and waits for it", "#fff", "#0072b2", "#2b8fd0"),
+    _Kind("aside", "communicates in the background", "#000", "#56b4e9", "#7cc6f0"),
+    _Kind("data", "loads data", "#000", "#cc79a7", "#d68db5"),
+    _Kind("forward", "forward", "#fff", "#007f5c", "#009e73"),
+    _Kind("backward", "backward", "#000", "#7fcfb6", "#66c2a5"),
+    _Kind("optimizer", "optimizer", "#000", "#e6c619", "#f0e442"),
+    _Kind("other", "evaluation, checkpoint, and other phases", "#fff", "#6b5b95", "#8f7fc0"),
+)
+_NUMBERS = {kind.key: number for number, kind in enumerate(_KINDS)}
+_LATE, _COMM, _ASIDE = range(3)
+_Block = tuple[float, float, int, Event, int, int]
+"""Start, length, kind, event, meeting (-1: none), the rank that came last (-1: nobody is late)."""
+
+
+def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes]) -> str:
+    """The page. A rank has a lane for its main thread and below it, where it has collectives in
+    the background, lanes for these."""
+    events = list(events)
+    straggler = find_straggler(times)
+    blocks = _blocks(events)
+    lanes: list[dict[str, Any]] = []
     names: dict[str, int] = {}
     calls: dict[str, int] = {"": 0}
-    drawn = []
-    for event in shown:
-        call = event.get("args", {}).get("call", "")
-        drawn.append(
-            [
-                rows[event["pid"], event["tid"]],
-                round(event["ts"], 1),
-                round(event["dur"], 1),
-                names.setdefault(event["name"], len(names)),
-                calls.setdefault(call, len(calls)),
-            ]
-        )
-    labels = [f"rank {rank}" + ("" if tid else " phases") for rank, tid in tracks]
-    data = {"rows": labels, "events": drawn, "names": [*names], "calls": [*calls]}
+    drawn: list[list[float]] = []
+    lane = 0
+    for rank in sorted({event["pid"] for event in events}):
+        count = 1
+        ends = [0.0] * _LANES
+        for start, length, kind, event, meeting, late in blocks.get(rank, ()):
+            below = 0
+            if kind == _ASIDE:
+                below = next((k for k, stop in enumerate(ends) if stop <= start), _LANES - 1)
+                ends[below] = start + length
+                below += 1
+                count = max(count, below + 1)
+            of_call = event.get("args", {})
+            drawn.append(
+                [
+                    *(lane + below, round(start, 1), round(length, 1), kind),
+                    names.setdefault(event["name"], len(names)),
+                    calls.setdefault(of_call.get("call", ""), len(calls)),
+                    *(meeting, late, of_call.get("epoch", -1), of_call.get("step", -1)),
+                ]
+            )
+        is_late = straggler is not None and straggler.rank == rank
+        lanes.append({"rank": rank, "lanes": count, "late": is_late})
+        lane += count
+    kinds = sorted({int(block[3]) for block in drawn})
+    data = {
+        "ranks": lanes,
+        "events": drawn,
+        "names": [*names],
+        "calls": [*calls],
+        "kinds": [kind[:3] for kind in _KINDS],
+        "begin": begin_of(events),
+        "end": max(1.0, *(event["ts"] + event["dur"] for event in events)) if events else 1.0,
+    }
     # "</script>" in a string would end the script.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return _PAGE.substitute(title=escape(title), summary=escape("\n".join(summary)), data=text)
+    return PAGE.substitute(
+        title=escape(title),
+        summary=_summary(times, straggler),
+        legend=_legend(kinds),
+        data=text,
+        classes="\n".join(f".k-{k.key} {{ background: var(--{k.key}) }}" for k in _KINDS[1:]),
+        light="; ".join([f"--{k.key}: {k.light}" for k in _KINDS] + ["--late2: #f0a878"]),
+        dark="; ".join([f"--{k.key}: {k.dark}" for k in _KINDS] + ["--late2: #7a3500"]),
+    )
+
+
+def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
+    """The blocks of each rank by their begin, phases first."""
+    found: list[_Block] = []
+    for event in events:
+        if event["cat"] == "phase":
+            kind = _NUMBERS.get(event["name"], _NUMBERS["other"])
+            found.append((event["ts"], event["dur"], kind, event, -1, -1))
+    for number, members in enumerate(group_by_meeting(events).values()):
+        last = members[-1]
+        for event in members:
+            stop = event["ts"] + event["dur"]
+            since = max(event["ts"], stop - event["args"]["waited_us"])
+            come = min(stop, max(since, last["ts"]))
+            if since > event["ts"]:
+                found.append((event["ts"], event["dur"], _ASIDE, event, number, -1))
+            if come > since:
+                found.append((since, come - since, _LATE, event, number, last["pid"]))
+            if stop > come:
+                found.append((come, stop - come, _COMM, event, number, -1))
+    if len(found) > MOST:
+        found = sorted(found, key=lambda block: -block[1])[:MOST]
+    blocks: dict[int, list[_Block]] = {}
+    for block in sorted(found, key=lambda block: (block[0], block[2] <= _ASIDE)):
+        blocks.setdefault(block[3]["pid"], []).append(block)
+    return blocks
+
+
+def _legend(kinds: Iterable[int]) -> str:
+    shown = [f'<span><i class="k-{_KINDS[k].key}"></i>{_KINDS[k].title}</span>' for k in kinds]
+    own = '<i style="background: var(--own)"></i>'
+    return "".join([*shown, f"<span>{own}all other code of the script</span>"])
+
+
+def _summary(times: Sequence[RankTimes], straggler: RankTimes | None) -> str:
+    advice = "".join(f'<p class="advice">{escape(line)}</p>\n' for line in format_advice(times))
+    rows = "".join(_row(each, each is straggler) for each in times[:64])
+    if not rows:
+        return advice
+    more = f"<p>The first 64 of {len(times)} ranks.</p>" if len(times) > 64 else ""
+    heads = "<th>rank</th><th class=bar>where its time went</th><th>waited for late ranks</th>"
+    heads += "<th>communicated</th><th>came last</th><th>made others wait</th>"
+    return f"{advice}<table><tr>{heads}</tr>{rows}</table>{more}"
+
+
+def _row(times: RankTimes, is_late: bool) -> str:
+    span = times.span or 1.0
+    late, communicated = times.waited_for_late, times.waited - times.waited_for_late
+    parts = [(_KINDS[_LATE], late), (_KINDS[_COMM], communicated)]
+    for name, seconds in sorted(times.phases.items()):
+        if name in ("data", "optimizer"):  # there are no collectives in these
+            parts.append((_KINDS[_NUMBERS[name]], seconds))
+    bar = "".join(
+        f'<span class="k-{kind.key}" style="width: {seconds / span:.2%}" '
+        f'title="{kind.title}: {seconds:.2f} s"></span>'
+        for kind, seconds in parts
+    )
+    return (
+        f"<tr{' class=late' if is_late else ''}><td>{times.rank}{' (late)' if is_late else ''}</td>"
+        f"<td class=bar><div>{bar}</div></td><td>{late:.2f} s ({late / span:.0%})</td>"
+        f"<td>{communicated:.2f} s ({communicated / span:.0%})</td>"
+        f"<td>{times.last} of {times.meetings}</td><td>{times.made_wait:.2f} s</td></tr>"
+    )
