@@ -12,6 +12,7 @@ import pytest
 from instep import cli
 from instep.compat import finder
 from instep.launch import horovodrun
+from instep.launch.timeline.events import read_events
 from launching import Launch
 
 
@@ -45,6 +46,28 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
     ]
     assert "instep: not used here: --mpi, --cycle-time-ms\n" in done.stderr
     assert f"instep: 2 ranks on this host: {script} --lr 0.1 --\n" in done.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_a_timeline_by_horovods_names_has_the_collectives(
+    launch: Launch, tmp_path: Path, by: str
+) -> None:
+    script = launch.script(
+        """
+        import horovod.torch as hvd
+        import torch
+        hvd.init()
+        hvd.allreduce(torch.ones(2), name="loss")
+        """
+    )
+    file = str(tmp_path / "job.json")
+    flags = ("--timeline-filename", file) if by == "flag" else ()
+    environ = {"HOROVOD_TIMELINE": file} if by == "variable" else {}
+    with launch.start("-np", 2, *flags, "python", script, environ=environ) as process:
+        assert launch.end_of(process).returncode == 0
+    sums = [event for event in read_events(Path(file)) if event["name"].startswith("all_reduce")]
+    assert {event["pid"] for event in sums} == {0, 1}
 
 
 @pytest.mark.launch
@@ -123,7 +146,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
         ("-np 0 python a.py", "-np takes the number of ranks, a whole number from 1 up, not '0'"),
         ("-np 2 --fusion-threshold-mb x python a.py", "--fusion-threshold-mb is a whole number"),
         ("-np 2 --min-np 1 python a.py", "--min-np is not there"),
-        ("-np 2 --timeline-filename t.json python a.py", "--timeline-filename is not there"),
+        ("-np 2 --timeline-mark-cycles python a.py", "--timeline-mark-cycles is not there"),
         ("-np 2 --host-discovery-script s.sh python a.py", "--host-discovery-script is not there"),
         ("-np 2 bash a.sh", "`python train.py`, not 'bash'"),
         ("-np 2 python -c 1", "the ranks' Python takes no -c"),

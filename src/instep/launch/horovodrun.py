@@ -26,6 +26,7 @@ Horovod's engine are accepted and listed as not used.
 """
 
 _MEANT = ("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename")
+_MEANT += ("--timeline-filename",)
 _VARIABLES = {
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
@@ -54,7 +55,7 @@ _ABSENT = ("--timeline-mark-cycles",)
 _ABSENT_VALUES = (
     *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--slots"),
     *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range", "--config-file"),
-    *("--host-discovery-script", "--timeline-filename"),
+    "--host-discovery-script",
 )
 """Flags that are an error, because the job would not do what they ask for."""
 WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES)
@@ -81,6 +82,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--output-filename", default="prefix", metavar="DIR", help="folder for the output"
     )
+    parser.add_argument("--timeline-filename", metavar="FILE", help="see: instep timeline FILE")
     parser.add_argument("--verbose", action="store_true", help="print the command that is started")
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="print the available features"
@@ -103,8 +105,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     for flag in (*_ABSENT, *_ABSENT_VALUES):
         if given[flag]:
             raise CommandLineError(
-                f"{flag} is not there: jobs keep their ranks, and there is no timeline and no "
-                "configuration file. Leave it out."
+                f"{flag} is not there: jobs keep their ranks, a timeline has no marks for cycles, "
+                "and there is no configuration file. Leave it out."
             )
     if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
         print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
@@ -133,6 +135,8 @@ def _horovod_variables(rank: int, size: int) -> dict[str, str]:
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables that the flags stand for."""
     variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if given["no_stall_check"] else {}
+    if given["timeline_filename"]:
+        variables[settings.TIMELINE.name] = os.path.abspath(given["timeline_filename"])
     for flag, name in _VARIABLES.items():
         value = given[flag.lstrip("-").replace("-", "_")]
         if value is None:

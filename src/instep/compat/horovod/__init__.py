@@ -4,7 +4,8 @@
 
 Names and arguments are those of Horovod 0.28, the implementation is instep's. Collectives are
 matched by name, not by the order of calls, and an average counts every rank alike, as in Horovod.
-`hvd.elastic` and the timeline are not supported and raise an error.
+HOROVOD_TIMELINE names the file of a timeline for the whole job. `hvd.elastic` and the functions
+that start and stop a timeline are not supported and raise an error.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from instep.distributed.negotiation.message_table import Request
 from instep.distributed.negotiation.negotiator import Negotiator, Task
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.call_stack import script_line
+from instep.process import settings
 
 
 class HorovodSession:
@@ -53,6 +54,8 @@ def init(
         process_sets: ProcessSets to register at once. "dynamic" has no meaning here: sets can
             always be added.
 
+    The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does.
+
     Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for a `comm`,
     LaunchError.
     """
@@ -61,6 +64,8 @@ def init(
         raise UnsupportedFeatureError.communicator()
     if is_initialized():
         return
+    if file := os.environ.get("HOROVOD_TIMELINE"):
+        os.environ.setdefault(settings.TIMELINE.name, file)
     _session = HorovodSession()
     atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))

@@ -31,7 +31,8 @@ class UnsupportedFeatureError(InstepError, NotImplementedError, AttributeError):
     def timeline(cls) -> UnsupportedFeatureError:
         """`start_timeline` or `stop_timeline` was called."""
         return cls(
-            "hvd's timeline is not supported. torch.profiler records the times of the collectives."
+            "Starting or stopping hvd's timeline is not supported. HOROVOD_TIMELINE=FILE records "
+            "the whole job; torch.profiler records the times of the collectives of a part."
         )
 
     @classmethod

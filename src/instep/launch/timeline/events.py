@@ -35,7 +35,7 @@ class RankTimes:
     """The longest of these waits, and for which call."""
     last: int = 0
     """In how many collectives it came last."""
-    meetings: int = 0
+    collectives: int = 0
     """The collectives with other ranks in which it was."""
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def group_by_meeting(events: Iterable[Event]) -> dict[tuple[str, int], list[Event]]:
+def group_by_collective(events: Iterable[Event]) -> dict[tuple[str, int], list[Event]]:
     """The events of each collective, one per rank, in the order in which the ranks came."""
     found: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
@@ -111,7 +111,7 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
         if event["cat"] == "phase":
             phases = times[event["pid"]].phases
             phases[event["name"]] = phases.get(event["name"], 0.0) + _seconds(event, begin)
-    for members in group_by_meeting(events).values():
+    for members in group_by_collective(events).values():
         first, last = members[0], members[-1]
         for event in members:
             of_rank, seconds = times[event["pid"]], _seconds(event, begin)
@@ -120,7 +120,7 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
             of_rank.waited += waited
             of_rank.waited_for_late += min(waited, max(0.0, last["ts"] - since) / 1e6)
             of_rank.hidden += max(0.0, seconds - waited)
-            of_rank.meetings += len(members) > 1
+            of_rank.collectives += len(members) > 1
         if len(members) > 1:
             late, seconds = times[last["pid"]], max(0.0, last["ts"] - max(begin, first["ts"])) / 1e6
             late.last += 1
@@ -129,7 +129,7 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
     return [*times.values()]
 
 
-def find_straggler(times: Sequence[RankTimes]) -> RankTimes | None:
+def find_slow(times: Sequence[RankTimes]) -> RankTimes | None:
     """The rank for which the others have waited for long, and longer than for all others together;
     None if there is none."""
     slowest = max(times, key=lambda each: each.made_wait, default=None)
@@ -141,7 +141,7 @@ def find_straggler(times: Sequence[RankTimes]) -> RankTimes | None:
 def format_summary(times: Sequence[RankTimes]) -> list[str]:
     """The lines to print: a table, and what to change."""
     if not times:
-        return format_advice(times)
+        return format_result(times)
     lines = [f"{'rank':>5} {'seconds':>9} {'waited':>8} {'hidden':>8} {'came last':>10}  made wait"]
     for each in times:
         lines.append(
@@ -151,19 +151,19 @@ def format_summary(times: Sequence[RankTimes]) -> list[str]:
         if each.phases:
             parts = sorted(each.phases.items(), key=lambda part: -part[1])
             lines.append("      " + ", ".join(f"{n} {_percent(s, each)}" for n, s in parts))
-    return [*lines, *format_advice(times)]
+    return [*lines, *format_result(times)]
 
 
-def format_advice(times: Sequence[RankTimes]) -> list[str]:
+def format_result(times: Sequence[RankTimes]) -> list[str]:
     """What the times mean, and what to change: a line or two."""
     if not times:
         return ["no collective has ended; there is nothing to sum up"]
-    if slow := find_straggler(times):
+    if slow := find_slow(times):
         seconds, call = slow.longest
         return [
             f"Rank {slow.rank} is the straggler: others waited {slow.made_wait:.2f} s for it "
             f"({_percent(slow.made_wait, slow)} of the time; the longest wait was "
-            f"{_duration(seconds)}, in {call}). It came last to {slow.last} of {slow.meetings} "
+            f"{_duration(seconds)}, in {call}). It came last to {slow.last} of {slow.collectives} "
             "collectives.",
             _cause(slow, [each for each in times if each is not slow]),
         ]

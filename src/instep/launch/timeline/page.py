@@ -11,9 +11,9 @@ from instep.launch.timeline.events import (
     Event,
     RankTimes,
     begin_of,
-    find_straggler,
-    format_advice,
-    group_by_meeting,
+    find_slow,
+    format_result,
+    group_by_collective,
 )
 from instep.launch.timeline.template import PAGE
 
@@ -54,7 +54,7 @@ def format_html(title: str, events: Iterable[Event], times: Sequence[RankTimes])
     """The page. A rank has a lane for its main thread and below it, where it has collectives in
     the background, lanes for these."""
     events = list(events)
-    straggler = find_straggler(times)
+    straggler = find_slow(times)
     blocks = _blocks(events)
     lanes: list[dict[str, Any]] = []
     names: dict[str, int] = {}
@@ -113,7 +113,7 @@ def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
         if event["cat"] == "phase":
             kind = _NUMBERS.get(event["name"], _NUMBERS["other"])
             found.append((event["ts"], event["dur"], kind, event, -1, -1))
-    for number, members in enumerate(group_by_meeting(events).values()):
+    for number, members in enumerate(group_by_collective(events).values()):
         last = members[-1]
         for event in members:
             stop = event["ts"] + event["dur"]
@@ -140,7 +140,7 @@ def _legend(kinds: Iterable[int]) -> str:
 
 
 def _summary(times: Sequence[RankTimes], straggler: RankTimes | None) -> str:
-    advice = "".join(f'<p class="advice">{escape(line)}</p>\n' for line in format_advice(times))
+    advice = "".join(f'<p class="advice">{escape(line)}</p>\n' for line in format_result(times))
     rows = "".join(_row(each, each is straggler) for each in times[:64])
     if not rows:
         return advice
@@ -166,5 +166,5 @@ def _row(times: RankTimes, is_late: bool) -> str:
         f"<tr{' class=late' if is_late else ''}><td>{times.rank}{' (late)' if is_late else ''}</td>"
         f"<td class=bar><div>{bar}</div></td><td>{late:.2f} s ({late / span:.0%})</td>"
         f"<td>{communicated:.2f} s ({communicated / span:.0%})</td>"
-        f"<td>{times.last} of {times.meetings}</td><td>{times.made_wait:.2f} s</td></tr>"
+        f"<td>{times.last} of {times.collectives}</td><td>{times.made_wait:.2f} s</td></tr>"
     )
