@@ -25,8 +25,10 @@ DIR every rank writes to files rank0.out, rank0.err, rank1.out, ... in DIR. Flag
 Horovod's engine are accepted and listed as not used.
 """
 
-_MEANT = ("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename")
-_MEANT += ("--timeline-filename",)
+_MEANT = (
+    *("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename"),
+    "--timeline-filename",
+)
 _VARIABLES = {
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
