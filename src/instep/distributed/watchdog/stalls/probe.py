@@ -38,7 +38,8 @@ reply (on a loaded machine a reply takes long)."""
 _BUSY_SHARE = 0.2
 """Of a core, from which on a process counts as running."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_MAX_STACKS = 200_000
+_MAX_STACKS = 60_000
+"""Characters: the hub and the watcher of rank 0 share a thread, and a socket that takes 200 KB."""
 _PHASES = {
     "data": ", loading data",
     "forward": ", in the forward pass",
