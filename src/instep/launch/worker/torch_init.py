@@ -2,7 +2,8 @@
 
 torch's TCPStore listens on every interface of the host. Here it listens on MASTER_ADDR only, if
 possible on the socket that `instep run` has bound. A backend that this host does not have is an
-error with advice. The ranks of the script's group are watched as those of instep's own are.
+error with advice. The ranks of the script's group are watched as those of instep's own are, and its
+DistributedDataParallel models are compared between them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def install_patches() -> None:
         [
             Patch("torch.distributed.rendezvous", "TCPStore", _open_store),
             Patch("torch.distributed.distributed_c10d", "init_process_group", _init_process_group),
+            Patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", _make_ddp),
         ]
     )
 
@@ -65,6 +67,12 @@ def _init_process_group(
     _check_backend(backend)
     original(backend, *args, **kwargs)
     bootstrap.watch_group()
+
+
+def _make_ddp(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    from instep.training.drift import ddp
+
+    ddp.follow(original, model, *args, **kwargs)
 
 
 def _check_backend(backend: str | None) -> None:
