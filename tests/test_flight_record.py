@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -196,3 +197,71 @@ def test_another_process_reads_whole_entries_while_the_rank_writes(recorder, tmp
         seen = int(reader.stdout.read())
     assert reader.returncode == 0
     assert seen > 0
+
+
+LOOP = """
+import os, torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+import instep
+from instep.distributed.flight_record import record_format, recorder
+
+phases = []
+fd = recorder.file_descriptor()
+see = lambda *_: phases.append(record_format.read(fd).phase)
+instep.init()
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+    def forward(self, x):
+        see()
+        return self.layer(x)
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index in (0, 4):
+            see()
+        return torch.ones(4) * index
+model = instep.replicate(Net())
+loader = instep.shard(DataLoader(Data(), batch_size=4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(2):
+    for batch in loader:
+        loss = model(batch).sum()
+        loss.register_hook(see)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+with torch.no_grad():
+    model(torch.ones(2, 4))
+with instep.single_process_scope() as here:
+    see()
+    if here:
+        here.value = 1
+record = record_format.read(fd)
+print(instep.rank, *phases, "|", record.epoch, record.step, record.phase or "none", "|",
+      *sorted({e.op for e in record.entries if "gradients" in e.op}), flush=True)
+"""
+
+
+def test_the_record_follows_a_training(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    finished = subprocess.run(
+        [sys.executable, "-m", "instep", "run", "-n", "2", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    (first,) = (line for line in finished.stdout.splitlines() if line.startswith("0 "))
+    phases, where, ops = first.removeprefix("0 ").split(" | ")
+    assert phases.split() == [
+        *["data", "forward", "backward"] * 4,
+        *("evaluation", "single_process_scope"),
+    ]
+    assert where == "1 4 none"
+    assert ops == "all_reduce (gradients, bucket 1)"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.training import batches, forward_calls
@@ -120,7 +121,8 @@ def backward(
         )
     call = _single_call(forwards)
     weighted = _multiply_grads(roots, grad_tensors, _weight(call))
-    _backward_of_replicas(original, roots, weighted, rest, call)
+    with phase("backward"):
+        _backward_of_replicas(original, roots, weighted, rest, call)
 
 
 PATCH = Patch(torch.autograd, "backward", backward, compile="skip")

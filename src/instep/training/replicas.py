@@ -22,6 +22,7 @@ from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.objects import check_same_on_all_ranks
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.flight_record.recorder import set_phase
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_compile import disable_compile
@@ -224,6 +225,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             call.saved_rng_states.append(generator.get_state())
             generator.manual_seed(derive_seed(seed, replica.transport.rank))
     forward_calls.push(call)
+    set_phase("forward" if torch.is_grad_enabled() else "evaluation")
 
 
 @disable_compile
@@ -234,6 +236,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     if replica is None or call is None or call.replica is not replica:
         return
     forward_calls.pop()
+    set_phase("")
     call.arguments = None
     if call.saved_rng_states:
         if replica.dropout == "global" and not replica.has_warned:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
@@ -145,6 +145,8 @@ class ShardedLoader(DataLoader[T]):
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
         self._blocks.epoch += not bootstrap.is_world_of_one()
+        if torch.is_grad_enabled():
+            set_epoch(self._blocks.epoch)
         batches = super().__iter__()
         assert self._blocks.last is not None
         # To load samples in this process seeds its generators.
@@ -255,7 +257,7 @@ class TrackedIterator(Generic[T]):
 
     def _load(self) -> T:
         try:
-            with recorder.phase("data"):
+            with phase("data"):
                 if self._local_stream is None:
                     return next(self._batches)
                 with self._local_stream.activate():
@@ -302,6 +304,8 @@ class SlicedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         self._epoch += not bootstrap.is_world_of_one()
+        if torch.is_grad_enabled():
+            set_epoch(self._epoch)
         stream = SharedRandomStream(derive_seed(self._seed, self._epoch))
         with stream.activate():
             batches = iter(self._whole)
@@ -325,7 +329,7 @@ class SlicedIterator(Generic[T]):
     def __next__(self) -> T:
         while True:
             try:
-                with recorder.phase("data"), self._stream.activate():
+                with phase("data"), self._stream.activate():
                     batch = next(self._batches)
             except StopIteration:
                 batches.register_end(self._tracker)

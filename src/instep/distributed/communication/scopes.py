@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from instep.distributed.communication.errors import InsideScopeError, RunOnceError
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
+from instep.distributed.flight_record.recorder import phase
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
@@ -93,6 +94,7 @@ class Scope:
         if transport.size > 1:
             shared = _SharedScope(self.rank, transport, script_line())
             inside.enter_context(shared.inside())
+            inside.enter_context(phase("single_process_scope"))
         self._entered.append((shared, inside))
         return shared.here if shared is not None else Here(runs=True)
 

@@ -76,6 +76,8 @@ class FlightRecorder:
         """Called with the slot of each collective that was left, for a timeline."""
         self.on_phase: Callable[[int, int, int], None] | None = None
         """Called with the index, the begin and the end of each phase, for a timeline."""
+        self._phase_that_is_set = 0
+        """By `set_phase`."""
         self.detail = ""
         """Stands in brackets behind the operations from now on, as "gradients, bucket 2"."""
 
@@ -180,9 +182,26 @@ class FlightRecorder:
         """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
         return _PhaseScope(self, _PHASE_NUMBERS[name])
 
+    def set_phase(self, name: str) -> None:
+        """As `phase`, until it is set again; "" is the script's own code."""
+        if threading.get_ident() == self._main:
+            words, now = self._words, monotonic_ns()
+            if self._phase_that_is_set and self.on_phase is not None:
+                self.on_phase(self._phase_that_is_set, words[PHASE_SINCE], now)
+            self._phase_that_is_set = _PHASE_NUMBERS[name]
+            words[PHASE], words[PHASE_SINCE] = self._phase_that_is_set, now
+
     def set_step(self, epoch: int, step: int) -> None:
         """The epoch and the step at which this rank is from now on."""
         self._words[EPOCH], self._words[STEP] = epoch, step
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch at which this rank is from now on."""
+        self._words[EPOCH] = epoch
+
+    def count_step(self) -> None:
+        """An optimizer has stepped."""
+        self._words[STEP] += 1
 
     def file_descriptor(self) -> int:
         """The descriptor of the record, for `record_format.read` in another process."""
@@ -254,6 +273,7 @@ recorder = FlightRecorder()
 """Of this process."""
 enter, leave = recorder.enter, recorder.leave
 issued, wait = recorder.issued, recorder.wait
-phase, set_step = recorder.phase, recorder.set_step
+phase, set_phase = recorder.phase, recorder.set_phase
+set_step, set_epoch, count_step = recorder.set_step, recorder.set_epoch, recorder.count_step
 file_descriptor = recorder.file_descriptor
 os.register_at_fork(after_in_child=recorder.reset_after_fork)

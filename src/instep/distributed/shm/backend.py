@@ -105,9 +105,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             exchange.all_reduce_each(values, chosen, timeout)
 
         shape = tensors[0].shape if len(tensors) == 1 else (sum(t.numel() for t in tensors),)
-        name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
-        signature = (name, shape, tensors[0].dtype, self._recorded_as, None, reduction.name)
-        self._queue.run(Collective(step, tensors, signature=signature), name, tensors)
+        signature = ("all_reduce", shape, tensors[0].dtype, self._recorded_as, None, reduction.name)
+        self._queue.run(Collective(step, tensors, signature=signature), "all_reduce", tensors)
 
     def all_gather_now(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, without torch's dispatcher."""

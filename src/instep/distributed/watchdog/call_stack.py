@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.distributed.flight_record.recorder import issued, leave, wait
+from instep.distributed.flight_record.recorder import issued, leave, phase, wait
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
@@ -65,7 +65,8 @@ def wait_at_exit(wait: Callable[[], object]) -> None:
 
     If another rank waits for this one, both are found to be deadlocked.
     """
-    wait()
+    with phase("exit"):
+        wait()
 
 
 def script_line() -> str:

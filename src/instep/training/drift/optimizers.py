@@ -9,7 +9,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from instep.distributed.flight_record.recorder import recorder
 
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
@@ -22,6 +27,7 @@ _Value = bool | int | float | str | None | tuple[Any, ...]
 def follow_optimizers() -> None:
     """From now on optimizers that step are known; once, for good."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def before_each_step(function: Callable[[Optimizer], None] | None) -> None:
@@ -59,6 +65,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         _stepped[id(optimizer)] = weakref.ref(optimizer)
     for function in _before_steps:
         function(optimizer)
+    recorder.set_phase("optimizer")
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    recorder.set_phase("")
+    if id(optimizer) == next(iter(_stepped), None):  # of several, one counts the steps
+        recorder.count_step()
 
 
 _UNKNOWN: Any = object()

@@ -19,7 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.distributed.communication.transport import get_transport
-from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.flight_record.recorder import phase
 from instep.process import settings
 from instep.process.patching import Function
 from instep.training.blocks import Block
@@ -174,7 +174,7 @@ class WholeBatchIterator:
     def _load(self) -> Any:
         """What this rank was asked to load for the next batch, or the error that it raised."""
         try:
-            with recorder.phase("data"):
+            with phase("data"):
                 return next(self._batches)
         except StopIteration:
             if self._policy.exchanges:

@@ -39,7 +39,9 @@ def torch_save(original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) 
     """For torch.save."""
     if not _is_path(f):
         return original(obj, f, *args, **kwargs)
-    with path_to_replace(f) as location:
+    from instep.distributed.flight_record.recorder import phase  # torch is imported by now
+
+    with phase("checkpoint"), path_to_replace(f) as location:
         original(obj, location, *args, **kwargs)
     return _record_checkpoint(f)
 

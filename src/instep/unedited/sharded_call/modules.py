@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
@@ -87,7 +88,8 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         return original(module, *args, **kwargs)
     call_state.inside = True
     try:
-        with ignore_grad_warnings(module.modules()):
+        name = "forward" if torch.is_grad_enabled() else "evaluation"
+        with ignore_grad_warnings(module.modules()), phase(name):
             return _call_outermost(call, get_transport())
     finally:
         call_state.inside = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
+from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
@@ -58,7 +59,7 @@ def backward(
         return
     transport = get_transport()
     finite = FiniteCheck(roots, calls[0].block, transport.rank)
-    with reduce_in_buckets(roots, calls, overlap_group(transport), finite):
+    with phase("backward"), reduce_in_buckets(roots, calls, overlap_group(transport), finite):
         original(tensors, *rest)
     end_backward(start)
     # Not in the time of the backward, by which calls are tuned.
