@@ -227,7 +227,7 @@ _parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
 _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
-_taken = 0
+_requests = 0
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
@@ -266,15 +266,17 @@ def reset() -> None:
     _block_of.clear()
 
 
-def count_taken() -> int:
-    """How many batches the main thread has taken from sharded loaders: the same on all ranks."""
-    return _taken
+def count_requests() -> int:
+    """How many batches the main thread has requested from sharded loaders, those of evaluations
+    without gradients left out. Ranks in step have requested as many since they began."""
+    return _requests
 
 
 def _request(tracker: BatchTracker, block: Block | None) -> int:
-    global _taken
+    global _requests
     in_main_thread = threading.current_thread() is threading.main_thread()
-    _taken += block is not None and tracker is not _manual and in_main_thread
+    if block is not None and tracker is not _manual and in_main_thread:
+        _requests += torch.is_grad_enabled()
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
         # One storage may hold the whole data set: batches that are gone are not searched there.

@@ -69,12 +69,12 @@ class DriftError(TrainingError):
 
     @classmethod
     def of_batches(cls, groups: Mapping[int, Sequence[int]], since: tuple[int, int]) -> DriftError:
-        """Of the batches that were taken from sharded loaders; `groups`: by their number."""
+        """Of the batches that were requested since the first step; `groups`: by their number."""
         shown = "; ".join(f"{format_ranks(ranks)}: {count}" for count, ranks in groups.items())
         return cls(
-            f"the ranks have taken different numbers of batches from their loaders ({shown}), "
-            f"{_since(since)}: gradients of different batches are summed. A step was left out on "
-            "some ranks only; leave it out on all of them, or on none."
+            "the ranks have requested different numbers of batches from their loaders since the "
+            f"first step ({shown}), {_since(since)}: gradients of different batches are summed. A "
+            "step was left out on some ranks only; leave it out on all of them, or on none."
         )
 
     @classmethod

@@ -26,9 +26,10 @@ ROUNDING_RUNS = 2
 REPEATABLE = {
     settings.SEED.name: "0",
     settings.DIVIDE.name: "always",  # not by time
+    settings.DRIFT_STEPS.name: "0",  # a verdict compares the ranks itself, and goes on
     "PYTHONHASHSEED": "0",
 }
-"""Seeds that every run of an unseeded script would draw anew, and no choice by time."""
+"""Seeds that every run of an unseeded script would draw anew, no choice by time, and no end."""
 BASE_TIMEOUT = 60.0
 TIMEOUT_FACTOR = 20.0
 """A run may take the first in seconds, plus the second times the time of one process."""
