@@ -306,7 +306,8 @@ class Hub:
         """Ask each watcher which collectives its rank has entered."""
         if not (self._asks_collectives or self._mismatch_reported):
             self._asks_collectives = True
-            self._steps.clear()
+            if not self._failures:  # else a rank that fails has told its own, and answers no more
+                self._steps.clear()
             self.broadcast("get_collectives", with_stacks=False)
             self._loop.call_later(ANSWER_SECONDS, self._report_mismatch)
 
