@@ -314,6 +314,7 @@ print(*torch.nn.utils.parameters_to_vector(model.parameters()).tolist())
 """
 
 
+@pytest.mark.nightly
 def test_a_launched_script_trains_in_sixteen_bits(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
 

@@ -64,7 +64,7 @@ def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.
                 ("MPICH", "meeting", "exit 0"): 1,
             },
             id="mpirun",
-            marks=components.needs("Open MPI", "MPICH"),
+            marks=[components.needs("Open MPI", "MPICH"), pytest.mark.nightly],
         ),
         pytest.param(
             {
@@ -364,6 +364,7 @@ DISAGREE = (
         ),
     ],
 )
+@pytest.mark.nightly
 def test_a_backward_that_only_some_ranks_make_is_named_with_its_lines(
     tmp_path: Path, jobs: list[tuple[str, tuple[str, ...], str, str]]
 ) -> None:

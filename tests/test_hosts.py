@@ -108,6 +108,7 @@ def mpirun(hosts, folder, oracle, source, *command, **more):
 
 
 @components.needs("Open MPI")
+@pytest.mark.nightly
 def test_mpirun_of_open_mpi_says_where_it_was_started(hosts, tmp_path, oracle):
     two = [f"{address}:2" for address in hosts.addresses]
     network = ["--mca", "oob_tcp_if_include", "10.77.0.0/24", "--oversubscribe"]

@@ -139,10 +139,9 @@ def placed(command):
 
 
 @launch
+@nightly
 @components.needs("Slurm")
-@pytest.mark.parametrize(
-    ("ranks", "meet"), [("3", "tcp"), pytest.param("2", "file", marks=nightly)]
-)
+@pytest.mark.parametrize(("ranks", "meet"), [("3", "tcp"), ("2", "file")])
 def test_the_numbers_of_one_process_under_slurm(tmp_path, data, alone, cluster, ranks, meet):
     ways = ["--meet", meet, "--folder", tmp_path]
     command = ["srun", "-N2", f"-n{ranks}", *PYTHON, FOLDER / "slurm.py", *FLAGS, *ways]

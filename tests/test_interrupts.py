@@ -159,7 +159,8 @@ TORCHRUN = (
     ("launcher", "parts", "said", "code"),
     [
         pytest.param(
-            TORCHRUN, TWO_LINES, "all at the same step: True\n", 1, id="torchrun, two lines"
+            TORCHRUN, TWO_LINES, "all at the same step: True\n", 1, id="torchrun, two lines",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             ("mpirun.mpich", "-n", "2", sys.executable, "-m", "instep"), UNEDITED,

@@ -221,7 +221,7 @@ def toy(tmp_path_factory):
     ("command", "arguments"),
     [
         pytest.param(["srun", "-n2", "--ntasks-per-node=2", *PYTHON], [], id="srun -n",
-                     marks=components.needs("Slurm")),
+                     marks=[components.needs("Slurm"), NIGHTLY]),
         pytest.param(["srun", "-N2", *PYTHON], ["--dist-file", "dist_file"], id="srun -N2",
                      marks=components.needs("Slurm")),
         pytest.param([*LAUNCH, "--nproc_per_node", "2"], [], id="launch", marks=NIGHTLY),

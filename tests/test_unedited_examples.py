@@ -65,6 +65,7 @@ def test_none_of_them_knows_of_instep():
 
 @pytest.mark.launch
 @pytest.mark.timeout(150)
+@pytest.mark.nightly
 def test_the_command_writes_table_json_and_picture(tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "curves.png"
     script = FOLDER / "char_transformer.py"

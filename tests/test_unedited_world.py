@@ -401,6 +401,7 @@ print(*(f"{parameter.grad.norm():.9f}" for parameter in model.parameters()))
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_layer_that_only_some_ranks_use_between_batch_normalisations(place: Place) -> None:
     shutil.copy(detour.__file__, place.folder)
     script = place.script(DETOUR)

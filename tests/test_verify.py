@@ -760,6 +760,7 @@ def test_lbfgs_is_the_same_in_float64():
     assert report.results[0].run.samples_per_rank == [10, 10, 11]
 
 
+@pytest.mark.nightly
 def test_the_digits_example_is_the_same_at_2_3_and_5():
     report = verify_script(
         [DIGITS, "--epochs", "1", "--batch-size", "128"], [1, 2, 3, 5], start=Forked()
