@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import DriftError, InstepWarning, NonFiniteGradError
-from instep.training.drift import non_finite
+from instep.process.patching import Patch, PatchHandle
+from instep.training.drift import ddp, non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_due
 from pool import ranks, run, talking_over
@@ -163,6 +165,22 @@ def test_an_optimizer_that_is_gone_does_not_count():
     training.optimizer.param_groups[0]["betas"] = (0.9, 0.99 + 0.001 * instep.world.rank)
     with pytest.raises(DriftError, match=r"betas of AdamW for 0.weight .*rank 0: \(0.9, 0.99\)"):
         training.run(5)
+
+
+@ranks(3)
+def test_a_model_in_ddp_is_compared_at_the_beginning_of_a_forward():
+    torch.manual_seed(0)
+    patch = Patch(DistributedDataParallel, "__init__", ddp.follow)
+    with variable("INSTEP_DRIFT_STEPS", "4"), PatchHandle([patch]):
+        model = DistributedDataParallel(nn.Linear(4, 2))
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 2 and instep.rank == 1:
+            model.module.bias.data += 1
+    with torch.no_grad():  # not a step, and not compared
+        model(torch.ones(2, 4))
+    with pytest.raises(DriftError, match=r"parameter bias of rank 1 .*between 2 and 4, by up to 1"):
+        model(torch.ones(2, 4))
 
 
 def leave_out(model, loader, *, step):

@@ -227,6 +227,21 @@ def test_a_rank_that_exits_slowly_is_named_with_its_exit_code() -> None:
             watcher.close()
 
 
+def test_what_a_failing_rank_has_told_of_its_collectives_before_a_failure_is_known_is_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = Timers()
+        hub = Hub(loop, 2, listener, "token")
+        watchers = [FakeWatcher(hub, loop, rank) for rank in range(2)]
+        watchers[1].tell("collectives", steps=[["0", 1, 5, "broadcast at a.py:2"]])
+        watchers[1].tell("failed", **failure_fields(1, "a", 1, silent=True))
+        watchers[0].tell("collectives", steps=[["0", 1, 6, "barrier at a.py:1"]])
+        for watcher in watchers:
+            watcher.close()
+    assert "barrier at a.py:1 on rank 0; broadcast at a.py:2 on rank 1" in capfd.readouterr().err
+
+
 class FakeWatcher:
     """A watcher's connection to a hub whose loop does not run."""
 

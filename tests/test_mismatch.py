@@ -78,8 +78,8 @@ def test_what_is_no_list_of_steps_is_refused(value) -> None:
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, instep
-instep.init()
-rank, values = instep.rank, torch.ones(4)
+dist.init_process_group("gloo") if "its own group" in sys.argv else instep.init()
+rank, values = dist.get_rank(), torch.ones(4)
 dist.barrier()
 if rank != 1:
     {others}
@@ -107,7 +107,7 @@ FAULTS = {
 
 BY_DAY = (
     *(("shape", "shm"), ("op", "shm"), ("instep", "shm")),
-    *(("dtype", "gloo"), ("root", "gloo"), ("one too many", "gloo")),
+    *(("dtype", "gloo"), ("one too many", "gloo"), ("root", "its own group")),
 )
 
 
@@ -115,7 +115,7 @@ BY_DAY = (
     ("fault", "backend"),
     [
         pytest.param(*case, marks=[] if case in BY_DAY else [pytest.mark.nightly])
-        for case in itertools.product(FAULTS, ["shm", "gloo"])
+        for case in itertools.product(FAULTS, ["shm", "gloo", "its own group"])
     ],
 )
 def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> None:
@@ -123,8 +123,9 @@ def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(others=others, one=one))
     finished = subprocess.run(
-        [sys.executable, "-m", "instep", "run", "-n", "3", script],
-        env=os.environ | {"INSTEP_BACKEND": backend, "INSTEP_TIMEOUT": "60"},
+        [sys.executable, "-m", "instep", "run", "-n", "3", script, backend],
+        env=os.environ
+        | {"INSTEP_BACKEND": "shm" if backend == "shm" else "gloo", "INSTEP_TIMEOUT": "60"},
         capture_output=True,
         text=True,
         timeout=100,

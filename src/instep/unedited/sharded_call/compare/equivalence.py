@@ -34,7 +34,12 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
     candidate_outputs,
 )
 from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
-from instep.unedited.sharded_call.run.execution import gather_arguments, join_output, run_local
+from instep.unedited.sharded_call.run.execution import (
+    gather_arguments,
+    join_output,
+    run_local,
+    run_planned,
+)
 from instep.unedited.sharded_call.run.grad_sums import is_alias
 from instep.unedited.sharded_call.run.mappings import is_region_input
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows
@@ -189,13 +194,7 @@ def _holds_for_others(
             if kept is _beginnings:
                 raise
     before.restore()
-    region, local, local_structure = run_local(
-        other,
-        plan.division,
-        transport,
-        is_random=plan.is_random,
-        without_rows=DrawsWithoutRows(found=plan.without_rows),
-    )
+    region, local, local_structure = run_planned(other, plan, transport)
     return structure == local_structure and all(
         not isinstance(whole, Tensor)
         or relative_error(join_output(out.detach(), how, region), whole) <= output_tolerance(whole)

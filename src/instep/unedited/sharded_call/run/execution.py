@@ -48,13 +48,7 @@ def run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
-    region, local, structure = run_local(
-        call,
-        plan.division,
-        transport,
-        is_random=plan.is_random,
-        without_rows=DrawsWithoutRows(found=plan.without_rows),
-    )
+    region, local, structure = run_planned(call, plan, transport)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
             raise ShardedCallError(
@@ -75,6 +69,14 @@ def run_sharded(
     ]
     tag_outputs(local, region)
     return plan, write_back(unflatten(joined, structure), call)
+
+
+def run_planned(
+    call: BoundCall, plan: ShardingPlan, transport: Transport
+) -> tuple[Region, list[Any], Structure]:
+    """As `run_local`, with the plan's division and draws."""
+    known = DrawsWithoutRows(found=plan.without_rows)
+    return run_local(call, plan.division, transport, is_random=plan.is_random, without_rows=known)
 
 
 def run_local(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,17 @@ class DrawsWithoutRows:
         return draw in self.found
 
 
+class _RandomCall(NamedTuple):
+    """A call of a random operation."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    draw: Draw
+    shape: Sequence[int]
+    """Of what is drawn; () where it is not known."""
+
+
 class _RandomMode(TorchDispatchMode):
     """While this is on, random operations are run by `_run_random`."""
 
@@ -73,19 +84,13 @@ class _RandomMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        shape = tuple(_shape(name, args, kwargs))
+        op = func._schema.name.removeprefix("aten::")
+        shape = tuple(_shape(op, args, kwargs))
         self._draws += 1
-        return self._run_random(func, args, kwargs, Draw(self._draws - 1, name, len(shape)), shape)
+        draw = Draw(self._draws - 1, op, len(shape))
+        return self._run_random(_RandomCall(func, args, kwargs, draw, shape))
 
-    def _run_random(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        draw: Draw,
-        shape: Sequence[int],
-    ) -> Any:
+    def _run_random(self, call: _RandomCall) -> Any:
         raise NotImplementedError
 
 
@@ -96,16 +101,9 @@ class DrawShapes(_RandomMode):
         super().__init__()
         self.shapes: dict[Draw, Sequence[int]] = {}
 
-    def _run_random(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        draw: Draw,
-        shape: Sequence[int],
-    ) -> Any:
-        self.shapes[draw] = shape
-        return func(*args, **kwargs)
+    def _run_random(self, call: _RandomCall) -> Any:
+        self.shapes[call.draw] = call.shape
+        return call.func(*call.args, **call.kwargs)
 
 
 class GlobalBatchRandomMode(_RandomMode):
@@ -119,14 +117,8 @@ class GlobalBatchRandomMode(_RandomMode):
         self._dims = (batch_dim, 1 - batch_dim)
         self._without_rows = without_rows
 
-    def _run_random(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        draw: Draw,
-        shape: Sequence[int],
-    ) -> Any:
+    def _run_random(self, call: _RandomCall) -> Any:
+        func, args, kwargs, draw, shape = call
         dim = None if self._without_rows.compare(draw, shape) else self._batch_dim(shape)
         if dim is None:
             return func(*args, **kwargs)
