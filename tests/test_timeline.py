@@ -164,6 +164,24 @@ def test_phases_that_are_nested_keep_their_whole_time(tmp_path):
     assert last["ts"] >= outer["ts"] + outer["dur"]
 
 
+def test_time_in_a_phase_is_told_from_waits_and_phases_within_it():
+    events = [
+        *(collective(rank, 0, 0, 0, group="all") for rank in range(2)),
+        *(phase(0, "backward", 1, 6), collective(0, 1, 2, 2), phase(0, "checkpoint", 5, 1)),
+        *(phase(0, "optimizer", 7, 1), collective(1, 1, 3, 1)),
+    ]
+    first, second = sum_up(events)
+    assert first.computed_in == {"backward": 3.0, "checkpoint": 1.0, "optimizer": 1.0}
+    assert first.phases == {"backward": 6.0, "checkpoint": 1.0, "optimizer": 1.0}
+    assert second.computed_in == {}
+    row = format_html("job", events, [first, second])
+    assert re.findall(r'k-(\w+)" style="width: ([\d.]+)%', row) == [
+        *(("late", "12.50"), ("comm", "12.50"), ("backward", "37.50")),
+        *(("optimizer", "12.50"), ("other", "12.50")),
+        *(("late", "0.00"), ("comm", "12.50")),
+    ]
+
+
 def test_the_page_is_self_contained_and_shows_texts_as_they_are():
     evil = collective(0, 3, 11, 1)
     evil["args"]["call"] = "</script><b>"

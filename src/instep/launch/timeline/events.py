@@ -12,6 +12,8 @@ from typing import Any
 from instep.errors import CommandLineError
 
 Event = Mapping[str, Any]
+_Interval = tuple[float, float, str]
+"""Begin and end in microseconds, and a phase's name, or none for a wait in a collective."""
 _SLOW = 0.1
 """A rank for which the others wait this fraction of the time is a straggler."""
 
@@ -38,6 +40,8 @@ class RankTimes:
     collectives: int = 0
     """The collectives with other ranks in which it was."""
     phases: dict[str, float] = field(default_factory=dict)
+    computed_in: dict[str, float] = field(default_factory=dict)
+    """The time in each phase without that in collectives and in phases within it."""
 
     @property
     def computed(self) -> float:
@@ -107,10 +111,13 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
     end = max((event["ts"] + event["dur"] for event in events), default=0.0)
     ranks = sorted({event["pid"] for event in events})
     times = {rank: RankTimes(rank, (end - begin) / 1e6) for rank in ranks}
+    intervals: dict[int, list[_Interval]] = {rank: [] for rank in ranks}
     for event in events:
         if event["cat"] == "phase":
             phases = times[event["pid"]].phases
             phases[event["name"]] = phases.get(event["name"], 0.0) + _seconds(event, begin)
+            stop = event["ts"] + event["dur"]
+            intervals[event["pid"]].append((max(begin, event["ts"]), stop, event["name"]))
     for members in group_by_collective(events).values():
         first, last = members[0], members[-1]
         for event in members:
@@ -118,6 +125,7 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
             waited = min(seconds, event["args"]["waited_us"] / 1e6)
             since = event["ts"] + event["dur"] - waited * 1e6
             of_rank.waited += waited
+            intervals[event["pid"]].append((max(begin, since), event["ts"] + event["dur"], ""))
             of_rank.waited_for_late += min(waited, max(0.0, last["ts"] - since) / 1e6)
             of_rank.hidden += max(0.0, seconds - waited)
             of_rank.collectives += len(members) > 1
@@ -126,7 +134,34 @@ def sum_up(events: Iterable[Event]) -> list[RankTimes]:
             late.last += 1
             late.made_wait += seconds
             late.longest = max(late.longest, (seconds, last["args"]["call"]))
+    for rank, of_rank in times.items():
+        of_rank.computed_in = _innermost_seconds(intervals[rank])
     return [*times.values()]
+
+
+def _innermost_seconds(intervals: Iterable[_Interval]) -> dict[str, float]:
+    """The seconds in each named interval, of which those in intervals within it are not counted."""
+    found: dict[str, float] = defaultdict(float)
+    entered: list[tuple[float, str]] = []
+    now = 0.0
+
+    def advance(to: float) -> None:
+        nonlocal now
+        if entered and to > now:
+            found[entered[-1][1]] += (to - now) / 1e6
+        now = max(now, to)
+
+    for start, stop, name in sorted(intervals, key=lambda each: (each[0], -each[1])):
+        while entered and entered[-1][0] <= start:
+            advance(entered[-1][0])
+            entered.pop()
+        advance(start)
+        entered.append((stop, name))
+    while entered:
+        advance(entered[-1][0])
+        entered.pop()
+    found.pop("", None)
+    return dict(found)
 
 
 def find_slow(times: Sequence[RankTimes]) -> RankTimes | None:

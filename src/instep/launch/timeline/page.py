@@ -111,7 +111,7 @@ def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
     found: list[_Block] = []
     for event in events:
         if event["cat"] == "phase":
-            kind = _NUMBERS.get(event["name"], _NUMBERS["other"])
+            kind = _kind_of_phase(event["name"])
             found.append((event["ts"], event["dur"], kind, event, -1, -1))
     for number, members in enumerate(group_by_collective(events).values()):
         last = members[-1]
@@ -131,6 +131,10 @@ def _blocks(events: Sequence[Event]) -> dict[int, list[_Block]]:
     for block in sorted(found, key=lambda block: (block[0], block[2] <= _ASIDE)):
         blocks.setdefault(block[3]["pid"], []).append(block)
     return blocks
+
+
+def _kind_of_phase(name: str) -> int:
+    return _NUMBERS.get(name, _NUMBERS["other"])
 
 
 def _legend(kinds: Iterable[int]) -> str:
@@ -154,9 +158,8 @@ def _row(times: RankTimes, is_late: bool) -> str:
     span = times.span or 1.0
     late, communicated = times.waited_for_late, times.waited - times.waited_for_late
     parts = [(_KINDS[_LATE], late), (_KINDS[_COMM], communicated)]
-    for name, seconds in sorted(times.phases.items()):
-        if name in ("data", "optimizer"):  # there are no collectives in these
-            parts.append((_KINDS[_NUMBERS[name]], seconds))
+    computed = [(_kind_of_phase(name), seconds) for name, seconds in times.computed_in.items()]
+    parts += [(_KINDS[number], seconds) for number, seconds in sorted(computed)]
     bar = "".join(
         f'<span class="k-{kind.key}" style="width: {seconds / span:.2%}" '
         f'title="{kind.title}: {seconds:.2f} s"></span>'
