@@ -76,6 +76,11 @@ CASES = (
     Case("", "usage: instep", 0),
     Case("help", "usage: instep", 0),
     Case("--version", "instep 0", 0),
+    Case(
+        "runn -n 2 train.py",
+        "no command of instep's, and there is no such script. Did you mean run",
+    ),
+    Case("trian.py", "there is no such script. Did you mean train.py?"),
     Case("run train.py -n 2", "-n comes before the script: instep run -n 2 train.py"),
     Case("run train.py", "say how many ranks: instep run -n 2 train.py"),
     Case("run -np 2 train.py", "trained", 0, slow=True),

@@ -367,9 +367,12 @@ def test_a_program_instead_of_a_command_is_run_in_this_process(tmp_path, spellin
     assert has_cwd == (spelling == "module")
 
 
-def test_a_word_that_is_neither_a_command_nor_a_file_is_the_error_that_it_was(capsys):
+def test_a_word_that_is_neither_a_command_nor_a_file_is_an_error_of_one_line(capsys):
     assert cli.main(["no-such-script.py"]) == 2
-    assert "invalid choice: 'no-such-script.py'" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "instep: no-such-script.py is no command of instep's, and there is no such script. "
+        "See instep --help.\n"
+    )
 
 
 # --------------------------------------------------------------------------------- the real ones

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
         return _run_here(words, plain)
     try:
+        if name not in COMMANDS and not name.startswith("-"):
+            raise _neither_command_nor_script(name)
         ours, theirs = _split(words) if name in WITH_PROGRAM else (words, ())
         asked = _parser(name).parse_args(ours)
         code: int = asked.command(asked, tuple(theirs))
@@ -76,6 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error)
     except KeyboardInterrupt:  # while it waited for other hosts
         return 128 + signal.SIGINT
+
+
+def _neither_command_nor_script(word: str) -> CommandLineError:
+    near = get_close_matches(
+        word, [*COMMANDS, *(name for name in os.listdir() if name.endswith(".py"))]
+    )
+    hint = f"Did you mean {near[0]}?" if near else "See instep --help."
+    return CommandLineError(
+        f"{word} is no command of instep's, and there is no such script. {hint}"
+    )
 
 
 def _open_missing_streams() -> None:
