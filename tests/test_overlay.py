@@ -320,6 +320,19 @@ def test_what_is_no_file_is_left_alone(rank1: Path) -> None:
         assert reading.read() == "through"
 
 
+def test_links_of_proc_whose_text_is_no_path_are_followed_by_the_kernel(rank1: Path) -> None:
+    reader, writer = os.pipe()
+    for path in ("/proc/self/ns/pid", f"/proc/self/fd/{reader}", "/proc/self/exe"):
+        with bypass_overlay():
+            real = os.stat(path)
+        assert os.path.samestat(os.stat(path), real)
+    os.write(writer, b"text")
+    with open(f"/proc/self/fd/{reader}", "rb", buffering=0) as file:
+        assert file.read(4) == b"text"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_file_that_rank_0_moves_while_another_rank_comes_to_it_is_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

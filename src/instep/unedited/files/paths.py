@@ -128,6 +128,8 @@ class PathResolver:
         if depth > _MAX_LINKS:
             raise path_error(errno.ELOOP, resolved)
         target = os.path.normpath(os.path.join(os.path.dirname(resolved), os.readlink(location)))
+        if resolved.startswith("/proc/") and not os.path.lexists(target):
+            return resolved  # such as /proc/self/ns/pid: the text of the link is no path
         return self._follow(self._resolve_parents(target, depth + 1), depth + 1)
 
 
