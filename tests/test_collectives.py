@@ -80,9 +80,18 @@ def test_objects_travel():
 
 
 @ranks(1, 2)
+def test_reductions_have_torch_s_names_too():
+    mine = torch.tensor([instep.rank + 1.0, 2.0])
+    for theirs, ours in (("avg", "mean"), ("prod", "product")):
+        assert torch.equal(instep.all_reduce(mine, theirs), instep.all_reduce(mine, ours))
+        assert torch.equal(instep.reduce(mine, theirs), instep.reduce(mine, ours))
+        assert torch.equal(instep.reduce_scatter(mine, theirs), instep.reduce_scatter(mine, ours))
+
+
+@ranks(1, 2)
 def test_misuse_says_what_was_seen_and_what_to_do():
-    with pytest.raises(UnknownOpError, match=r"unknown reduction 'avg'; known are sum, mean"):
-        instep.all_reduce(torch.ones(2), "avg")
+    with pytest.raises(UnknownOpError, match=r"unknown reduction 'average'; known are sum, mean"):
+        instep.all_reduce(torch.ones(2), "average")
     with pytest.raises(CollectiveError, match=r"mean of torch\.int64"):
         instep.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
     with pytest.raises(WrongDeviceError, match="this tensor is on meta"):

@@ -28,10 +28,8 @@ def test_what_is_promised_is_what_type_checkers_and_users_get():
     assert all(getattr(instep, name) is not None for name in instep.__all__)
 
 
-def test_mixed_precision_is_there_without_an_import_of_its_own():
-    found = subprocess.run(
-        [sys.executable, "-c", "import instep; print(instep.precision.prepare.__module__)"],
-        capture_output=True,
-        text=True,
-    )
+def test_public_modules_are_there_without_an_import_of_their_own():
+    script = "import instep; print(instep.precision.prepare.__module__, instep.errors.InstepError)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.stdout.startswith("instep.training.amp."), found.stderr
+    assert "InstepError" in found.stdout

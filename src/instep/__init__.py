@@ -85,6 +85,7 @@ _MODULES = {
     "spawn": "launch.spawn",
     "weight": "training.gradients",
 }
+_PUBLIC_MODULES = ("errors", "precision")
 _WORLD_ATTRIBUTES = {
     "in_mpi": "parallel",
     "local_rank": "local_rank",
@@ -131,6 +132,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from instep import errors as errors
     from instep import precision as precision
 else:  # type checkers would take any name for one of these
 
@@ -142,10 +144,10 @@ else:  # type checkers would take any name for one of these
         if name == "world" or name in _WORLD_ATTRIBUTES:
             current = import_module("instep.distributed.rendezvous.bootstrap").current()
             return current if name == "world" else getattr(current, _WORLD_ATTRIBUTES[name])
-        if name == "precision":
-            return import_module("instep.precision")
+        if name in _PUBLIC_MODULES:
+            return import_module(f"instep.{name}")
         raise AttributeError(f"module 'instep' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "precision"]
+    return [*__all__, "__version__", *_PUBLIC_MODULES]

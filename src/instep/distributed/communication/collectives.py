@@ -40,8 +40,8 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     Args:
         tensor: any shape, the same on all ranks. "mean" needs a floating-point or complex dtype,
             "min" and "max" an ordered one.
-        op: "sum", "mean", "min", "max" or "product". A NaN anywhere is the result. For bool, sum
-            and max are the logical or, product and min the logical and.
+        op: "sum", "mean" or "avg", "min", "max", "product" or "prod". A NaN anywhere is the
+            result. For bool, sum and max are the logical or, product and min the logical and.
         group: the ranks that take part; all by default.
 
     Returns:
@@ -54,7 +54,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: Group | None = None) -
     Raises UnknownOpError, UnsuitableTensorError, WrongDeviceError, NotAMemberError, and
     OverflowedError where a sum or product of integers under 64 bits does not fit their dtype.
     """
-    transport = _checked_transport(tensor, op, group)
+    transport, op = _check(tensor, op, group)
     if op == "product":
         return reduce_parts(all_gather(tensor, group=group), op)
     function = _MinMax if op in ("min", "max") else _AllReduce
@@ -78,7 +78,8 @@ def reduce(tensor: Tensor, op: str = "sum", root: int = 0, *, group: Group | Non
     Raises ValueError for a root that does not exist, and what `all_reduce` raises
     (OverflowedError at root alone).
     """
-    transport, root_rank = _checked_transport(tensor, op, group), group_rank(root, "root", group)
+    transport, op = _check(tensor, op, group)
+    root_rank = group_rank(root, "root", group)
     if op in ("sum", "mean"):
         return _apply(_Reduce, tensor, op, root_rank, transport)
     total = all_reduce(tensor, op, group=group)
@@ -108,7 +109,7 @@ def reduce_scatter(
     Raises ValueError for impossible splits, DisagreementError where the ranks' shapes or splits
     differ, and what `all_reduce` raises (OverflowedError on the ranks that see it).
     """
-    transport = _checked_transport(tensor, op, group)
+    transport, op = _check(tensor, op, group)
     return reduce_parts(reduce_scatter_inputs(tensor, splits, transport, group), op)
 
 
@@ -138,10 +139,10 @@ def barrier(*, group: Group | None = None) -> None:
     zero.item()  # wait for the GPU, too, on which the reduction is only queued
 
 
-def _checked_transport(tensor: Tensor, op: str, group: Group | None) -> Transport:
+def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str]:
+    """The transport of the group, and the name of the reduction."""
     check_reachable(tensor)
-    check_op(op, tensor.dtype)
-    return get_transport(group)
+    return get_transport(group), check_op(op, tensor.dtype)
 
 
 def _reduce_flat(tensor: Tensor, op: str, reduce_tensor: Reduce) -> Tensor:

@@ -18,6 +18,8 @@ from instep.distributed.communication.errors import (
 )
 
 OPS = ("sum", "mean", "min", "max", "product")
+_SYNONYMS = {"avg": "mean", "prod": "product"}
+"""Names of torch.distributed.ReduceOp and of torch's functions."""
 
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -31,8 +33,12 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_op(op: str, dtype: torch.dtype) -> None:
-    """Raise UnknownOpError, or UnsuitableTensorError where `op` has no meaning for `dtype`."""
+def check_op(op: str, dtype: torch.dtype) -> str:
+    """The name in OPS of this reduction.
+
+    Raises UnknownOpError, or UnsuitableTensorError where `op` has no meaning for `dtype`.
+    """
+    op = _SYNONYMS.get(op, op)
     if op not in OPS:
         raise UnknownOpError(op, OPS)
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -43,6 +49,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise UnsuitableTensorError(
             f"{dtype} has no order, so no min or max; reduce its abs() or its real part."
         )
+    return op
 
 
 def reduce_dtype_op(op: str, dtype: torch.dtype) -> str:

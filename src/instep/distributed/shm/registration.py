@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 from typing import Protocol
 
+import torch
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
@@ -39,7 +40,8 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = GroupName(options.group_id)
-    gloo._set_sequence_number_for_group()
+    if torch.__version__ < "2.14":  # later ones begin at 0 by themselves, and warn
+        gloo._set_sequence_number_for_group()
     ranks = options.global_ranks_in_group or range(size)
     if str(settings.BACKEND) == "gloo":
         return ProcessGroupOverGloo(store, gloo, options.group_id)
