@@ -48,6 +48,12 @@ InstepError
     ├── MixedSumsError            gradients of different parameters summed by different ranks
     ├── UnknownBatchError         the batch of a forward is not known
     ├── MixedBatchesError         two batches of different weights in one backward
+    ├── CheckpointError           a checkpoint cannot be written, read or loaded
+    │   ├── CannotSaveError       (TypeError) a value that has no place in a checkpoint
+    │   ├── DamagedCheckpointError   a file of it is missing, cut off or changed
+    │   ├── FolderInUseError      another job writes to the folder
+    │   ├── NewerFormatError      a later version of instep wrote it
+    │   └── OtherModelError       it does not fit what it is to be loaded into
     └── PrecisionError            (RuntimeError) mixed precision; see instep.training.amp.errors
 
 InstepWarning (UserWarning)       instep cannot keep something the same
@@ -112,6 +118,9 @@ _DEFINED_IN = {
     "launch.errors": "CannotSendError RankFailedError StartError",
     "process.errors": "LaunchVariablesError",
     "training.amp.errors": "PrecisionError",
+    "training.checkpoint.errors": """
+        CannotSaveError CheckpointError DamagedCheckpointError FolderInUseError NewerFormatError
+        OtherModelError""",
     "training.errors": """
         CannotShardError DriftError MixedBatchesError MixedSumsError
         NonFiniteGradError ReplicatedTwiceError ShardedTwiceError UnknownBatchError""",

@@ -1,0 +1,1 @@
+"""Checkpoints: everything that a training needs to go on, whole on disk or absent."""

@@ -1,0 +1,144 @@
+"""Errors of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from instep.errors import TrainingError
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written, read or loaded."""
+
+    @classmethod
+    def of_folder(cls, folder: Path, error: OSError) -> CheckpointError:
+        """A folder in which nothing can be made."""
+        return cls(
+            f"no checkpoint can be written to {folder}: {error.strerror or error}. Give "
+            "instep.Checkpoint a folder in which rank 0 may make files."
+        )
+
+    @classmethod
+    def of_write(cls, path: Path, error: BaseException) -> CheckpointError:
+        """A write that failed; `path`: the checkpoint that there is not."""
+        return cls(
+            f"{path} could not be written: {type(error).__name__}: {error}. Older checkpoints are "
+            "as they were."
+        )
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, cut off or changed."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is damaged: {what}.")
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a later version of instep."""
+
+    def __init__(self, path: Path, version: object, known: int, written_by: object) -> None:
+        super().__init__(
+            f"{path} has format {version}, written by instep {written_by}; this version reads "
+            f"formats up to {known}. Install that version, or begin in another folder."
+        )
+
+
+class CannotSaveError(CheckpointError, TypeError):
+    """A value that has no place in a checkpoint."""
+
+    @classmethod
+    def of_value(cls, path: str, value: object) -> CannotSaveError:
+        """A value of a type that is not saved; `path`: where it is."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return cls(
+            f"{path} is a {kind}, and a checkpoint holds tensors, arrays, numbers, strings, and "
+            "lists, tuples and dicts of them. Convert it in state_dict()."
+        )
+
+    @classmethod
+    def of_object(cls, path: str, value: object, advice: str) -> CannotSaveError:
+        """An object without a state."""
+        return cls(
+            f"{path} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
+            f"{advice}"
+        )
+
+
+class OtherModelError(CheckpointError):
+    """A checkpoint does not fit what it is to be loaded into."""
+
+    @classmethod
+    def of_names(
+        cls,
+        path: Path,
+        name: str,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        shapes: Sequence[str],
+    ) -> OtherModelError:
+        """A model of other parameters; `shapes`: a line for each that differs in shape."""
+        parts = [
+            f"{title}: {_first(names)}"
+            for title, names in (
+                ("it lacks", missing),
+                ("only it has", unexpected),
+                ("shapes differ", shapes),
+            )
+            if names
+        ]
+        return cls(
+            f"{path} was saved from another {name}: {'; '.join(parts)}. Build the same {name}, or "
+            "begin in another folder."
+        )
+
+    @classmethod
+    def of_entries(
+        cls, path: Path, missing: Sequence[str], unexpected: Sequence[str]
+    ) -> OtherModelError:
+        """Objects that were not saved, or that were saved and are not given now."""
+        parts = [f"it has no {name}" for name in missing]
+        parts += [f"it has a {name}, which is not given" for name in unexpected]
+        return cls(
+            f"{path} was saved from other objects: {', '.join(parts)}. Give instep.Checkpoint the "
+            "same ones, or begin in another folder."
+        )
+
+    @classmethod
+    def of_state(cls, path: Path, name: str, error: Exception) -> OtherModelError:
+        """An object that does not take its state."""
+        return cls(f"{path}: {name} does not take its state: {type(error).__name__}: {error}")
+
+    @classmethod
+    def of_length(cls, samples: int, saved: int, now: int) -> OtherModelError:
+        """A data set of another length, in mid-epoch."""
+        return cls(
+            f"the checkpoint was saved after {samples} samples of an epoch of a data set of "
+            f"{saved} samples; the data set has {now} now, so that the rest of the epoch is not "
+            "known. Use the same data, or resume from a checkpoint at the end of an epoch."
+        )
+
+    @classmethod
+    def of_batches(cls, samples: int, seen: int) -> OtherModelError:
+        """Batches that do not end where the checkpoint was saved."""
+        return cls(
+            f"the checkpoint was saved after {samples} samples of an epoch, and no batch of this "
+            f"loader ends there (one ends after {seen}). Use the same batch size and sampler, or "
+            "resume from a checkpoint at the end of an epoch."
+        )
+
+
+class FolderInUseError(CheckpointError):
+    """Another job writes to the folder."""
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        super().__init__(
+            f"another job writes its checkpoints to {folder}: {holder}. Let it end, or use another "
+            "folder."
+        )
+
+
+def _first(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,215 @@
+"""A state on disk: a folder for each checkpoint, which is whole or absent.
+
+    runs/digits/step-00000100/state.json              all but tensors; checksums of files
+                              model.safetensors       the model's state dict, by its own names
+                              optimizer.safetensors   and one for each other entry with tensors
+
+Nothing is unpickled. A checkpoint is written to a draft, whose name begins with a dot, and gets its
+name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.errors import InstepWarning
+from instep.training.checkpoint.errors import DamagedCheckpointError, NewerFormatError
+from instep.training.checkpoint.state_trees import decode, encode
+from instep.training.checkpoint.tensor_files import read_tensors, write_tensors
+from instep.version import __version__
+
+FORMAT = 1
+"""Counted up by a change that earlier versions cannot read."""
+_INDEX = "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_AT_CWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write `state` to `folder/step-…`, whole or not at all; returns its path.
+
+    An older checkpoint of this step is replaced.
+
+    Args:
+        folder: is made if it does not exist.
+        step: the number by which checkpoints are ordered, at least 0.
+        state: entries by their names, which become names of files: trees of tensors, arrays,
+            numbers, strings, None, lists, tuples and dicts.
+
+    Raises CannotSaveError (with the path of a value that has no place in a file), OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08d}"
+    draft = folder / f".{path.name}.{os.getpid()}.draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir()
+        _write_files(draft, step, state)
+        _sync_directory(draft)
+        if not _exchange(draft, path):
+            os.replace(draft, path)
+        _sync_directory(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # of a failure, or the replaced checkpoint
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint, on the CPU; every byte is verified.
+
+    Raises DamagedCheckpointError, NewerFormatError, OSError.
+    """
+    index = _read_index(path)
+    state = {}
+    for name, value in index["state"].items():
+        tensors: dict[str, Tensor] = {}
+        file = f"{name}.safetensors"
+        if file in index["files"]:
+            size = _size(path / file)
+            if size != index["files"][file]["bytes"]:
+                what = f"it has {size} bytes of {index['files'][file]['bytes']}"
+                raise DamagedCheckpointError(path / file, what)
+            tensors = read_tensors(path / file, index["files"][file]["sha256"])
+        state[name] = decode(value, tensors)
+    return state
+
+
+def latest(folder: Path) -> Path | None:
+    """The undamaged checkpoint of the highest step; None if there is none.
+
+    Warns of each damaged one that it passes over (InstepWarning). Raises NewerFormatError.
+    """
+    found = read_latest(folder)
+    return None if found is None else found[0]
+
+
+def read_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """`latest`, and what it holds."""
+    for path in list_checkpoints(folder):
+        try:
+            return path, read(path)
+        except DamagedCheckpointError as error:
+            warnings.warn(f"{error} It is left out.", InstepWarning, stacklevel=2)
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, damaged ones too, from the highest step to the lowest."""
+    found = [path for path in _entries(folder) if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that none is ever seen in part."""
+    removed = path.with_name(f".{path.name}.{os.getpid()}.removed")
+    os.replace(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what writers that were killed have left. No writer may be at work in the folder."""
+    for path in _entries(folder):
+        if path.name.startswith(".step-") and path.suffix in (".draft", ".removed"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    try:
+        yield from folder.iterdir()
+    except FileNotFoundError:
+        return
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpointError(file, "the file is missing") from None
+
+
+def _write_files(draft: Path, step: int, state: dict[str, Any]) -> None:
+    files = {}
+    encoded = {}
+    for name, value in state.items():
+        tensors: dict[str, Tensor] = {}
+        encoded[name] = encode(value, name, tensors)
+        if tensors:
+            file = f"{name}.safetensors"
+            sha256 = write_tensors(draft / file, tensors)
+            files[file] = {"bytes": (draft / file).stat().st_size, "sha256": sha256}
+    index = {
+        "format": FORMAT,
+        "instep": __version__,
+        "torch": torch.__version__,
+        "step": step,
+        "files": files,
+        "state": encoded,
+    }
+    with open(draft / _INDEX, "xb") as index_file:
+        index_file.write(_index_text(json.dumps(index, allow_nan=False).encode()))
+        index_file.flush()
+        os.fsync(index_file.fileno())
+
+
+def _index_text(content: bytes) -> bytes:
+    """JSON with a checksum of its own content."""
+    checksum = hashlib.sha256(content).hexdigest()
+    return b'{"sha256": "' + checksum.encode() + b'", "content":\n' + content + b"\n}\n"
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    file = path / _INDEX
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(file, "the file is missing") from None
+    content = b"\n".join(text.split(b"\n")[1:-2])
+    if text != _index_text(content):
+        raise DamagedCheckpointError(file, "its checksum is not that of the file that was written")
+    index: dict[str, Any] = json.loads(content)
+    if index["format"] > FORMAT:
+        raise NewerFormatError(path, index["format"], FORMAT, index["instep"])
+    return index
+
+
+def _sync_directory(folder: Path) -> None:
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _exchange(draft: Path, path: Path) -> bool:
+    """Let `draft` and an existing `path` change their names, in one step.
+
+    False where there is no `path`. Where the file system cannot do it, the old one is moved away.
+    """
+    if not path.exists():
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(draft), os.fsencode(path)
+    if libc.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    remove(path)
+    return False
