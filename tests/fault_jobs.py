@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -69,12 +70,12 @@ def prepared(model, loader):
     return torch.nn.parallel.DistributedDataParallel(model), loader
 """
 SCRIPT = """
-import ctypes, os, signal, sys, threading, time, torch
+import ctypes, os, signal, socket, sys, threading, time, torch
 {door}
 STEP, CULPRIT = 3, {culprit}
 def begin():
-    with open(os.environ["MOMENT"], "w") as moment:
-        moment.write(repr(time.time()))
+    moment = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    moment.sendto(repr(time.time()).encode(), os.environ["MOMENT"])
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 120
@@ -258,14 +259,16 @@ def run(name: str, door: str, launcher: str, folder: Path) -> Row:
             data_fault=fault.data or "pass", pause=0.1 if fault.is_cut else 0,
         )
     )  # fmt: skip
-    os.mkfifo(folder / "moment")
-    moment = os.open(folder / "moment", os.O_RDWR | os.O_NONBLOCK)
+    moment = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # also from another host
+    moment.bind(str(folder / "moment"))
+    moment.setblocking(False)
     output = folder / "output"
     limit = TORCHRUN_LIMIT if launcher == "torchrun" else LIMIT
     began = named = ended = None
     text, innocent = "", 0
     deadline = started + START_LIMIT
     with (
+        moment,
         networks.TwoHosts() if fault.is_cut else nullcontext() as hosts,
         _job(folder, launcher, hosts) as jobs,
     ):
@@ -274,7 +277,7 @@ def run(name: str, door: str, launcher: str, folder: Path) -> Row:
             if began is None:
                 innocent = len(text)
                 with suppress(BlockingIOError):
-                    began = float(os.read(moment, 100))
+                    began = float(moment.recv(100))
                     if hosts is not None:
                         hosts.cut()
                         began = time.time()
@@ -284,7 +287,6 @@ def run(name: str, door: str, launcher: str, folder: Path) -> Row:
             text = output.read_text(errors="replace")
             if began is not None and _names(text[innocent:], fault, launcher):
                 named = time.time()
-    os.close(moment)
     text = output.read_text(errors="replace")
     since = began if began is not None else float("nan")
     return Row(

@@ -55,9 +55,17 @@ def enable_faulthandler(fd: int) -> None:
         faulthandler.enable(fd, all_threads=False)
 
 
-def write_position(fd: int, line: str) -> None:
-    """Record that this rank is at this line now."""
-    os.pwrite(fd, f"{time.time()} {line}".encode()[:_BYTES].ljust(_BYTES, b"\0"), 0)
+def write_position(fd: int, line: str, seen: float | None = None) -> None:
+    """Record that this rank is at this line now, or was at the time `seen`."""
+    seen = time.time() if seen is None else seen
+    os.pwrite(fd, f"{seen} {line}".encode()[:_BYTES].ljust(_BYTES, b"\0"), 0)
+
+
+def write_later_position(fd: int, seen: float, line: str) -> None:
+    """Record that this rank was at this line at the time `seen`, unless it was seen later."""
+    recorded = read_whole(fd).partition(" ")[0]
+    if not recorded.strip("\0") or float(recorded) < seen:
+        write_position(fd, line, seen)
 
 
 def read_whole(fd: int | None) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import pickle
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import product
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from instep.distributed.communication.errors import InsideScopeError, RunOnceError
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
-from instep.distributed.flight_record.recorder import phase
+from instep.distributed.flight_record.record_format import group_text
+from instep.distributed.flight_record.recorder import enter, leave, phase
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
@@ -26,7 +27,8 @@ from instep.process.procfs import ProcessHandle, process_address
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_POLL = timedelta(milliseconds=200)
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2
+"""Seconds between two looks at the store; in between a tenth of the time waited so far."""
 _count = 0
 """The number of scopes that all ranks have entered; it names the next one in the store."""
 
@@ -144,9 +146,17 @@ class _SharedScope:
         self._store = bootstrap.store()
         self._key = f"instep/scope/{_count}"
         self.here = Here(self._runs)
+        self._began = 0.0
+        """When this rank began to wait."""
         _count += 1
         if self._runs:
+            leave(self._enter())
             self._store.set(f"{self._key}/runner", process_address())
+
+    def _enter(self) -> int:
+        """Note the scope in the flight record as a collective whose root runs it."""
+        group = group_text("scopes", range(self._transport.size))
+        return enter("single_process_scope", None, None, group, self._rank)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -217,6 +227,7 @@ class _SharedScope:
         """Return when the scope has ended; raise RunOnceError when its rank has."""
         ended, address = f"{self._key}/ended", f"{self._key}/runner"
         runner: ProcessHandle | None = None
+        self._began, number = time.monotonic(), self._enter()
         try:
             while not self._is_set(ended):
                 if runner is None and self._store.check([address]):
@@ -224,19 +235,23 @@ class _SharedScope:
                 if runner is not None and runner.has_ended() and not self._store.check([ended]):
                     raise self._lost("its process is gone")
         finally:
+            leave(number)
             if runner is not None:
                 runner.close()
 
     def _is_set(self, key: str) -> bool:
-        """Wait a little for `key`."""
+        """Whether `key` is set; waits a little if it is not.
+
+        A wait with a timeout would do, but torch's store prints two warnings at each timeout.
+        """
         try:
-            self._store.wait([key], _POLL)
-        except RuntimeError:  # a timeout, whose message differs between stores
-            try:
-                return self._store.check([key])
-            except RuntimeError as error:
-                raise self._lost(f"the ranks' store does not answer ({error})") from error
-        return True
+            is_set = self._store.check([key])
+        except RuntimeError as error:
+            raise self._lost(f"the ranks' store does not answer ({error})") from error
+        if not is_set:
+            waited = time.monotonic() - self._began
+            time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 10)))
+        return bool(is_set)
 
     def _lost(self, why: str) -> RunOnceError:
         return RunOnceError(

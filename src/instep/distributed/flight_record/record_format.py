@@ -34,6 +34,13 @@ _SEPARATOR = "\x1f"
 _EXTENT = 48
 """Characters of a shape that fit."""
 _ATTEMPTS = 3
+_PREPOSITIONS = {
+    "broadcast": "from",
+    "scatter": "from",
+    "recv": "from",
+    "single_process_scope": "of",
+}
+"""Between an operation and its root, where it is not "to"."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,7 @@ class Entry:
         if self.shape is not None:
             words.append(f"[{', '.join(map(str, self.shape))}]")
         if self.root is not None:
-            verb = "from" if self.op.startswith(("broadcast", "scatter")) else "to"
-            words.append(f"{verb} rank {self.root}")
+            words.append(f"{_PREPOSITIONS.get(self.op.split()[0], 'to')} rank {self.root}")
         return " ".join(word for word in (*words, "at", self.line) if word)
 
     def has_waited(self, number: int, seconds: float) -> bool:
@@ -163,6 +169,15 @@ def read_wait(fd: int) -> Entry | None:
     entry = _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
     waits = entry is not None and entry.left is None and entry.waiting is not None
     return entry if waits else None
+
+
+def read_position(fd: int) -> tuple[float, str] | None:
+    """When the rank was last in a collective, on the clock of `time.time`, and the line."""
+    (count,) = struct.unpack("<q", os.pread(fd, 8, 8 * COUNT))
+    entry = _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
+    if entry is None:
+        return None
+    return time.time() - time.monotonic() + max(entry.entered, entry.left or 0.0), entry.line
 
 
 def read_header(fd: int) -> FlightRecord:

@@ -23,6 +23,8 @@ from instep.process import PACKAGE_FOLDER
 
 _STDLIB = f"{Path(contextlib.__file__).parent}/"
 _TORCH = dist.distributed_c10d.__file__
+_NO_SCRIPT = (*OUTSIDE_SCRIPT, "<string>")
+"""The last one is code that a library generates, as that of a dataclass."""
 _WRAPPERS = (dist.c10d_logger.__file__, f"{PACKAGE_FOLDER}process/patching.py")
 """Files of torch's decorators, and of the patches in unedited scripts."""
 _GROUP_OPS = frozenset(
@@ -109,7 +111,7 @@ def main_thread_line() -> str:
     scripts = (
         frame
         for frame in frames
-        if not (_is_stdlib(frame) or frame.f_code.co_filename.startswith(OUTSIDE_SCRIPT))
+        if not (_is_stdlib(frame) or frame.f_code.co_filename.startswith(_NO_SCRIPT))
     )
     return location(next(scripts, frames[-1]))
 

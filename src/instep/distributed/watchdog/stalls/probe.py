@@ -211,8 +211,11 @@ class RankProbe:
             return f"{text}: {worker}"
         now = record_format.read(self._rank.record)
         has_moved = (now.count, now.step) != (self._record.count, self._record.step)
-        self._is_slow = has_moved or _main_stack(first) != _main_stack(last)
+        imports = last["imports"] and self._is_busy()
+        self._is_slow = has_moved or imports or _main_stack(first) != _main_stack(last)
         if self._is_slow:
+            if imports:
+                return f"{text}, importing a module; it is slow, not stuck"
             moved = first["line"] != last["line"] and not has_moved
             came = f": it comes from {self._short(first['line'])}" if moved else ""
             return f"{text}; it is slow, not stuck{came}"

@@ -42,7 +42,8 @@ def stack_file() -> int | None:
 
 
 def main_thread_fields() -> dict[str, object]:
-    """The innermost frame of the main thread, and whether it is at a debugger's prompt."""
+    """The innermost frame of the main thread, and whether it is at a debugger's prompt, loads data
+    or imports a module."""
     frames = list(_frames(sys._current_frames()[threading.main_thread().ident or 0]))
     files = [frame.f_code.co_filename for frame in frames]
     code = frames[0].f_code
@@ -50,6 +51,7 @@ def main_thread_fields() -> dict[str, object]:
         "innermost": f"{os.path.basename(code.co_filename)}:{frames[0].f_lineno}, {code.co_name}",
         "at_breakpoint": any(file.endswith(_BREAKPOINT_FILES) for file in files),
         "loads_data": any(file.endswith("torch/utils/data/dataloader.py") for file in files),
+        "imports": any(file.startswith("<frozen importlib") for file in files),
     }
 
 

@@ -20,6 +20,7 @@ from instep.distributed.watchdog.stalls.probe import (
     issued_entry,
 )
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
+from instep.process.last_position import write_later_position
 from instep.process.procfs import memory_in_use, read_stat
 
 POLL_SECONDS, _POLLS_PER_THRESHOLD, _FASTEST = 2.5, 5, 0.2
@@ -66,9 +67,12 @@ class RankWatch:
         loop.call_later(interval, self._poll)
 
     def rank_ended(self) -> None:
-        """The rank's process has ended."""
+        """The rank's process has ended: its last collective may be later than its last position."""
         self._ended = True
         self._entry = None
+        position = record_format.read_position(self._rank.record)
+        if position is not None:
+            write_later_position(self._rank.seen, *position)
 
     # --------------------------------------------------------------------------------- the wait
 
