@@ -146,7 +146,8 @@ class Fault:
     waits: bool = False
     """Whether only waiting shows it: the stall threshold is allowed beside the 5 seconds."""
     line: str = r"train\.py(:|\", line )\d+"
-    """What must be said beside the rank."""
+    """What must be said beside the rank; a line that only was not reached is not known: `continue`
+    is told by the steps and the call that compares them."""
     doors: tuple[str, ...] = ("explicit", "unedited", "ddp")
     is_cut: bool = False
     """Two hosts, of which the cable is pulled when the culprit has reached the step."""
@@ -169,7 +170,10 @@ FAULTS: dict[str, Fault] = {
     "return": Fault("if fails: return"),
     "sys.exit(0)": Fault("if fails: sys.exit(0)"),
     "an exception": Fault("if fails: raise ValueError('boo')"),
-    "an exception that is caught, the step skipped": Fault("if fails: continue"),
+    "an exception that is caught, the step skipped": Fault(
+        "if fails: continue",
+        line=r"train\.py(:|\", line )\d+|gradients of different batches",
+    ),
     "a slow loader": Fault(data="time.sleep(100)", waits=True),
     "a slow loader's worker": Fault(data="time.sleep(100)", workers=1, waits=True),
     "a loader's worker that dies": Fault(data="os._exit(1)", workers=1),

@@ -183,6 +183,23 @@ def test_a_model_in_ddp_is_compared_at_the_beginning_of_a_forward():
         model(torch.ones(2, 4))
 
 
+@ranks(3)
+def test_a_step_that_one_rank_leaves_out_of_a_loop_with_ddp_is_named():
+    patch = Patch(DistributedDataParallel, "__init__", ddp.follow)
+    with variable("INSTEP_DRIFT_STEPS", "4"), PatchHandle([patch]):
+        model = DistributedDataParallel(nn.Linear(4, 2))
+    data = torch.utils.data.TensorDataset(torch.randn(60, 4))
+    sampler = torch.utils.data.DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, 2, sampler=sampler)
+    for k, (x,) in enumerate(loader):
+        if k == 3 and instep.rank == 0:
+            next(iter(loader))  # to show it
+        if k < 6:
+            model(x).sum().backward()
+    with pytest.raises(DriftError, match=r"ranks 0, 2: \d+; rank 1: \d+.*between 4 and 8"):
+        leave_out(model, loader, step=2)
+
+
 def leave_out(model, loader, *, step):
     for k, (x,) in enumerate(loader):
         if instep.rank != 1 or k != step:

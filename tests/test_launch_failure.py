@@ -396,6 +396,8 @@ def end(how):
         os._exit(0)
     if how == "kill":
         os.kill(os.getpid(), 9)
+    if how == "end":
+        return
     try:
         raise ValueError("boo")
     finally:
@@ -403,11 +405,23 @@ def end(how):
 instep.barrier()
 if instep.rank == 1:
     end(sys.argv[1])
-instep.all_reduce(torch.ones(2))
+if instep.rank == 0 or sys.argv[1] != "end":
+    instep.all_reduce(torch.ones(2))
 """
 EARLY = (
     "instep: rank 1 of 2 ended with exit code 0 while rank 0 waited for it; rank 0 was stopped\n"
 )
+
+
+def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_gone(
+    launch: Launch,
+) -> None:
+    path = launch.folder / "train.py"
+    path.write_text(PEERLESS)
+    launch.environ["INSTEP_BACKEND"] = "gloo"
+    result = launch.run("-n", 2, path, "end")
+    assert EARLY in result.stderr
+    assert f"It left at the end of the script, after barrier at {path}:16." in (result.stderr)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping
 
+UNKNOWN_RANK = -1
+"""A rank of which an error does not say the number."""
+
 
 def describe_exit(code: int | None) -> str:
     """An exit code, -n for signal n, as a predicate. None: the code is not known."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from instep.process.exit_status import (
+    UNKNOWN_RANK,
     describe_early_exit,
     describe_exit,
     format_failure,
@@ -39,7 +40,8 @@ class Failure:
     is_consequence: bool = False
     """Whether it only says that another rank failed, left, or did something else."""
     awaited_rank: int | None = None
-    """The rank that had ended while this one waited for it, if that is the failure."""
+    """The rank that had ended while this one waited for it, if that is the failure; perhaps
+    UNKNOWN_RANK."""
     waiting_rank: int | None = None
     """The rank that waited for this one, which had ended with exit code 0."""
 
@@ -112,6 +114,9 @@ def first_failure(exits: Iterable[RankExit], written: Sequence[Failure]) -> Fail
     if first is None or first.awaited_rank is None:
         return first
     awaited = by_rank.get(first.awaited_rank)
+    if first.awaited_rank == UNKNOWN_RANK:
+        ended = [each for each in by_rank.values() if each.succeeded]
+        awaited = min(ended, key=lambda each: (each.time, each.rank), default=None)
     if awaited is None:
         return first
     if awaited.code not in (0, -signal.SIGTERM):  # it died before any rank was told to end

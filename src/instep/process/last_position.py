@@ -37,7 +37,7 @@ class LastPosition:
         if self.has_finished() and code <= 0:
             return f"It left at {_read(self.finished_file)}.\n"
         crash = _read(self.crash_file) if code < 0 else ""
-        return format_fatal_signal(crash) or format_position(_read(self.line_file), ended)
+        return format_last_words(crash, _read(self.line_file), ended)
 
 
 def _read(path: str) -> str:
@@ -82,6 +82,13 @@ def format_position(written: str, ended: float) -> str:
         return ""
     before = max(0.0, ended - float(seen))
     return f"It was last seen at {line}, {before:.1f} s before its end.\n"
+
+
+def format_last_words(crash: str, written: str, ended: float) -> str:
+    """What is known about a rank that died: faulthandler's report, if there is one, and the rank's
+    last position, unless the report has a line (a thread of C++ that aborts has none)."""
+    report = format_fatal_signal(crash)
+    return report if '  File "' in report else report + format_position(written, ended)
 
 
 def format_fatal_signal(crash: str) -> str:

@@ -10,11 +10,13 @@ from types import TracebackType
 
 from instep.errors import InstepError
 from instep.process import PACKAGE_FOLDER
+from instep.process.exit_status import UNKNOWN_RANK
 
 _LOST_PEER = (
     ("gloo/transport", "Connection closed by peer"),
     ("gloo/transport", "Connection reset by peer"),
     ("NCCL", "remote process exited"),
+    ("error when running the callback: PeerLeftError",),
 )
 """Words of torch's RuntimeErrors which say no more than that a peer has gone."""
 
@@ -29,6 +31,19 @@ def is_caused_by_another_rank(error: BaseException) -> bool:
     cause = root_cause(error)
     if isinstance(cause, InstepError):
         return cause.caused_by_another_rank
+    return _is_lost_peer(cause)
+
+
+def awaited_rank(error: BaseException) -> int | None:
+    """The rank that has ended although this one waited for it, if that is the root cause; perhaps
+    UNKNOWN_RANK."""
+    cause = root_cause(error)
+    if isinstance(cause, InstepError):
+        return getattr(cause, "rank", None) if cause.caused_by_another_rank else None
+    return UNKNOWN_RANK if _is_lost_peer(cause) else None
+
+
+def _is_lost_peer(cause: BaseException) -> bool:
     return isinstance(cause, RuntimeError) and any(
         all(word in str(cause) for word in words) for words in _LOST_PEER
     )

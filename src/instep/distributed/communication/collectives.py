@@ -133,10 +133,7 @@ def broadcast(tensor: Tensor, root: int = 0, *, group: Group | None = None) -> T
 
 def barrier(*, group: Group | None = None) -> None:
     """Return when every rank (of `group`) has called this. Raises NotAMemberError."""
-    transport = get_transport(group)
-    zero = torch.zeros((), device=transport.control_device)
-    transport.all_reduce(zero, "sum").wait()
-    zero.item()  # wait for the GPU, too, on which the reduction is only queued
+    get_transport(group).barrier()
 
 
 def _check(tensor: Tensor, op: str, group: Group | None) -> tuple[Transport, str]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from instep.distributed.identity.authentication import derive_key, sign, verify
 from instep.distributed.rendezvous import bootstrap
 
@@ -23,6 +26,16 @@ def dumps(value: object) -> bytes:
 def loads(received: bytes | memoryview) -> Any:
     """The value that a rank of this job has sent. Raises AuthenticationError for anything else."""
     return pickle.loads(verify(_key(), bytes(received), _NAME))
+
+
+def dumps_tensor(value: object) -> Tensor:
+    """The signed pickle as a tensor of bytes on the CPU."""
+    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
+
+
+def loads_tensor(received: Tensor) -> Any:
+    """The value of a tensor that `dumps_tensor` has made on a rank of this job."""
+    return loads(received.cpu().numpy().data)
 
 
 def _key() -> bytes:

@@ -40,13 +40,13 @@ class ThreadChannel:
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, pickled."""
-        own = torch.frombuffer(bytearray(signed_pickle.dumps(value)), dtype=torch.uint8)
+        own = signed_pickle.dumps_tensor(value)
         sizes = [torch.tensor([own.numel()]) for _ in range(self.size)]
         self._all_gather(sizes)
         pickled = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         pickled[self.rank] = own
         self._all_gather(pickled)
-        return [signed_pickle.loads(part.numpy().data) for part in pickled]
+        return [signed_pickle.loads_tensor(part) for part in pickled]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start to overwrite a contiguous `tensor` with root's."""

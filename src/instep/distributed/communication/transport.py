@@ -20,8 +20,8 @@ from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.tensors import current_device
 from instep.distributed.errors import RendezvousError
-from instep.distributed.flight_record.record_format import group_text
-from instep.distributed.flight_record.recorder import enter, leave
+from instep.distributed.flight_record.record_format import group_text, message_group
+from instep.distributed.flight_record.recorder import enter, leaving
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
@@ -73,6 +73,9 @@ class Transport(Protocol):
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
         """Send the r-th of these 1-D tensors to rank r; receive `output_sizes[r]` elements."""
 
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous `tensor`."""
 
@@ -121,6 +124,9 @@ class LocalTransport:
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
         return [inputs[0].clone()]
 
+    def barrier(self) -> None:
+        return None
+
     def send(self, tensor: Tensor, to: int) -> None:
         raise AssertionError("a world of one has no peer")
 
@@ -140,10 +146,6 @@ class LocalTransport:
         raise AssertionError("a world of one has no peer")
 
 
-def _count_nothing() -> None:
-    """Collectives of some of the ranks are not counted: see `watchdog.interrupts`."""
-
-
 class ProcessGroupTransport:
     """Over a process group; None is the default one, the world."""
 
@@ -155,14 +157,14 @@ class ProcessGroupTransport:
         self.control_device = _control_device(group or dist.group.WORLD)
         # A model keeps its transport until Python ends; a group must not live so long.
         self._weak_group = None if group is None else weakref.ref(group)
-        self._count = interrupts.count_collective if group is None else _count_nothing
+        # Collectives of some of the ranks are not counted: see `watchdog.interrupts`.
+        self._count = interrupts.count_collective if group is None else lambda: None
         members = group or dist.group.WORLD
         assert members is not None
-        self._recorded_as = ""
-        """The group in the flight record; empty where the group itself records."""
         self._ranks = dist.get_process_group_ranks(members)
-        if not isinstance(members, shm.ProcessGroupOverGloo):
-            self._recorded_as = group_text(f"torch-{members.group_name}", self._ranks)
+        is_recorded = isinstance(members, shm.ProcessGroupOverGloo)  # by the group itself
+        text = group_text(f"torch-{members.group_name}", self._ranks)
+        self._recorded_as = "" if is_recorded else text
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -211,11 +213,8 @@ class ProcessGroupTransport:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._count()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        number = self._enter("all_gather", tensor)
-        try:
+        with leaving(self._enter("all_gather", tensor)):
             dist.all_gather(parts, tensor, self._group)
-        finally:
-            leave(number)
         return parts
 
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
@@ -223,62 +222,68 @@ class ProcessGroupTransport:
         sent = torch.cat(list(inputs))
         received = sent.new_empty(sum(output_sizes))
         sizes = [tensor.numel() for tensor in inputs]
-        number = self._enter("all_to_all", None)
-        try:
+        with leaving(self._enter("all_to_all", None)):
             dist.all_to_all_single(received, sent, list(output_sizes), sizes, self._group)
-        finally:
-            leave(number)
         # Views of one tensor share its version counter: changing one in place would invalidate
         # what autograd has saved of the others.
         return [part.clone() for part in received.split(list(output_sizes))]
 
+    def barrier(self) -> None:
+        self._count()
+        with leaving(self._enter("barrier", None)):
+            if self.control_device.type == "cpu":
+                dist.barrier(self._group)
+            else:
+                zero = torch.zeros((), device=self.control_device)
+                dist.all_reduce(zero, group=self._group)
+                zero.item()  # wait for the GPU, too, on which the reduction is only queued
+
     def send(self, tensor: Tensor, to: int) -> None:
-        dist.send(tensor, group=self._group, group_dst=to)
+        with leaving(self._enter_message("send", tensor, to)):
+            dist.send(tensor, group=self._group, group_dst=to)
 
     def recv(self, tensor: Tensor, source: int) -> None:
-        dist.recv(tensor, group=self._group, group_src=source)
+        with leaving(self._enter_message("recv", tensor, source)):
+            dist.recv(tensor, group=self._group, group_src=source)
+
+    def _enter_message(self, op: str, tensor: Tensor, peer: int) -> int:
+        """As `_enter`, of a message."""
+        if not self._recorded_as:
+            return -1
+        pair = message_group(self._ranks[self.rank], self._ranks[peer])
+        return enter(op, tensor.shape, tensor.dtype, pair, self._ranks[peer])
 
     def all_gather_object(self, value: T) -> list[T]:
-        mine = self._as_tensor(signed_pickle.dumps(value))
+        mine = signed_pickle.dumps_tensor(value).to(self.control_device)
         sizes = [int(size) for size in self.all_gather(self._size_of(mine))]
         padded = mine.new_empty(max(sizes))
         padded[: mine.numel()] = mine
         parts = zip(self.all_gather(padded), sizes, strict=True)
-        return [self._from_tensor(part[:size]) for part, size in parts]
+        return [signed_pickle.loads_tensor(part[:size]) for part, size in parts]
 
     def broadcast_object(self, value: T, root: int) -> T:
-        mine = self._as_tensor(signed_pickle.dumps(value) if self.rank == root else b"")
+        is_root = self.rank == root
+        mine = signed_pickle.dumps_tensor(value if is_root else None).to(self.control_device)
         size = self._size_of(mine)
         self.broadcast(size, root).wait()
-        message = mine if self.rank == root else mine.new_empty(int(size))
+        message = mine if is_root else mine.new_empty(int(size))
         self.broadcast(message, root).wait()
-        if self.rank == root:
-            return value
-        received: T = self._from_tensor(message)
-        return received
+        return value if is_root else signed_pickle.loads_tensor(message)
 
     def send_object(self, value: object, to: int) -> None:
-        message = self._as_tensor(signed_pickle.dumps(value))
+        message = signed_pickle.dumps_tensor(value).to(self.control_device)
         self.send(self._size_of(message), to)
         self.send(message, to)
 
     def recv_object(self, source: int) -> Any:
-        size = self._size_of(self._as_tensor(b""))
+        size = torch.zeros(1, dtype=torch.int64, device=self.control_device)
         self.recv(size, source)
-        message = self._as_tensor(bytes(int(size)))
+        message = size.new_empty(int(size), dtype=torch.uint8)
         self.recv(message, source)
-        return self._from_tensor(message)
-
-    def _as_tensor(self, message: bytes) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8)
-        flat = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else empty
-        return flat.to(self.control_device)
+        return signed_pickle.loads_tensor(message)
 
     def _size_of(self, message: Tensor) -> Tensor:
-        return torch.tensor([message.numel()], device=self.control_device)
-
-    def _from_tensor(self, message: Tensor) -> Any:
-        return signed_pickle.loads(message.cpu().numpy().data)
+        return message.new_tensor([message.numel()], dtype=torch.int64)
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
@@ -338,19 +343,16 @@ def _transport_over(group: dist.ProcessGroup | None) -> Transport:
     """The transport over a process group; None is the world."""
     members = group or dist.group.WORLD
     assert members is not None
-    transport = _transports.get(members)
-    if transport is None:
-        if isinstance(members, shm.InstepProcessGroup):
-            transport = SharedMemoryTransport(group, members)
-        else:
-            transport = ProcessGroupTransport(group)
-        _transports[members] = transport
-    return transport
+    if members not in _transports:
+        _transports[members] = (
+            SharedMemoryTransport(group, members)
+            if isinstance(members, shm.InstepProcessGroup)
+            else ProcessGroupTransport(group)
+        )
+    return _transports[members]
 
 
-_overlap_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+_overlap_groups = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def overlap_group(transport: Transport) -> Transport:

@@ -30,6 +30,8 @@ COUNT, EPOCH, STEP, PHASE, PHASE_SINCE, LAST_LEFT, REPORTED = range(7)
 """Words of the header; COUNT: the number of collectives that were entered; REPORTED: see
 `FlightRecord.is_reported`."""
 BYTES = HEADER_BYTES + SLOTS * SLOT.size
+MESSAGES = "messages-"
+"""How the text of a group begins whose members send and receive, of which no two do the same."""
 _SEPARATOR = "\x1f"
 _EXTENT = 48
 """Characters of a shape that fit."""
@@ -127,6 +129,11 @@ def group_text(name: str, ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     members = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"{name[:32]}:{members}"
+
+
+def message_group(rank: int, other: int, tag: int = 0) -> str:
+    """As `group_text`, for messages between two ranks of the job: their order is their own."""
+    return group_text(f"{MESSAGES}{tag}", sorted((rank, other)))
 
 
 def group_members(text: str) -> list[int]:

@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from math import prod
 from time import monotonic_ns
@@ -178,6 +179,11 @@ class FlightRecorder:
         entries = (e for e in decode(self._memory).entries if e.left is None and e.group == group)
         return next((entry.describe() for entry in entries), "")
 
+    def end_of_script(self) -> str:
+        """The end of the script as a place, with the last collective before it."""
+        entries = [entry for entry in decode(self._memory).entries if entry.phase != "exit"]
+        return f"the end of the script{f', after {entries[-1].describe()}' if entries else ''}"
+
     def phase(self, name: str) -> _PhaseScope:
         """A context manager: the main thread is in that phase of its program (see `PHASES`)."""
         return _PhaseScope(self, _PHASE_NUMBERS[name])
@@ -247,6 +253,15 @@ class FlightRecorder:
         return line
 
 
+@contextmanager
+def leaving(number: int) -> Iterator[None]:
+    """At the end the collective of that number is left."""
+    try:
+        yield
+    finally:
+        leave(number)
+
+
 class _PhaseScope:
     """A phase of the main thread; before and after it the phase is another one."""
 
@@ -275,5 +290,5 @@ enter, leave = recorder.enter, recorder.leave
 issued, wait = recorder.issued, recorder.wait
 phase, set_phase = recorder.phase, recorder.set_phase
 set_step, set_epoch, count_step = recorder.set_step, recorder.set_epoch, recorder.count_step
-file_descriptor = recorder.file_descriptor
+file_descriptor, end_of_script = recorder.file_descriptor, recorder.end_of_script
 os.register_at_fork(after_in_child=recorder.reset_after_fork)

@@ -8,6 +8,8 @@ deadlock. (torch 2.13: a broadcast_object_list after send and recv, in 2 of 7 ru
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from instep.distributed.flight_record.record_format import message_group
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.shared_buckets import Resident
 from instep.process.torch_compile import skip_methods
@@ -40,6 +43,25 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
 
     call_gloo.__name__ = method
     return call_gloo
+
+
+def _send_by_gloo(method: str, op: str) -> Callable[..., Work]:
+    """The method of that name, whose arguments are tensors, a peer (if it has one) and a tag."""
+
+    def call_gloo(self: ProcessGroupOverGloo, tensors: list[Tensor], *args: int) -> Work:
+        number = self._enter_message(op, tensors, *args)
+        work: Work = getattr(self._gloo_group, method)(tensors, *args)
+        if number >= 0:
+            reference = weakref.ref(work)  # nobody need wait for it
+            recorder.follow(number, lambda: _has_ended(reference()))
+        return work
+
+    call_gloo.__name__ = method
+    return call_gloo
+
+
+def _has_ended(work: Work | None) -> bool:
+    return work is None or work.is_completed()
 
 
 @skip_methods
@@ -95,6 +117,16 @@ class ProcessGroupOverGloo(ProcessGroup):
             "" if reduction is None else reduction.op.name,
         )
 
+    def _enter_message(self, op: str, tensors: list[Tensor], *peer_and_tag: int) -> int:
+        """Note a message of the main thread, as `_enter`: other threads' come in any order."""
+        if not self._recorded_as or threading.current_thread() is not threading.main_thread():
+            return -1
+        *peers, tag = peer_and_tag
+        mine = self._members[self.rank()]
+        other = self._members[peers[0]] if peers else None
+        pair = message_group(mine, mine if other is None else other, tag)
+        return recorder.enter(op, _shape_of(tensors), tensors[0].dtype, pair, other)
+
     def _follow(self, work: Work, number: int, args: tuple[Any, ...]) -> None:
         """Note when the collective has ended."""
         if args and not getattr(args[-1], "asyncOp", True):
@@ -124,8 +156,12 @@ class ProcessGroupOverGloo(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    send = _call_gloo("send")
-    recv = _call_gloo("recv")
+    gather = _call_gloo("gather", "gather", 1)
+    scatter = _call_gloo("scatter", "scatter", 0)
+    alltoall = _call_gloo("alltoall", "all_to_all")
+    send = _send_by_gloo("send", "send")
+    recv = _send_by_gloo("recv", "recv")
+    recv_anysource = _send_by_gloo("recv_anysource", "recv")
 
 
 def _flat_list(tensors: Any) -> list[Tensor]:

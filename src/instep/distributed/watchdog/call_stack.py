@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instep.distributed.flight_record.recorder import issued, leave, phase, wait
+from instep.distributed.flight_record.recorder import end_of_script, issued, leave, phase, wait
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
@@ -147,7 +147,7 @@ def _wait(frame: FrameType) -> dict[str, object] | None:
         op = frame.f_locals["signature"].text
         return {"op": op, "members": signals.ranks, "sequence": signals.sequence}
     if frame.f_code is wait_at_exit.__code__:
-        at_exit: dict[str, object] = {"call": "exit", "line": "the end of the script"}
+        at_exit: dict[str, object] = {"call": "exit", "line": end_of_script()}
         return at_exit | {"op": "exit", "members": _members(None)}
     name = frame.f_code.co_name
     if frame.f_code.co_filename != _TORCH or name not in (*_GROUP_OPS, *_PEER_ARGUMENTS):

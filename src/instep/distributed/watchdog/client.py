@@ -41,8 +41,8 @@ from instep.process import isolated_command, pending_writes, settings
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler, write_position
 from instep.process.tracebacks import (
+    awaited_rank,
     is_caused_by_another_rank,
-    root_cause,
     script_line,
     trim_traceback,
 )
@@ -210,10 +210,11 @@ class WatcherClient:
         """The innermost sys.excepthook: only the job's first failure is printed, and last."""
         if os.getpid() == self._pid:
             is_consequence = is_caused_by_another_rank(error)
-            awaited_rank = getattr(root_cause(error), "rank", None) if is_consequence else None
             code = 130 if issubclass(error_type, KeyboardInterrupt) else 1
             report_collectives(error)
-            self._report_failure(code, is_consequence=is_consequence, awaited_rank=awaited_rank)
+            self._report_failure(
+                code, is_consequence=is_consequence, awaited_rank=awaited_rank(error)
+            )
             trim_traceback(error)
         self._previous_hook(error_type, error, error.__traceback__)
 

@@ -26,7 +26,7 @@ from instep.distributed.watchdog.mismatch import (
 )
 from instep.distributed.watchdog.stalls.job_socket import JobSocket
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
-from instep.process.exit_status import describe_early_exit, format_failure
+from instep.process.exit_status import UNKNOWN_RANK, describe_early_exit, format_failure
 
 COLLECT_SECONDS = 0.1
 """Between the first report of a failure and the choice of the first failure. A death is seen later
@@ -241,6 +241,8 @@ class Hub:
     def _headline(self, first: Message) -> str:
         """If the failure is a wait for a rank that had ended, the line is about the latter."""
         rank, awaited = first["rank"], first.get("awaited_rank")
+        if awaited == UNKNOWN_RANK:
+            awaited = min(self._finished - {rank}, default=None)
         on_host = f" on {first['host']}" if len(self._hosts) > 1 else ""
         description = first["description"] + on_host
         if awaited is not None and (awaited in self._finished or self._ended.get(awaited) == 0):

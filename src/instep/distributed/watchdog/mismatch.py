@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from instep.distributed.flight_record.record_format import FlightRecord
+from instep.distributed.flight_record.record_format import MESSAGES, FlightRecord
 from instep.process.exit_status import format_ranks
 
 Step = list[object]
@@ -23,7 +23,7 @@ def recorded_steps(record: FlightRecord) -> list[Step]:
     return [
         [entry.group, entry.sequence, entry.tag, entry.describe()]
         for entry in record.entries[-LAST:]
-        if not entry.group.startswith("torch-")
+        if not entry.group.startswith(("torch-", MESSAGES))
     ]
 
 

@@ -23,7 +23,7 @@ from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
 from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
-from instep.process.last_position import format_fatal_signal, format_position, read_whole
+from instep.process.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
     context_switches,
@@ -185,9 +185,7 @@ class Watcher:
     def _last_position(self, code: int | None) -> str:
         """The lines that are known about a rank that died silently."""
         crash = read_whole(self._crash_file) if code is not None and code < 0 else ""
-        return format_fatal_signal(crash) or format_position(
-            read_whole(self._seen_file), time.time()
-        )
+        return format_last_words(crash, read_whole(self._seen_file), time.time())
 
     def _let_rank_exit(self) -> None:
         """Tell the rank to exit, and kill it if it does not."""

@@ -22,10 +22,10 @@ from instep.launch.worker import program
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler
 from instep.process.tracebacks import (
+    awaited_rank,
     format_error,
     format_traceback,
     is_caused_by_another_rank,
-    root_cause,
     script_line,
 )
 
@@ -48,7 +48,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         program.run_program(command, plain=mode == PLAIN)
-        leave.report_success("the end of the script")
+        leave.report_success(_end_of_script())
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
             sys.exit(1)
@@ -125,7 +125,7 @@ class ExitReporter:
 
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         follows = is_caused_by_another_rank(error)
-        missed = getattr(root_cause(error), "rank", None) if follows else None
+        missed = awaited_rank(error)
         failure = Failure(
             self.rank, time.time(), code, raised, text, is_consequence=follows, awaited_rank=missed
         )
@@ -138,6 +138,12 @@ class ExitReporter:
         """Write the line at which the rank ended with code 0, for ranks that still wait for it."""
         with program.real_files(), open(LastPosition(self.file).finished_file, "w") as file:
             file.write(line)
+
+
+def _end_of_script() -> str:
+    """Where a rank is at its end: the line that ended the script is not known, perhaps a return."""
+    recorder = sys.modules.get("instep.distributed.flight_record.recorder")  # if ranks have met
+    return "the end of the script" if recorder is None else str(recorder.end_of_script())
 
 
 def _print_nothing(

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.training.drift.comparison import DriftCheck
+from instep.training.drift.distributed_batches import count_batches, follow_loaders
 
 
 def follow(original: Function, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -21,6 +22,7 @@ def follow(original: Function, model: DistributedDataParallel, *args: Any, **kwa
     """
     original(model, *args, **kwargs)
     if model.process_group is dist.group.WORLD and dist.get_world_size() > 1:
+        follow_loaders()
         check = DriftCheck(model.module, get_transport(), buffers="rank")
         model.register_forward_pre_hook(_ForwardCount(check))
 
@@ -39,5 +41,5 @@ class _ForwardCount:
         if joins or not model.require_backward_grad_sync:
             return
         if self._has_begun:
-            self._check.end_backward()
+            self._check.end_backward(count_batches())
         self._has_begun = True

@@ -74,9 +74,13 @@ def format_stacks(states: Mapping[int, Message]) -> str:
 
 
 def are_slow(states: Mapping[int, Message]) -> bool:
-    """Whether all ranks that others wait for are slow, and not stuck."""
-    awaited = [state for state in states.values() if state.get("waited") is None]
-    return bool(awaited) and all(state.get("is_slow") for state in awaited)
+    """Whether all ranks that others wait for are slow, and not stuck: also those that have entered
+    a collective only now."""
+    longest = max((state.get("waited") or 0.0 for state in states.values()), default=0.0)
+    awaited = [state for state in states.values() if (state.get("waited") or 0.0) < longest / 2]
+    return bool(awaited) and all(
+        state.get("is_slow") or state.get("waited") is not None for state in awaited
+    )
 
 
 def ranks_with_stacks(states: Mapping[int, Message]) -> list[int]:

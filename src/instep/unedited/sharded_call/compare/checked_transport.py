@@ -58,6 +58,7 @@ _COLLECTIVES: dict[str, Callable[..., object]] = {
     "all_to_all": lambda inputs, output_sizes: None,
     "all_gather_object": lambda value: None,
     "broadcast_object": lambda value, root: root,
+    "barrier": lambda: None,
 }
 """Of each collective the part of its arguments that must be the same on all ranks."""
 
