@@ -211,7 +211,8 @@ class RankProbe:
             return f"{text}: {worker}"
         now = record_format.read(self._rank.record)
         has_moved = (now.count, now.step) != (self._record.count, self._record.step)
-        imports = last["imports"] and self._is_busy()
+        has_run = self._sample().switches != self._first.switches
+        imports = last["imports"] and (has_run or self._is_busy())
         self._is_slow = has_moved or imports or _main_stack(first) != _main_stack(last)
         if self._is_slow:
             if imports:
