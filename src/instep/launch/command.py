@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from instep.distributed.identity import endpoints
@@ -20,6 +21,8 @@ from instep.launch.multi_node.hosts import (
     parse_address,
     wrong_hosts,
 )
+from instep.launch.restarts.attempts import run_attempts
+from instep.launch.restarts.policy import RestartPolicy
 from instep.launch.worker import static_opt_out
 from instep.process import settings
 
@@ -53,6 +56,14 @@ which samples of a batch each rank of an unedited script loads.
 own (the default): its own rows; random augmentation of a sample does not depend on the rank.
 whole: all of them, with the same random numbers as plain Python"""
 
+RESTARTS = """\
+how often the job is started again after a rank has failed or a host was lost (default: 0). The
+script goes on from its last instep.Checkpoint. The same exception twice without a new checkpoint in
+between ends the job"""
+MIN = """\
+with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or a
+rank has died twice without a new checkpoint (default: as many ranks as at first)"""
+
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
@@ -66,6 +77,8 @@ WITH_VALUE = (
     "--master",
     "--dist-file",
     "--timeline",
+    "--max-restarts",
+    "--min",
 )
 """Options that take the next word as their value."""
 
@@ -77,7 +90,8 @@ def add_command(commands: Any) -> None:
         help="run a script on several processes",
         description=RUN,
         usage="instep run -n N [--plain] [--load own|whole] [--output prefix|rank0|DIR] "
-        "[--timeline FILE] [--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
+        "[--timeline FILE] [--max-restarts K [--min M]] "
+        "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -96,6 +110,8 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="write the collectives and phases of all ranks; see: instep timeline FILE",
     )
+    parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help=RESTARTS)
+    parser.add_argument("--min", type=int, metavar="M", dest="min_ranks", help=MIN)
     parser.add_argument(
         "--nnodes",
         type=int,
@@ -117,6 +133,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None:
         raise _no_number_of_ranks(program)
+    _check_restarts(asked)
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
@@ -129,7 +146,11 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         hosts=_hosts(asked),
     )
     _mention_few_cores(asked.n)
-    return supervisor.run_job(job, started=lambda: _mention_findings(job)).print_report()
+    started = partial(_mention_findings, job)
+    if not asked.max_restarts:
+        return supervisor.run_job(job, started=started).print_report()
+    policy = RestartPolicy(asked.max_restarts, asked.min_ranks)
+    return run_attempts(job, policy, started=started).print_report()
 
 
 def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
@@ -138,6 +159,21 @@ def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
     script = program[0] if program and program[0] != "-m" else "train.py"
     what = f"{late} comes before the script" if late else "say how many ranks"
     return CommandLineError(f"{what}: instep run -n 2 {script}")
+
+
+def _check_restarts(asked: argparse.Namespace) -> None:
+    if asked.max_restarts < 0:
+        raise CommandLineError(
+            f"--max-restarts takes a whole number from 0 up, not {asked.max_restarts}."
+        )
+    if asked.min_ranks is None:
+        return
+    if not asked.max_restarts:
+        raise CommandLineError("--min belongs to --max-restarts, which is not there.")
+    if asked.min_ranks < 1 or (asked.nnodes in (None, 1) and asked.min_ranks > asked.n):
+        raise CommandLineError(
+            f"--min takes a number of ranks, from 1 to that of -n, not {asked.min_ranks}."
+        )
 
 
 def _hosts(asked: argparse.Namespace) -> NodeConfig:

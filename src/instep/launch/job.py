@@ -28,6 +28,8 @@ class Job:
     """Additional environment variables of each rank, by its number."""
     hosts: NodeConfig = ONE_NODE
     """The other hosts of the job."""
+    restarts: int = 0
+    """How often the job has been started again after a failure."""
     fingerprint: JobFingerprint | None = None
     """What the other hosts are shown; unless given, that of the command."""
 

@@ -38,10 +38,13 @@ class OutputMode(Protocol):
         """Forward the rest; all ranks have ended."""
 
 
-def choose_output(name: str) -> OutputMode:
-    """`prefix`, `rank0` or a folder. Raises CommandLineError if the folder cannot be written."""
+def choose_output(name: str, *, append: bool = False) -> OutputMode:
+    """`prefix`, `rank0` or a folder, where files are replaced unless the output is appended.
+
+    Raises CommandLineError if the folder cannot be written.
+    """
     known: dict[str, type[OutputMode]] = {"prefix": PrefixedOutput, "rank0": Rank0Output}
-    return known[name]() if name in known else FolderOutput(Path(name))
+    return known[name]() if name in known else FolderOutput(Path(name), append=append)
 
 
 class Rank0Output:
@@ -65,10 +68,11 @@ def _cannot_write(path: Path, why: str) -> CommandLineError:
 
 
 class FolderOutput:
-    """Every rank writes to its own files, rank1.out and rank1.err, which replace older ones."""
+    """Every rank writes to its own files, rank1.out and rank1.err."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool) -> None:
         self._path = path
+        self._flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
         self._opened: list[int] = []
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -78,13 +82,13 @@ class FolderOutput:
             raise _cannot_write(path, "it is not writable")
 
     def streams(self, rank: int) -> Streams:
-        """Two new files."""
+        """Two files."""
         return self._open(rank, "out"), self._open(rank, "err")
 
     def _open(self, rank: int, suffix: str) -> int:
         path = self._path / f"rank{rank}.{suffix}"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+            fd = os.open(path, self._flags, 0o666)
         except OSError as error:
             raise _cannot_write(path, error.strerror or str(error)) from None
         self._opened.append(fd)

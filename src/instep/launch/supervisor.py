@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from instep.distributed.identity.launchers import RESTARTS
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
@@ -30,8 +31,10 @@ from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import REPORT_SIGNALS, SignalQueue
 from instep.launch.where.command import print_report
 from instep.process import pending_writes, settings, storage
+from instep.process.exit_status import REQUEUE
 from instep.process.failure import Failure, RankExit, first_failure, format_report
 from instep.process.last_position import LastPosition
+from instep.training.checkpoint.resume_point import ResumePoint
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,17 @@ class JobResult:
     """The message about it for this host's stderr."""
     requested_signal: signal.Signals | None = None
     """The signal by which this supervisor, or that of another host, was asked to end."""
+    sizes: tuple[int, ...] = ()
+    """The number of ranks on each host."""
+    lost_nodes: tuple[int, ...] = ()
+    """The hosts whose supervisors do not answer any more."""
+    resume_point: ResumePoint | None = None
+    """The last checkpoint that the job has completed or gone on from."""
+
+    @property
+    def asks_for_requeue(self) -> bool:
+        """Whether the job has saved a checkpoint and ended because it was told to."""
+        return self.code == REQUEUE
 
     def print_report(self) -> int:
         """Print the report to stderr and return the exit code."""
@@ -107,7 +121,7 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
     is left on this host.
     """
     settings.check_variables()
-    output = choose_output(job.output)
+    output = choose_output(job.output, append=job.restarts > 0)
     job_info = join_hosts(
         job.hosts, job.size, job.fingerprint or JobFingerprint.of_command(job.command)
     )
@@ -117,13 +131,16 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
             _run_ranks(job, job_info, supervisor, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
+            points = [point for point in map(ResumePoint.read, files) if point is not None]
             ends = [
                 _add_details(end, LastPosition(file))
                 for end, file in zip(supervisor.ends, files, strict=True)
             ]
         signal_queue.restore_defaults()
         output.finish(failures)
-        result = supervisor.connections.exchange_results(HostResult(ends, failures))
+        result = supervisor.connections.exchange_results(
+            HostResult(ends, failures, points[0] if points else None)
+        )
         return _conclude(job, job_info, supervisor, result)
 
 
@@ -179,6 +196,8 @@ def _start_ranks(
             store_fd=None if held is None else held.fileno(),
         )
         environ |= job.variables(number)
+        if job.restarts:
+            environ[RESTARTS] = str(job.restarts)
         try:
             rank = start_rank(
                 number, job.command, environ, output.streams(number), held, plain=job.plain
@@ -189,23 +208,31 @@ def _start_ranks(
 
 
 def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostResult) -> JobResult:
-    requested_signal, first = (
-        supervisor.requested_signal,
-        first_failure(result.ends, result.failures),
+    requested_signal, sizes = supervisor.requested_signal, job_info.sizes
+    first = first_failure(result.ends, result.failures)
+    lost = {failure.rank for failure in result.failures if failure.lost_host}
+    known = JobResult(
+        0,
+        requested_signal=requested_signal,
+        sizes=sizes,
+        lost_nodes=tuple(k for k in range(len(sizes)) if sum(sizes[:k]) in lost),
+        resume_point=result.resume_point,
     )
+    if requested_signal is not None and first is not None and first.code == REQUEUE:
+        return replace(known, code=REQUEUE)
     if requested_signal is not None and (
         supervisor.signalled_again or (first is not None and first.code in INTERRUPTED)
     ):
-        return JobResult(128 + requested_signal, requested_signal=requested_signal)
+        return replace(known, code=128 + requested_signal)
     if first is None:
-        return JobResult(0, requested_signal=requested_signal)
+        return known
     text = format_report(first, result.ends, job_info.size)
     is_here = job_info.first <= first.rank < job_info.first + job.size
     if not (
         is_here or job.hosts.has_own_terminal
     ):  # the launcher's one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"
-    return JobResult(first.exit_code, first, text, requested_signal)
+    return replace(known, code=first.exit_code, first=first, report=text)
 
 
 class Supervisor:

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 
 UNKNOWN_RANK = -1
 """A rank of which an error does not say the number."""
+REQUEUE = 75
+"""The exit code of a job that has saved a checkpoint because it was told to end, and wants to be
+queued again: EX_TEMPFAIL of sysexits.h."""
 
 
 def describe_exit(code: int | None) -> str:

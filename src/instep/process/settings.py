@@ -171,7 +171,9 @@ SETTINGS = (
 )
 """The settings for users; docs/variables.md shows them."""
 
-INTERNAL = frozenset({"INSTEP_FAILURE_FILE", "INSTEP_JOB", "INSTEP_SOURCE", "INSTEP_STORE_FD"})
+INTERNAL = frozenset(
+    f"{PREFIX}{name}" for name in ("FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STORE_FD")
+)
 """Set by instep's own processes for each other; see `distributed/identity/launchers.py`."""
 
 

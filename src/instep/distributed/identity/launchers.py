@@ -27,6 +27,8 @@ SOURCE = "INSTEP_SOURCE"
 """Set by `python -m instep script.py` for its script: the launcher whose numbers it repeats."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
 """Set by `instep run` for its ranks: the file for the traceback of a rank that fails."""
+RESTARTS = "INSTEP_RESTARTS"
+"""Set by `instep run` for its ranks: how often it has started the job again after a failure."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ _PREFIXES = (
 )
 _NAMES = frozenset(
     {
-        *(FAILURE_FILE, settings.SECRET.name, STORE_FD, "MASTER_ADDR", "MASTER_PORT"),
+        *(FAILURE_FILE, RESTARTS, settings.SECRET.name, STORE_FD, "MASTER_ADDR", "MASTER_PORT"),
         *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *(f"SLURM_{name}" for name in ("GTIDS", "NPROCS", "NTASKS", "TASKS_PER_NODE", "TASK_PID")),
     }

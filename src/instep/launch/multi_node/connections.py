@@ -14,12 +14,13 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instep.launch.multi_node.hosts import JobInfo
 from instep.process import settings
 from instep.process.failure import DETECTION_DELAY, Failure, RankExit
+from instep.training.checkpoint.resume_point import ResumePoint
 
 Message = dict[str, Any]
 FAILING: Message = {"failing": True}
@@ -45,6 +46,8 @@ class HostResult:
 
     ends: Sequence[RankExit]
     failures: Sequence[Failure]
+    resume_point: ResumePoint | None = None
+    """The last checkpoint that its ranks have completed or gone on from."""
 
 
 class SupervisorConnections:
@@ -167,10 +170,11 @@ class SupervisorConnections:
         parts = self._results.values()
         ends = [end for part in parts for end in part.ends]
         failures = [failure for part in parts for failure in part.failures]
-        return self._with_lost(HostResult(ends, failures))
+        point = next((part.resume_point for part in parts if part.resume_point), None)
+        return self._with_lost(HostResult(ends, failures, point))
 
     def _with_lost(self, outcome: HostResult) -> HostResult:
-        return HostResult(outcome.ends, [*outcome.failures, *self._lost])
+        return replace(outcome, failures=[*outcome.failures, *self._lost])
 
     def _send(self, message: Message) -> None:
         for connection in self._open.values():
@@ -182,12 +186,16 @@ def _to_json(outcome: HostResult) -> Message:
     return {
         "ends": [asdict(end) for end in outcome.ends],
         "failures": [asdict(failure) for failure in outcome.failures],
+        "resume_point": outcome.resume_point and asdict(outcome.resume_point),
     }
 
 
 def _from_json(message: Message) -> HostResult:
+    point = message["resume_point"]
     return HostResult(
-        [RankExit(**end) for end in message["ends"]], [Failure(**f) for f in message["failures"]]
+        [RankExit(**end) for end in message["ends"]],
+        [Failure(**f) for f in message["failures"]],
+        point and ResumePoint(**point),
     )
 
 

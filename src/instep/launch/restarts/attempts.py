@@ -1,0 +1,45 @@
+"""The attempts of one job: each is a run of all ranks by the supervisor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from instep.launch import supervisor
+from instep.launch.job import Job
+from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
+from instep.launch.supervisor import JobResult
+
+
+def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]) -> JobResult:
+    """Run `job`, and after a failure run it again as long as `policy` says so.
+
+    Prints a line for each restart; the report about the last failure is the result's. Raises
+    LaunchError if the first attempt cannot be started.
+    """
+    result = supervisor.run_job(job, started=started)
+    attempt = Attempt(result.sizes, tuple(range(len(result.sizes))))
+    while True:
+        decision = policy.decide(attempt, result)
+        if decision.next is None:
+            if decision.message:
+                _print(f"not restarted: {decision.message}")
+            return result
+        attempt = decision.next
+        if result.report:
+            sys.stderr.write(result.report)
+        _print(decision.message)
+        node = attempt.nodes.index(job.hosts.node)
+        following = replace(
+            job,
+            size=attempt.sizes[node],
+            hosts=place_in(attempt, job.hosts, job.hosts.node),
+            restarts=job.restarts + 1,
+        )
+        result = supervisor.run_job(following, started=lambda: None)
+        job = replace(job, restarts=following.restarts)
+
+
+def _print(line: str) -> None:
+    print(f"instep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,126 @@
+"""Whether a job is started again after a failure, and with how many ranks (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from instep.launch.multi_node.hosts import NodeConfig
+from instep.launch.supervisor import JobResult
+from instep.process.failure import Failure
+from instep.training.checkpoint.resume_point import ResumePoint
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The ranks of one attempt on the hosts that take part in it."""
+
+    sizes: tuple[int, ...]
+    """The number of ranks on each host."""
+    nodes: tuple[int, ...]
+    """The hosts, by their numbers in the first attempt."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows on an attempt."""
+
+    next: Attempt | None
+    """None: the job has ended."""
+    message: str = ""
+    """The line for the user."""
+
+
+@dataclass
+class RestartPolicy:
+    """Decides after each attempt. Every supervisor of a job comes to the same decision."""
+
+    max_restarts: int
+    min_ranks: int | None = None
+    """With fewer ranks than at first the job goes on down to this number; None: never."""
+    _restarts: int = 0
+    _last_error: tuple[int, str] | None = None
+    _lost_again: bool = False
+    """Whether the last attempt ended before it came further than the one before."""
+    _reached: ResumePoint | None = field(default=None)
+
+    def decide(self, attempt: Attempt, result: JobResult) -> Decision:
+        """Decide from how an attempt ended."""
+        first = result.first
+        if result.code == 0 or first is None or result.requested_signal is not None:
+            return Decision(None)
+        if not self.max_restarts or result.asks_for_requeue:
+            return Decision(None)
+        advanced = self._advance(result.resume_point)
+        error = None if first.lost_host or first.code < 0 else _signature(first)
+        if error is not None and error == self._last_error and not advanced:
+            return Decision(None, "the same error came twice without a new checkpoint in between")
+        repeated = not advanced and self._restarts > 0
+        self._last_error = error
+        if self._restarts == self.max_restarts:
+            return Decision(None, f"it was restarted {_times(self._restarts)} (--max-restarts)")
+        following = self._shrink(attempt, result, repeated)
+        if following is None:
+            left = sum(attempt.sizes) - _lost_ranks(attempt, result.lost_nodes)
+            return Decision(
+                None, f"{left} ranks are left, and --min is {self.min_ranks or sum(attempt.sizes)}"
+            )
+        self._restarts += 1
+        return Decision(following, self._describe(attempt, following))
+
+    def _advance(self, point: ResumePoint | None) -> bool:
+        """Whether this attempt has saved a checkpoint of a later step than all before."""
+        if point is None or (self._reached is not None and point.step <= self._reached.step):
+            return False
+        self._reached = point
+        return True
+
+    def _shrink(self, attempt: Attempt, result: JobResult, repeated: bool) -> Attempt | None:
+        """The next attempt: without the hosts that are lost, and with a rank less on the host
+        whose rank has died twice. None if too few ranks are left."""
+        kept = [k for k in range(len(attempt.sizes)) if k not in result.lost_nodes]
+        sizes = {k: attempt.sizes[k] for k in kept}
+        assert result.first is not None
+        if repeated and self.min_ranks is not None and not result.lost_nodes:
+            node = _node_of(attempt.sizes, result.first.rank)
+            if sizes[node] > 1 and sum(sizes.values()) > self.min_ranks:
+                sizes[node] -= 1
+        least = sum(attempt.sizes) if self.min_ranks is None else self.min_ranks
+        if not sizes or sum(sizes.values()) < least or 0 in result.lost_nodes:
+            return None
+        return Attempt(tuple(sizes.values()), tuple(attempt.nodes[k] for k in kept))
+
+    def _describe(self, attempt: Attempt, following: Attempt) -> str:
+        size, fewer = sum(attempt.sizes), sum(following.sizes)
+        where = (
+            "begins anew, as it has saved no instep.Checkpoint"
+            if self._reached is None
+            else f"goes on from step {self._reached.step}, {self._reached.path}"
+        )
+        ranks = "" if fewer == size else f" with {fewer} of {size} ranks"
+        return f"restart {self._restarts} of {self.max_restarts}{ranks}: the job {where}"
+
+
+def place_in(attempt: Attempt, hosts: NodeConfig, node: int) -> NodeConfig:
+    """The place in an attempt of the host that had this number in the first one."""
+    return replace(hosts, node=attempt.nodes.index(node), nodes=len(attempt.nodes))
+
+
+def _signature(failure: Failure) -> tuple[int, str]:
+    """What two failures of one cause have in common: the exception, and the script's last line."""
+    lines = [line.strip() for line in failure.text.splitlines() if line.strip()]
+    places = [line for line in lines if line.startswith("File ")]
+    return failure.code, "\n".join([*places[-1:], *lines[-1:]])
+
+
+def _node_of(sizes: Sequence[int], rank: int) -> int:
+    """The host of a rank."""
+    return next(k for k in range(len(sizes)) if rank < sum(sizes[: k + 1]))
+
+
+def _lost_ranks(attempt: Attempt, lost_nodes: Sequence[int]) -> int:
+    return sum(attempt.sizes[node] for node in lost_nodes)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
