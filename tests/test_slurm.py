@@ -37,9 +37,7 @@ def test_a_script_for_gpus() -> None:
 
 def test_a_job_that_goes_on_after_its_limit() -> None:
     text = format_script(Batch("py", ("train.py",), "train", requeue=True))
-    assert (
-        "if [ $code -eq 143 ]; then  # at the time limit: go on in a new turn\n    scontrol" in text
-    )
+    assert "if [ $code -eq 143 ] || [ $code -eq 75 ]; then\n    scontrol requeue" in text
     assert "gpus-per-node" not in options(text)
     assert "signal" not in options(format_script(Batch("py", ("train.py",), "train", signal=0)))
 

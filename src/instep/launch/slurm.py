@@ -13,6 +13,7 @@ from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch.job import Job
+from instep.process.exit_status import REQUEUE
 
 SLURM = """\
 Print a Slurm batch script that runs a script on one rank per GPU or core, or submit it.
@@ -23,9 +24,11 @@ Print a Slurm batch script that runs a script on one rank per GPU or core, or su
 Each rank writes to a file of its own. Every rank gets SIGTERM before the time limit, so that the
 script can save a checkpoint.
 """
-SIGNAL = "send SIGTERM to the ranks so long before the limit; 0: never (default: 120)"
-REQUEUE = "queue the job again if that SIGTERM ended it; the script must resume by itself"
-SET = "any other option of sbatch, such as partition=gpu; may be repeated"
+SIGNAL_HELP = "send SIGTERM to the ranks so long before the limit; 0: never (default: 120)"
+REQUEUE_HELP = """\
+queue the job again if that SIGTERM ended it; the script must resume by itself, as it does with
+instep.Checkpoint"""
+SET_HELP = "any other option of sbatch, such as partition=gpu; may be repeated"
 
 
 WITH_VALUE = (
@@ -57,8 +60,8 @@ def add_command(commands: Any) -> None:
     )
     add("--cpus-per-task", type=_count, metavar="C", help="cores for each rank")
     add("--time", metavar="LIMIT", help="the time limit, as in 1-12:00:00")
-    add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL)
-    add("--requeue-at-limit", action="store_true", help=REQUEUE)
+    add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL_HELP)
+    add("--requeue-at-limit", action="store_true", help=REQUEUE_HELP)
     add("--name", metavar="NAME", help="the job's name (default: the script's)")
     add(
         "--output",
@@ -66,7 +69,7 @@ def add_command(commands: Any) -> None:
         metavar="DIR",
         help="folder for the ranks' output (default: logs)",
     )
-    add("--set", action="append", default=[], metavar="OPTION", help=SET)
+    add("--set", action="append", default=[], metavar="OPTION", help=SET_HELP)
     add("--submit", action="store_true", help="submit it with sbatch instead of printing it")
 
 
@@ -176,7 +179,8 @@ def format_script(batch: Batch) -> str:
 
 def _requeue_lines() -> list[str]:
     return [
-        f"if [ $code -eq {ENDED_BY_SIGTERM} ]; then  # at the time limit: go on in a new turn",
+        "# At the time limit: go on in a new turn.",
+        f"if [ $code -eq {ENDED_BY_SIGTERM} ] || [ $code -eq {REQUEUE} ]; then",
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
     ]

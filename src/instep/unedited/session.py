@@ -121,7 +121,7 @@ def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
         return
     if effect is not BatchEffect.SAME:
         _reasons.append(reason)
-    if world.rank == 0:
+    if world.rank == 0 and launchers.RESTARTS not in os.environ:
         sentence = effect.format(n=world.size)
         print(
             f"instep: every rank runs this script as it is, since {reason}. {sentence}".rstrip(),
