@@ -40,16 +40,16 @@ def lost(node: int) -> JobResult:
 
 def test_a_job_that_ended_well_or_was_told_to_end_is_not_restarted() -> None:
     policy = RestartPolicy(3)
-    assert policy.decide(TWO_HOSTS, JobResult(0)).next is None
+    assert policy.next_attempt(TWO_HOSTS, JobResult(0)).next is None
     ended = replace(failed(), requested_signal=signal.SIGTERM)
-    assert policy.decide(TWO_HOSTS, ended).next is None
+    assert policy.next_attempt(TWO_HOSTS, ended).next is None
     requeued = JobResult(75, Failure(0, 0.0, 75))
-    assert policy.decide(TWO_HOSTS, requeued).next is None
+    assert policy.next_attempt(TWO_HOSTS, requeued).next is None
 
 
 def test_a_killed_rank_is_replaced_until_the_restarts_are_used_up() -> None:
     policy = RestartPolicy(2)
-    first, second, third = (policy.decide(TWO_HOSTS, failed(step=20)) for _ in range(3))
+    first, second, third = (policy.next_attempt(TWO_HOSTS, failed(step=20)) for _ in range(3))
     assert first.next == second.next == TWO_HOSTS
     assert first.message == "restart 1 of 2: the job goes on from step 20, run/step-00000020"
     assert third.next is None
@@ -57,39 +57,39 @@ def test_a_killed_rank_is_replaced_until_the_restarts_are_used_up() -> None:
 
 
 def test_without_a_checkpoint_the_job_begins_anew_and_says_so() -> None:
-    message = RestartPolicy(2).decide(TWO_HOSTS, failed()).message
+    message = RestartPolicy(2).next_attempt(TWO_HOSTS, failed()).message
     assert message == "restart 1 of 2: the job begins anew, as it has saved no instep.Checkpoint"
 
 
 def test_the_same_error_twice_ends_the_job_unless_it_came_further() -> None:
     policy = RestartPolicy(9)
-    assert policy.decide(TWO_HOSTS, raised("boo", 20)).next == TWO_HOSTS
-    assert policy.decide(TWO_HOSTS, raised("boo", 30)).next == TWO_HOSTS
-    assert policy.decide(TWO_HOSTS, raised("other", 30)).next == TWO_HOSTS
-    decision = policy.decide(TWO_HOSTS, raised("other", 30))
+    assert policy.next_attempt(TWO_HOSTS, raised("boo", 20)).next == TWO_HOSTS
+    assert policy.next_attempt(TWO_HOSTS, raised("boo", 30)).next == TWO_HOSTS
+    assert policy.next_attempt(TWO_HOSTS, raised("other", 30)).next == TWO_HOSTS
+    decision = policy.next_attempt(TWO_HOSTS, raised("other", 30))
     assert decision.next is None
     assert decision.message == "the same error came twice without a new checkpoint in between"
 
 
 def test_a_rank_that_dies_twice_is_left_out_if_there_is_a_minimum() -> None:
     policy = RestartPolicy(9, min_ranks=3)
-    assert policy.decide(TWO_HOSTS, failed(rank=2)).next == TWO_HOSTS
-    decision = policy.decide(TWO_HOSTS, failed(rank=2))
+    assert policy.next_attempt(TWO_HOSTS, failed(rank=2)).next == TWO_HOSTS
+    decision = policy.next_attempt(TWO_HOSTS, failed(rank=2))
     assert decision.next == Attempt((2, 1), (0, 1))
     assert decision.message.startswith("restart 2 of 9 with 3 of 4 ranks: ")
-    assert policy.decide(decision.next, failed(rank=2)).next == decision.next
+    assert policy.next_attempt(decision.next, failed(rank=2)).next == decision.next
 
 
 def test_a_lost_host_is_left_out_if_there_is_a_minimum() -> None:
     policy = RestartPolicy(9, min_ranks=2)
-    decision = policy.decide(TWO_HOSTS, lost(1))
+    decision = policy.next_attempt(TWO_HOSTS, lost(1))
     assert decision.next == Attempt((2,), (0,))
     alone = place_in(decision.next, NodeConfig(0, 2), 0)
     assert (alone.node, alone.nodes) == (0, 1)
-    decision = RestartPolicy(9).decide(TWO_HOSTS, lost(1))
+    decision = RestartPolicy(9).next_attempt(TWO_HOSTS, lost(1))
     assert (decision.next, decision.message) == (None, "2 ranks are left, and --min is 4")
-    assert RestartPolicy(9, min_ranks=1).decide(TWO_HOSTS, lost(0)).next is None
-    third = RestartPolicy(9, 1).decide(Attempt((1, 1, 1), (0, 1, 2)), lost(1))
+    assert RestartPolicy(9, min_ranks=1).next_attempt(TWO_HOSTS, lost(0)).next is None
+    third = RestartPolicy(9, 1).next_attempt(Attempt((1, 1, 1), (0, 1, 2)), lost(1))
     assert third.next == Attempt((1, 1), (0, 2))
     assert place_in(third.next, NodeConfig(2, 3), 2) == NodeConfig(1, 2)
 

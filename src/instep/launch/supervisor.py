@@ -95,7 +95,7 @@ class JobResult:
     """The last checkpoint that the job has completed or gone on from."""
 
     @property
-    def asks_for_requeue(self) -> bool:
+    def requests_requeue(self) -> bool:
         """Whether the job has saved a checkpoint and ended because it was told to."""
         return self.code == REQUEUE
 

@@ -21,7 +21,7 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
     result = supervisor.run_job(job, started=started)
     attempt = Attempt(result.sizes, tuple(range(len(result.sizes))))
     while True:
-        decision = policy.decide(attempt, result)
+        decision = policy.next_attempt(attempt, result)
         if decision.next is None:
             if decision.message:
                 _print(f"not restarted: {decision.message}")

@@ -44,12 +44,12 @@ class RestartPolicy:
     """Whether the last attempt ended before it came further than the one before."""
     _reached: ResumePoint | None = field(default=None)
 
-    def decide(self, attempt: Attempt, result: JobResult) -> Decision:
+    def next_attempt(self, attempt: Attempt, result: JobResult) -> Decision:
         """Decide from how an attempt ended."""
         first = result.first
         if result.code == 0 or first is None or result.requested_signal is not None:
             return Decision(None)
-        if not self.max_restarts or result.asks_for_requeue:
+        if not self.max_restarts or result.requests_requeue:
             return Decision(None)
         advanced = self._advance(result.resume_point)
         error = None if first.lost_host or first.code < 0 else _signature(first)
