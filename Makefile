@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly mutants bench unedited lint clean
+.PHONY: demo test quick nightly mutants bench unedited compat lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,11 @@ unedited: .venv-unedited/ready
 	.venv-unedited/bin/python benchmarks/unedited_table.py $(CASES) \
 		--json benchmarks/results/unedited_table.json --docs
 
+# An environment for each pair of Python and PyTorch, of up to 6 GB. PAIRS="3.13:2.14.1" tries one.
+PAIRS ?= 3.11:2.11.0 3.12:2.12.0 3.13:2.14.1
+compat:
+	"$(PYTHON)" scripts/compat $(PAIRS)
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -58,4 +63,4 @@ lint: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-unedited build dist demo
+	rm -rf .venv .venv-peers .venv-unedited .venv-compat build dist demo

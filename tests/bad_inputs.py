@@ -125,7 +125,7 @@ def prepare(folder: Path) -> None:
         "# coding: latin-1\nprint('trained', 'é')\n".encode("latin-1")
     )
     (folder / "cookie.py").write_text("# coding: nonsense\n")
-    (folder / "deep.py").write_text("x = y" + ".z()" * 3000 + "\n")
+    (folder / "deep.py").write_text("x = y" + ".z()" * 30000 + "\n")
     called = [f"def f{k}(): return f{k - 1}()" for k in range(1, 3000)]
     (folder / "called.py").write_text("\n".join(["def f0(): pass", *called, "f2999()", ""]))
     os.mkfifo(folder / "pipe.py")

@@ -288,7 +288,7 @@ def test_noise_of_numpy_is_named() -> None:
         model(torch.ones(4, 6))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_functions_may_draw() -> None:
     def drawn(x: Tensor) -> Tensor:
         y = torch.rand_like(x) + torch.rand(3) + torch.normal(x, 1.0) + x.clone().normal_()

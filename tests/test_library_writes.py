@@ -45,7 +45,7 @@ class Doubles(torch.nn.Module):
         return 2 * x
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("save", ["module.save", "torch.jit.save"])
 def test_scripted_modules(folder: Path, save: str) -> None:
     module = torch.jit.script(Doubles())
