@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from instep.errors import InstepError
     from instep.launch.spawn import spawn
     from instep.training.buckets.compression import PowerSGD
+    from instep.training.checkpoint.checkpoint import Checkpoint
     from instep.training.gradients import no_sync, weight
     from instep.training.metrics import Accuracy, Mean, Metric
     from instep.training.replicas import replicate
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Accuracy": "training.metrics",
+    "Checkpoint": "training.checkpoint.checkpoint",
     "Group": "distributed.communication.groups",
     "InstepError": "errors",
     "Mean": "training.metrics",
@@ -95,6 +97,7 @@ _WORLD_ATTRIBUTES = {
 
 __all__ = [
     "Accuracy",
+    "Checkpoint",
     "Group",
     "InstepError",
     "Mean",

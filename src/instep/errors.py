@@ -48,6 +48,7 @@ InstepError
     ├── MixedSumsError            gradients of different parameters summed by different ranks
     ├── UnknownBatchError         the batch of a forward is not known
     ├── MixedBatchesError         two batches of different weights in one backward
+    ├── OtherDataError            a loader's data are not those of the checkpoint
     ├── CheckpointError           a checkpoint cannot be written, read or loaded
     │   ├── CannotSaveError       (TypeError) a value that has no place in a checkpoint
     │   ├── DamagedCheckpointError   a file of it is missing, cut off or changed
@@ -122,8 +123,8 @@ _DEFINED_IN = {
         CannotSaveError CheckpointError DamagedCheckpointError FolderInUseError NewerFormatError
         OtherModelError""",
     "training.errors": """
-        CannotShardError DriftError MixedBatchesError MixedSumsError
-        NonFiniteGradError ReplicatedTwiceError ShardedTwiceError UnknownBatchError""",
+        CannotShardError DriftError MixedBatchesError MixedSumsError NonFiniteGradError
+        OtherDataError ReplicatedTwiceError ShardedTwiceError UnknownBatchError""",
     "unedited.errors": "LoadingError ShardedCallError UneditedError",
     "verify.errors": "ScriptFailedError ScriptLateError StepsError",
 }

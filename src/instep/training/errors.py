@@ -158,6 +158,37 @@ class UnknownBatchError(TrainingError):
         )
 
 
+class OtherDataError(TrainingError):
+    """The data of a loader are not those with which its position was saved."""
+
+    @classmethod
+    def of_length(cls, samples: int, saved: object, now: object) -> OtherDataError:
+        """A data set of another length, in mid-epoch."""
+        return cls(
+            f"the checkpoint was saved after {samples} samples of an epoch over {saved} samples; "
+            f"the data set has {now} now, so the rest of that epoch is not known. Use the same "
+            "data, or resume from a checkpoint at the end of an epoch."
+        )
+
+    @classmethod
+    def of_loader(cls, batches: int, saved: str, now: str) -> OtherDataError:
+        """A DataLoader of other batches, in mid-epoch."""
+        return cls(
+            f"the checkpoint was saved after {batches} batches of an epoch of {saved}; the loader "
+            f"has {now}, so the rest of that epoch is not known. Use the same data and batch size, "
+            "or resume from a checkpoint at the end of an epoch."
+        )
+
+    @classmethod
+    def of_batches(cls, samples: int, seen: int) -> OtherDataError:
+        """Batches that do not end where the position is."""
+        return cls(
+            f"the checkpoint was saved after {samples} samples of an epoch, and no batch of this "
+            f"loader ends there: {seen} samples were passed over. Use the same batch size and "
+            "sampler, or resume from a checkpoint at the end of an epoch."
+        )
+
+
 class MixedBatchesError(TrainingError):
     """One backward through two batches of which this rank holds different fractions."""
 

@@ -84,6 +84,16 @@ class Metric(ABC):
         """Forget everything."""
         self.totals.zero_()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's totals."""
+        return {"totals": self.totals.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set this rank's totals. Raises ValueError for another number of them."""
+        if state["totals"].shape != self.totals.shape:
+            raise ValueError(f"{len(state['totals'])} totals, but there are {len(self.totals)}.")
+        self.totals = state["totals"].to(self.totals, copy=True)
+
 
 class Mean(Metric):
     """A mean over all samples of all ranks.

@@ -96,7 +96,7 @@ class SharedRandomStream:
     """
 
     def __init__(self, seed: int, *, only_torch: bool = False) -> None:
-        self._states = RNGStates(
+        self.states = RNGStates(
             torch.Generator().manual_seed(seed).get_state(),
             dict(np.random.MT19937(seed).state),
             random.Random(seed).getstate(),
@@ -108,19 +108,19 @@ class SharedRandomStream:
         """Inside, the global generators draw from this stream."""
         if self._only_torch:
             outside = torch.get_rng_state()
-            torch.set_rng_state(self._states.torch)
+            torch.set_rng_state(self.states.torch)
             try:
                 yield
             finally:
-                self._states = replace(self._states, torch=torch.get_rng_state())
+                self.states = replace(self.states, torch=torch.get_rng_state())
                 torch.set_rng_state(outside)
             return
         before = RNGStates.capture()
-        self._states.restore()
+        self.states.restore()
         try:
             yield
         finally:
-            self._states = RNGStates.capture()
+            self.states = RNGStates.capture()
             before.restore()
 
 

@@ -144,6 +144,20 @@ def is_replicated(model: nn.Module) -> bool:
     return any(module in replica_of_part for module in model.modules())
 
 
+def stream_states(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """The seed and the step of the random streams of each replica in `model`, by its name there."""
+    found = ((name, _replica_of.get(module)) for name, module in model.named_modules())
+    return {name: (replica.seed, replica.steps) for name, replica in found if replica is not None}
+
+
+def load_stream_states(model: nn.Module, states: dict[str, tuple[int, int]]) -> None:
+    """Let the streams go on where they were; those of other replicas stay as they are."""
+    for name, module in model.named_modules():
+        replica = _replica_of.get(module)
+        if replica is not None and name in states:
+            replica.seed, replica.steps = states[name]
+
+
 def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     """Replicate what is new in `model`: all of it, or what was added later. Collective."""
     tensors = {

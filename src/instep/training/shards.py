@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from instep.distributed.communication.objects import broadcast_object
-from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import CannotShardError, ShardedTwiceError
+from instep.training.loaders.block_batches import BlockBatchSampler, empty_block, is_yielded
+from instep.training.loaders.position import LoaderPosition
+from instep.training.loaders.sliced import SlicedLoader
 from instep.training.random_streams import (
+    RNGStates,
     SeededDataset,
-    SeededIndex,
     SharedRandomStream,
     broadcast_seed,
-    derive_seed,
     is_deterministic,
 )
 
@@ -76,7 +77,7 @@ def _shard_batch(batch: T) -> T:
     total = count_rows(batch)
     if any(is_registered(tensor) for tensor in tensor_leaves(batch)):
         raise ShardedTwiceError
-    block = replace(_empty_block(), total=total)
+    block = replace(empty_block(), total=total)
     local = slice_rows(batch, block)
     register(local, block)
     return local
@@ -111,6 +112,9 @@ class ShardedLoader(DataLoader[T]):
         assert whole.batch_sampler is not None
         self._seed = broadcast_seed()
         self._seeded = not is_deterministic(whole.dataset)
+        self._position = LoaderPosition()
+        self._resumes = False
+        """Whether the next iteration goes on at `_position`."""
         self._blocks = BlockBatchSampler(whole.batch_sampler, self._seed, seeded=self._seeded)
         super().__init__(
             whole.dataset,
@@ -144,94 +148,61 @@ class ShardedLoader(DataLoader[T]):
         return super(ShardedLoader, loading)._get_iterator()
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch promises its own class
-        self._blocks.epoch += not bootstrap.is_world_of_one()
+        position, before = self._begin()
+        self._blocks.epoch, self._blocks.skipped = position.epoch, position.samples
         if torch.is_grad_enabled():
-            set_epoch(self._blocks.epoch)
+            set_epoch(position.epoch)
         batches = super().__iter__()
+        if before is not None:
+            before.restore()
         assert self._blocks.last is not None
         # To load samples in this process seeds its generators.
         local_stream = SharedRandomStream(0) if self._seeded and self.num_workers == 0 else None
-        return TrackedIterator(batches, self._blocks.last.planned, local_stream)
+        return TrackedIterator(batches, self._blocks.last.planned, local_stream, position)
 
+    def _begin(self) -> tuple[LoaderPosition, RNGStates | None]:
+        """The position of an iteration, and the generators' states after its first draws, if those
+        were made before a checkpoint."""
+        if bootstrap.is_world_of_one():  # a run-once scope: no epoch of the job's
+            return LoaderPosition(self._position.epoch), None
+        if self._resumes:
+            self._resumes = False
+            if self.generator is not None and self._position.generator_state is not None:
+                self.generator.set_state(self._position.generator_state)
+            return self._position, RNGStates.capture()
+        state = None if self.generator is None else self.generator.get_state()
+        self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False, state)
+        return self._position, None
 
-class BlockBatchSampler:
-    """The indices of this rank's block of every batch of another batch sampler.
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loop in the data, at any number of ranks."""
+        return {"seed": self._seed, **self._position.state_dict(self.total_len, self.generator)}
 
-    The order of each epoch is drawn from a shared stream of its own. `seeded`: request a
-    `SeededIndex` instead of an index.
-    """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on at a position. Raises OtherDataError."""
+        self._position = LoaderPosition.from_state_dict(state, self.total_len)
+        self._resumes = not self._position.has_ended
+        self._seed = self._blocks.seed = state["seed"]
+        self._iterator = None  # persistent workers have the seed of before
+        if not self._resumes and self.generator is not None and state["generator"] is not None:
+            self.generator.set_state(state["generator"])
 
-    def __init__(self, batches: Iterable[list[Any]], seed: int, *, seeded: bool) -> None:
-        self.last: EpochBatches | None = None
-        self._batches = batches
-        self._seed = seed
-        self._seeded = seeded
-        self.epoch = -1  # set by the loader: torch may iterate twice for one epoch
-
-    def __len__(self) -> int:
-        assert isinstance(self._batches, Sized)
-        return len(self._batches)
-
-    def __iter__(self) -> EpochBatches:
-        stream = SharedRandomStream(
-            derive_seed(self._seed, self.epoch), only_torch=_is_of_torch(self._batches)
-        )
-        epoch = self.epoch if self._seeded else None
-        self.last = EpochBatches(self._batches, stream, _empty_block(), epoch)
-        return self.last
-
-
-def _empty_block() -> Block:
-    """This rank's block of a batch without samples. In a scope of one rank all rows are its own."""
-    transport = get_transport()
-    return Block(transport.rank, transport.size, 0)
-
-
-def _is_of_torch(sampler: object) -> bool:
-    """Whether this is one of torch's samplers, which draw from torch's generator only."""
-    if type(sampler).__module__ != Sampler.__module__:
-        return False
-    inner = getattr(sampler, "sampler", None)
-    return inner is None or _is_of_torch(inner)
-
-
-class EpochBatches:
-    """One epoch's lists of indices; `planned` holds their blocks until the batches are loaded."""
-
-    def __init__(
-        self,
-        batches: Iterable[list[Any]],
-        stream: SharedRandomStream,
-        empty_block: Block,
-        epoch: int | None,
-    ) -> None:
-        self.planned: deque[Block] = deque()
-        self._stream = stream
-        self._empty_block = empty_block
-        self._epoch = epoch
-        with stream.activate():
-            self._batches = iter(batches)
-
-    def __iter__(self) -> EpochBatches:
-        return self
-
-    def __next__(self) -> list[Any]:
-        with self._stream.activate():
-            batch = list(next(self._batches))
-        block = replace(self._empty_block, total=len(batch))
-        self.planned.append(block)
-        local = block.slice(batch)
-        if self._epoch is None:
-            return local
-        return [SeededIndex(index, self._epoch) for index in local]
+    def end_epoch(self) -> None:
+        """Let the next iteration begin a new epoch, wherever the last one was left."""
+        self._position.has_ended, self._resumes = True, False
 
 
 class TrackedIterator(Generic[T]):
     """Yields batches and registers the block of each one."""
 
     def __init__(
-        self, batches: Iterator[T], planned: deque[Block], local_stream: SharedRandomStream | None
+        self,
+        batches: Iterator[T],
+        planned: deque[Block],
+        local_stream: SharedRandomStream | None,
+        position: LoaderPosition,
     ) -> None:
+        self._position = position
         self._batches = batches
         self._planned = planned
         self._local_stream = local_stream
@@ -246,11 +217,13 @@ class TrackedIterator(Generic[T]):
             try:
                 batch = self._load()
             except StopIteration:
+                self._position.has_ended = True
                 batches.register_end(self._tracker)
                 raise
             self._last = batch
             block = self._planned.popleft()
-            if _is_yielded(block):
+            self._position.count(block.total)
+            if is_yielded(block):
                 register(batch, block, self._tracker)
                 return batch
             batches.register_skipped(block, self._tracker)
@@ -280,68 +253,3 @@ def _copy_first_row(batch: T) -> T:
 
     first: T = tree_map(copy_row, batch)
     return first
-
-
-# ------------------------------------------------------------------- a loader, by its batches
-
-
-class SlicedLoader(Generic[T]):
-    """Any other loader: every rank loads the whole batch and keeps its own rows.
-
-    Attributes are the loader's own.
-    """
-
-    def __init__(self, whole: Iterable[T]) -> None:
-        self._whole = whole
-        self._seed = broadcast_seed()
-        self._epoch = -1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    def __len__(self) -> int:
-        return len(self._whole)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[T]:
-        self._epoch += not bootstrap.is_world_of_one()
-        if torch.is_grad_enabled():
-            set_epoch(self._epoch)
-        stream = SharedRandomStream(derive_seed(self._seed, self._epoch))
-        with stream.activate():
-            batches = iter(self._whole)
-        return SlicedIterator(batches, stream, _empty_block())
-
-
-class SlicedIterator(Generic[T]):
-    """Yields this rank's rows of each batch."""
-
-    def __init__(
-        self, batches: Iterator[T], stream: SharedRandomStream, empty_block: Block
-    ) -> None:
-        self._batches = batches
-        self._stream = stream
-        self._empty_block = empty_block
-        self._tracker = BatchTracker(self)
-
-    def __iter__(self) -> SlicedIterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        while True:
-            try:
-                with phase("data"), self._stream.activate():
-                    batch = next(self._batches)
-            except StopIteration:
-                batches.register_end(self._tracker)
-                raise
-            block = replace(self._empty_block, total=count_rows(batch))
-            if _is_yielded(block):
-                local = slice_rows(batch, block)
-                register(local, block, self._tracker)
-                return local
-            batches.register_skipped(block, self._tracker)
-
-
-def _is_yielded(block: Block) -> bool:
-    """Whether the loop gets this block: a placeholder is for training only."""
-    return torch.is_grad_enabled() or not block.is_empty

@@ -20,6 +20,14 @@ class CheckpointError(TrainingError):
         )
 
     @classmethod
+    def of_other_run(cls, folder: Path) -> CheckpointError:
+        """A training that would write among the checkpoints of another one."""
+        return cls(
+            f"{folder} has the checkpoints of a training that was not resumed. Call resume() or "
+            "loop over epochs() before the first step(), or use another folder."
+        )
+
+    @classmethod
     def of_write(cls, path: Path, error: BaseException) -> CheckpointError:
         """A write that failed; `path`: the checkpoint that there is not."""
         return cls(
@@ -63,6 +71,15 @@ class CannotSaveError(CheckpointError, TypeError):
         return cls(
             f"{path} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
             f"{advice}"
+        )
+
+    @classmethod
+    def of_metric(cls, path: Path, metric: object, saved: int, now: int) -> CannotSaveError:
+        """A metric of another library, at another number of ranks."""
+        return cls(
+            f"{path} has the states that a {type(metric).__name__} had on {saved} ranks, and there "
+            f"are {now} now. Only an instep.Metric can be divided otherwise; resume at {saved} "
+            "ranks."
         )
 
 
@@ -109,24 +126,6 @@ class OtherModelError(CheckpointError):
     def of_state(cls, path: Path, name: str, error: Exception) -> OtherModelError:
         """An object that does not take its state."""
         return cls(f"{path}: {name} does not take its state: {type(error).__name__}: {error}")
-
-    @classmethod
-    def of_length(cls, samples: int, saved: int, now: int) -> OtherModelError:
-        """A data set of another length, in mid-epoch."""
-        return cls(
-            f"the checkpoint was saved after {samples} samples of an epoch of a data set of "
-            f"{saved} samples; the data set has {now} now, so that the rest of the epoch is not "
-            "known. Use the same data, or resume from a checkpoint at the end of an epoch."
-        )
-
-    @classmethod
-    def of_batches(cls, samples: int, seen: int) -> OtherModelError:
-        """Batches that do not end where the checkpoint was saved."""
-        return cls(
-            f"the checkpoint was saved after {samples} samples of an epoch, and no batch of this "
-            f"loader ends there (one ends after {seen}). Use the same batch size and sampler, or "
-            "resume from a checkpoint at the end of an epoch."
-        )
 
 
 class FolderInUseError(CheckpointError):

@@ -18,6 +18,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ _AT_CWD = -100
 _RENAME_EXCHANGE = 2
 
 
+@dataclass(frozen=True)
+class EncodedState:
+    """A state as it is written: for each entry a tree for JSON, and its tensors by their names."""
+
+    trees: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def encode(cls, state: dict[str, Any]) -> EncodedState:
+        """The tensors are those of `state`. Raises CannotSaveError."""
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in state}
+        trees = {name: encode(value, name, tensors[name]) for name, value in state.items()}
+        return cls(trees, tensors)
+
+    @classmethod
+    def copy(cls, state: dict[str, Any], memory: EncodedState | None = None) -> EncodedState:
+        """The tensors are copies on the CPU, in the memory of those of `memory` where they fit.
+
+        Raises CannotSaveError.
+        """
+        encoded = cls.encode(state)
+        known = {} if memory is None else memory.tensors
+        copies = {
+            entry: {name: _copy(t, known.get(entry, {}).get(name)) for name, t in tensors.items()}
+            for entry, tensors in encoded.tensors.items()
+        }
+        return cls(encoded.trees, copies)
+
+
 def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write `state` to `folder/step-…`, whole or not at all; returns its path.
 
@@ -51,8 +81,13 @@ def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
     Raises CannotSaveError (with the path of a value that has no place in a file), OSError.
     """
+    return write_encoded(folder, step, EncodedState.encode(state))
+
+
+def write_encoded(folder: Path, step: int, state: EncodedState) -> Path:
+    """As `write`."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{step:08d}"
+    path = checkpoint_path(folder, step)
     draft = folder / f".{path.name}.{os.getpid()}.draft"
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -65,6 +100,17 @@ def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # of a failure, or the replaced checkpoint
     return path
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
+
+
+def _copy(tensor: Tensor, memory: Tensor | None) -> Tensor:
+    if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
+        return memory.copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -85,6 +131,14 @@ def read(path: Path) -> dict[str, Any]:
             tensors = read_tensors(path / file, index["files"][file]["sha256"])
         state[name] = decode(value, tensors)
     return state
+
+
+def checksum(path: Path) -> str | None:
+    """Of all of a checkpoint; None where this rank does not see it."""
+    try:
+        return hashlib.sha256((path / _INDEX).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def latest(folder: Path) -> Path | None:
@@ -147,12 +201,9 @@ def _size(file: Path) -> int:
         raise DamagedCheckpointError(file, "the file is missing") from None
 
 
-def _write_files(draft: Path, step: int, state: dict[str, Any]) -> None:
+def _write_files(draft: Path, step: int, state: EncodedState) -> None:
     files = {}
-    encoded = {}
-    for name, value in state.items():
-        tensors: dict[str, Tensor] = {}
-        encoded[name] = encode(value, name, tensors)
+    for name, tensors in state.tensors.items():
         if tensors:
             file = f"{name}.safetensors"
             sha256 = write_tensors(draft / file, tensors)
@@ -163,7 +214,7 @@ def _write_files(draft: Path, step: int, state: dict[str, Any]) -> None:
         "torch": torch.__version__,
         "step": step,
         "files": files,
-        "state": encoded,
+        "state": state.trees,
     }
     with open(draft / _INDEX, "xb") as index_file:
         index_file.write(_index_text(json.dumps(index, allow_nan=False).encode()))

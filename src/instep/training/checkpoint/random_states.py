@@ -1,0 +1,54 @@
+"""The states of the global generators of all ranks."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from instep.distributed.communication.transport import get_transport
+from instep.training.random_streams import RNGStates, derive_seed, seed_all
+
+
+def gather_states() -> list[dict[str, Any]]:
+    """The states of all ranks' generators; one entry if they are all equal. Collective."""
+    transport = get_transport()
+    own = _capture()
+    digests = transport.all_gather_object(blake2b(repr(_bytes(own)).encode()).hexdigest())
+    return [own] if len(set(digests)) == 1 else transport.all_gather_object(own)
+
+
+def restore_states(states: list[dict[str, Any]]) -> None:
+    """Set this rank's generators to its states, or to the ones that all ranks had.
+
+    A rank that did not exist when they were different gets a stream of its own.
+    """
+    rank = get_transport().rank
+    if len(states) == 1:
+        rank = 0
+    if rank >= len(states):
+        seed_all(derive_seed(_bytes(states[0]), rank))
+        return
+    state = states[rank]
+    RNGStates(**{name: state[name] for name in ("torch", "numpy", "python")}).restore()
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _capture() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return {**vars(RNGStates.capture()), "cuda": cuda}
+
+
+def _bytes(state: dict[str, Any]) -> tuple[object, ...]:
+    """The states as values whose text is all of them."""
+    numpy = state["numpy"]
+    cuda = state["cuda"]
+    return (
+        state["torch"].numpy().tobytes(),
+        numpy["state"]["key"].tobytes(),
+        (numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
+        state["python"],
+        None if cuda is None else cuda.numpy().tobytes(),
+    )

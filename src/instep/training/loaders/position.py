@@ -1,0 +1,55 @@
+"""How far a loop has come in a loader, in numbers that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.training.errors import OtherDataError
+
+
+@dataclass(eq=False)
+class LoaderPosition:
+    """The position in one epoch of a loader, counted when the loop takes a batch."""
+
+    epoch: int = -1
+    batches: int = 0
+    samples: int = 0
+    """Of the whole batches: those of all ranks."""
+    has_ended: bool = True
+    """Whether the loop has come to the end of the epoch, or none has begun."""
+    generator_state: Tensor | None = None
+    """Of the loader's own generator, before the epoch."""
+
+    def count(self, samples: int) -> None:
+        """The loop has taken a batch."""
+        self.batches += 1
+        self.samples += samples
+
+    def state_dict(self, length: int | None, generator: torch.Generator | None) -> dict[str, Any]:
+        """As values for a checkpoint; `length`: how many samples the data set has."""
+        state = None if generator is None else generator.get_state()
+        return {
+            "epoch": self.epoch,
+            "batches": 0 if self.has_ended else self.batches,
+            "samples": 0 if self.has_ended else self.samples,
+            "has_ended": self.has_ended,
+            "length": length,
+            "generator": state if self.has_ended else self.generator_state,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], length: int | None) -> LoaderPosition:
+        """The position in a checkpoint. Raises OtherDataError for another length in mid-epoch."""
+        if not state["has_ended"] and length != state["length"]:
+            raise OtherDataError.of_length(state["samples"], state["length"], length)
+        return cls(
+            state["epoch"],
+            state["batches"],
+            state["samples"],
+            state["has_ended"],
+            state["generator"],
+        )

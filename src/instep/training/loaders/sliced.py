@@ -1,0 +1,142 @@
+"""A loader of any class, of whose batches each rank keeps its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from instep.distributed.flight_record.recorder import phase, set_epoch
+from instep.distributed.rendezvous import bootstrap
+from instep.training import batches
+from instep.training.batches import BatchTracker, register
+from instep.training.blocks import Block, count_rows, slice_rows
+from instep.training.errors import OtherDataError
+from instep.training.loaders.block_batches import empty_block, is_yielded
+from instep.training.loaders.position import LoaderPosition
+from instep.training.random_streams import (
+    RNGStates,
+    SharedRandomStream,
+    broadcast_seed,
+    derive_seed,
+)
+
+T = TypeVar("T")
+
+
+class SlicedLoader(Generic[T]):
+    """Any other loader: every rank loads the whole batch and keeps its own rows.
+
+    Attributes are the loader's own.
+    """
+
+    def __init__(self, whole: Iterable[T]) -> None:
+        self._whole = whole
+        self._seed = broadcast_seed()
+        self._position = LoaderPosition()
+        self._resumed: dict[str, Any] | None = None
+        """The state at which the next iteration goes on."""
+        self._stream: SharedRandomStream | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def __len__(self) -> int:
+        return len(self._whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        resumed, self._resumed = self._resumed, None
+        if bootstrap.is_world_of_one():  # a run-once scope: no epoch of the job's
+            position = LoaderPosition(self._position.epoch)
+        elif resumed is None:
+            position = self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False)
+        else:
+            position = self._position
+        if torch.is_grad_enabled():
+            set_epoch(position.epoch)
+        stream = SharedRandomStream(derive_seed(self._seed, position.epoch))
+        with stream.activate():
+            batches = iter(self._whole)
+        self._stream = stream
+        if resumed is not None:
+            self._skip(batches, stream, resumed)
+        return SlicedIterator(batches, stream, empty_block(), position)
+
+    def _skip(
+        self, batches: Iterator[T], stream: SharedRandomStream, state: dict[str, Any]
+    ) -> None:
+        """Pass over what was taken before a checkpoint, unless the loader itself has done so."""
+        if state["loader"] is not None:
+            stream.states = RNGStates(**state["stream"])
+            return
+        seen = 0
+        with stream.activate():
+            for _ in range(state["batches"]):
+                batch = next(batches, None)
+                seen += 0 if batch is None else count_rows(batch)
+        if seen != state["samples"]:
+            raise OtherDataError.of_batches(state["samples"], seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loop in the data; with the loader's own state if it has one."""
+        saves = hasattr(self._whole, "state_dict") and not self._position.has_ended
+        return {
+            "seed": self._seed,
+            **self._position.state_dict(None, None),
+            "loader": self._whole.state_dict() if saves else None,  # type: ignore[attr-defined]
+            "stream": dict(vars(self._stream.states)) if saves and self._stream else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on at a position. Raises OtherDataError at that iteration.
+
+        A loader without a state of its own loads what was taken before, and it is passed over.
+        """
+        self._position = LoaderPosition.from_state_dict(state, None)
+        self._seed = state["seed"]
+        self._resumed = None if self._position.has_ended else state
+        if self._resumed is not None and state["loader"] is not None:
+            self._whole.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+
+    def end_epoch(self) -> None:
+        """Let the next iteration begin a new epoch, wherever the last one was left."""
+        self._position.has_ended, self._resumed = True, None
+
+
+class SlicedIterator(Generic[T]):
+    """Yields this rank's rows of each batch."""
+
+    def __init__(
+        self,
+        batches: Iterator[T],
+        stream: SharedRandomStream,
+        empty_block: Block,
+        position: LoaderPosition,
+    ) -> None:
+        self._position = position
+        self._batches = batches
+        self._stream = stream
+        self._empty_block = empty_block
+        self._tracker = BatchTracker(self)
+
+    def __iter__(self) -> SlicedIterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            try:
+                with phase("data"), self._stream.activate():
+                    batch = next(self._batches)
+            except StopIteration:
+                self._position.has_ended = True
+                batches.register_end(self._tracker)
+                raise
+            block = replace(self._empty_block, total=count_rows(batch))
+            self._position.count(block.total)
+            if is_yielded(block):
+                local = slice_rows(batch, block)
+                register(local, block, self._tracker)
+                return local
+            batches.register_skipped(block, self._tracker)
