@@ -1,6 +1,7 @@
 """Several hosts: network namespaces, in which no name resolves and loopback leads nowhere."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -285,6 +286,43 @@ def test_hosts_that_lose_each_other_end_their_ranks(tmp_path):
     for host, (code, _, err) in enumerate(ends):
         assert code == 1
         assert f"rank {2 - 2 * host} of 4 was lost with its host h{1 - host}" in err
+
+
+ASKED = """
+import sys, instep
+instep.barrier()
+if instep.rank == 3:
+    with open(sys.argv[1], "w") as there:
+        there.write(".")
+    open(sys.argv[2]).read()  # here
+instep.barrier()
+"""
+
+
+def test_a_job_is_asked_on_any_of_its_hosts(hosts, tmp_path):
+    (tmp_path / "asked.py").write_text(ASKED)
+    for name in ("there", "go"):
+        os.mkfifo(tmp_path / name)
+    there = os.open(tmp_path / "there", os.O_RDWR)
+    answers = []
+
+    def ask():
+        os.read(there, 1)
+        where = [*PYTHON, "-m", "instep", "where"]
+        for host in (1, 0):
+            asked = subprocess.run(hosts.on(host, *where), capture_output=True, text=True)
+            answers.append(asked.stdout + asked.stderr)
+        (tmp_path / "go").write_text("")
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "asked.py", "there", "go"))
+    asker.join()
+    os.close(there)
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    for answer in answers:
+        assert re.search(r"ranks 0-2 wait in barrier at .*asked.py:8", answer), answers
+        assert re.search(r"rank 3 is in user code at .*asked.py:7, waiting for a file", answer)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,12 @@ def set_process_name(name: str) -> None:
         file.write(name)
 
 
+def close_stderr() -> None:
+    """Launchers wait until all processes have closed it."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 2)
+
+
 # --------------------------------------------------------------------------------- the host
 
 

@@ -174,6 +174,7 @@ class WatcherClient:
             rank=world.rank,
             size=world.size,
             one_host=world.one_host,
+            local_rank=world.local_rank,
             host=socket.gethostname(),
             pid=self._pid,
             supervised=JOB in os.environ,
@@ -258,6 +259,8 @@ class WatcherClient:
         elif message_type == "get_stacks":
             stacks = python_stacks.format_stacks()
             where = python_stacks.main_thread_fields()
+            wait = main_thread_wait()
+            where["wait"] = "" if wait is None else f"{wait['call']} at {wait['line']}"
             self.send("stacks", line=main_thread_line(), stacks=stacks, **where)
         elif message_type == "first":
             self._headline = message["headline"] + "\n"

@@ -52,6 +52,8 @@ HELLO_SECONDS = 5.0
 ANSWER_SECONDS, MAX_ANSWERS_AWAITED = 0.3, 20
 """For the watchers to say which collectives their ranks have entered. If these differ, it is waited
 so often again for all lines: torch takes seconds for the first stacks."""
+MAX_ANSWER = 150_000
+"""Characters of an answer that is sent to another host: less than the longest message."""
 MAX_UNIDENTIFIED = 64
 """Connections that have not identified themselves; with one more, the oldest is closed."""
 
@@ -178,10 +180,22 @@ class Hub:
             self._compare_collectives(rank, message["steps"])
         elif message_type == "resumed":
             self._waits.pop(rank, None)
+        elif message_type == "question":
+            self._answer(rank, message)
         elif message_type in ("stalled", "stall_over", "state"):
             self.stalls.handle(rank, message_type, message)
         else:
             self._interrupts.handle(rank, message_type, message)
+
+    def _answer(self, rank: int, question: Message) -> None:
+        """Answer a question that was asked on the host of this rank."""
+
+        def reply(text: str) -> None:
+            if rank in self._connections:
+                fields = {"number": question["number"], "text": text[:MAX_ANSWER]}
+                self._connections[rank].send("answer", **fields)
+
+        self.stalls.handle_request({"type": question["kind"]}, reply)
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""

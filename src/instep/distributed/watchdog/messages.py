@@ -31,6 +31,7 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "stalled": {"level": _NUMBER, "waited": _SECONDS, "line": _TEXT},
     "stall_over": {"waited": _SECONDS},
     "state": {"request": _NUMBER, "what": _TEXT, "stacks": _TEXT},
+    "question": {"number": _NUMBER, "kind": _TEXT},
 }
 _OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {
     "is_consequence": _FLAG,

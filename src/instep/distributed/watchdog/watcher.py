@@ -26,6 +26,7 @@ from instep.process.exit_status import format_failure, format_ranks, shell_exit_
 from instep.process.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
+    close_stderr,
     context_switches,
     descendants,
     exit_code,
@@ -178,7 +179,7 @@ class Watcher:
         if silent:
             self._loop.call_later(REPORT_SECONDS, self._loop.stop)
         elif self._is_hub:
-            _close_stderr()
+            close_stderr()
         else:
             self._loop.stop()
 
@@ -257,6 +258,8 @@ class Watcher:
                 self._let_rank_exit()
             elif message_type == "describe":
                 self._stalls.describe(**message)
+            elif message_type == "answer":
+                self._stalls.handle_answer(message)
             elif message_type == "check_often":
                 self._start_frequent_checks()
             elif message_type == "abort" and self._abort_text is None:
@@ -343,6 +346,7 @@ class Watcher:
         """The rank's reply: the collective in which its main thread is, or None."""
         previous, self._sequence = self._sequence, None if wait is None else wait.get("sequence")
         waits = self._asleep or (self._idle and previous == self._sequence is not None)
+        self._stalls.set_unrecorded_wait(wait["line"] if wait is not None and waits else None)
         if wait is None or not waits:
             self._idle_checks = self._awaited_checks = 0
             if self._wait_sent:
@@ -366,12 +370,6 @@ class Watcher:
     def _abort(self, text: str, awaited_rank: int | None = None) -> None:
         self._abort_text, self._awaited_rank = text, awaited_rank
         self._report_failure(1, "waits in vain", True, awaited_rank)
-
-
-def _close_stderr() -> None:
-    """The launcher waits until all processes have closed it."""
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), 2)
 
 
 def main(fd: str) -> None:

@@ -15,7 +15,7 @@ WHERE = """\
 Print what each rank of a running job does now: the collective in which it waits, or the line of the
 script that it runs. The job goes on meanwhile.
 
-Run it on the host of rank 0, as the user of the job. JOB is the process id of `instep run` or of
+Run it on a host of the job, as its user. JOB is the process id of `instep run` or of
 any process of the job, or its INSTEP_JOB; it may be left out where only one job runs. Ctrl-\\ in
 the terminal of `instep run` prints the same.
 """
@@ -78,6 +78,6 @@ def print_report(pids: Sequence[int], *, status: bool) -> None:
         if any(job_socket.is_of_job(job, str(pid)) for pid in pids)
     ]
     reply = job_socket.request(jobs[-1], request_type(status=status)) if jobs else None
-    text = reply or "the ranks have not met yet, or rank 0 is on another host"
+    text = reply or "the ranks have not met yet"
     head = "instep:\n" if "\n" in text else "instep: "
     os.write(2, f"{head}{text}\n".encode())

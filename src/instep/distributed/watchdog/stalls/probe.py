@@ -107,13 +107,18 @@ class RankProbe:
         rank: ProbeTarget,
         dumps: StackDumps,
         waits_too: bool,
+        waited: float,
         done: Callable[[Message], None],
     ) -> None:
-        """`waits_too`: collect the stacks of a rank that waits in a collective, too."""
+        """`waits_too`: collect the stacks of a rank that waits in a collective, too; `waited`: for
+        so many seconds, if it waits."""
         self._loop, self._rank, self._dumps, self._done = loop, rank, dumps, done
         self._folder = current_folder(rank.pid)
         self._replies: list[Message] = []
         self._stacks = ""
+        self._waited = waited
+        self._waits_unrecorded = False
+        """Whether it waits in a call of which the flight record has nothing."""
         self._is_slow = False
         """Whether it goes on, as far as a second tells."""
         self.is_done = False
@@ -170,6 +175,8 @@ class RankProbe:
         fields["is_slow"] = self._is_slow
         if self._entry is not None and not is_stopped(self._rank.pid):
             fields["waited"] = time.monotonic() - (self._entry.waiting or self._entry.entered)
+        elif self._waits_unrecorded:
+            fields["waited"] = self._waited + time.monotonic() - self._first.time
         self.is_done = True
         self._done(fields)
 
@@ -203,6 +210,9 @@ class RankProbe:
             self._entry = issued_entry(self._record)
             if self._entry is not None:
                 return f"waits in {replace(self._entry, line=line).describe()}"
+        self._waits_unrecorded = bool(last["wait"]) and not self._is_busy()
+        if self._waits_unrecorded:
+            return f"waits in {self._short_in(last['wait'])}"
         loads = last["loads_data"] or self._record.phase == "data"
         phase = _PHASES["data"] if loads else _PHASES.get(self._record.phase, "")
         text = f"is in user code at {line}{phase}"
@@ -262,6 +272,11 @@ class RankProbe:
         """A line of a file in the rank's current folder, without that folder."""
         prefix = f"{self._folder}/"
         return line.removeprefix(prefix) if self._folder else line
+
+    def _short_in(self, text: str) -> str:
+        """A text that ends with a line."""
+        words, _, line = text.rpartition(" ")
+        return f"{words} {self._short(line)}"
 
 
 def _main_stack(reply: Message) -> str:

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import suppress
 
 from instep.distributed.flight_record import record_format
-from instep.distributed.flight_record.record_format import Entry, FlightRecord
+from instep.distributed.flight_record.record_format import FlightRecord
 from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls.probe import (
@@ -19,6 +19,7 @@ from instep.distributed.watchdog.stalls.probe import (
     is_stopped,
     issued_entry,
 )
+from instep.distributed.watchdog.stalls.question_relay import QuestionRelay
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
 from instep.process.last_position import write_later_position
 from instep.process.procfs import memory_in_use, read_stat
@@ -46,12 +47,20 @@ class RankWatch:
         self._dumps = StackDumps(loop, start.get("stacks"), start["stack_signal"])
         self._probes: set[RankProbe] = set()
         self._ended = False
-        self._entry: Entry | None = None
-        """The collective in which the rank waits."""
+        self._line: str | None = None
+        """The line at which the rank waits in a collective."""
         self._progress = (-1, -1.0)
         """The number of collectives at the last poll, and when the last one was left."""
         self._waits_in_cpp = False
         """Whether that is inferred: it is idle, so C++ waits for a collective that was issued."""
+        self._unrecorded_wait: str | None = None
+        """The line of a call of torch.distributed in which the rank waits: in groups of torch's own
+        such calls of the script are not recorded."""
+        self._waits_unrecorded = False
+        """Whether the wait is of that kind."""
+        self._relay: QuestionRelay | None = None
+        if start["local_rank"] == 0 and start["rank"] != 0:
+            self._relay = QuestionRelay(loop, hub, start["pid"])
         self._ticks = 0
         self._waited = 0.0
         """Seconds for which the rank has waited in it, without those in which it was stopped."""
@@ -69,7 +78,9 @@ class RankWatch:
     def rank_ended(self) -> None:
         """The rank's process has ended: its last collective may be later than its last position."""
         self._ended = True
-        self._entry = None
+        self._line = None
+        if self._relay is not None:
+            self._relay.close()
         position = record_format.read_position(self._rank.record)
         if position is not None:
             write_later_position(self._rank.seen, *position)
@@ -89,27 +100,40 @@ class RankWatch:
             self._history.popleft()
         progress = header.count, header.last_left or 0.0
         is_idle = self._is_idle(elapsed)
-        if progress != self._progress or (self._waits_in_cpp and not is_idle):
+        goes_on = self._waits_in_cpp and not is_idle
+        has_returned = self._waits_unrecorded and self._line != self._unrecorded_wait
+        if progress != self._progress or goes_on or has_returned:
             self._progress = progress
             self._end_wait()
-        elif self._entry is None:
-            record = record_format.read(self._rank.record)
-            self._entry = awaited_entry(record)
-            if self._entry is None and is_idle:
-                self._entry = issued_entry(record)
-                self._waits_in_cpp = self._entry is not None
-        if self._entry is not None and not is_stopped(self._rank.pid):
+        elif self._line is None:
+            self._find_wait(is_idle)
+        if self._line is not None and not is_stopped(self._rank.pid):
             self._waited += elapsed
-        if self._entry is not None and self._waited >= self._next_report():
+        if self._line is not None and self._waited >= self._next_report():
             self._level += 1
-            self._hub.send("stalled", level=self._level, waited=self._waited, line=self._entry.line)
+            self._hub.send("stalled", level=self._level, waited=self._waited, line=self._line)
+
+    def _find_wait(self, is_idle: bool) -> None:
+        record = record_format.read(self._rank.record)
+        entry = awaited_entry(record)
+        if entry is None and is_idle:
+            entry = issued_entry(record)
+            self._waits_in_cpp = entry is not None
+        if entry is not None:
+            self._line = entry.line
+        elif is_idle and self._unrecorded_wait is not None:
+            self._line, self._waits_unrecorded = self._unrecorded_wait, True
+
+    def set_unrecorded_wait(self, line: str | None) -> None:
+        """The rank's main thread waits in a collective at this line; None: in no collective."""
+        self._unrecorded_wait = line
 
     def _end_wait(self) -> None:
         """The rank has entered or left a collective since the last poll."""
         if self._level:
             self._hub.send("stall_over", waited=self._waited)
-        self._entry, self._waited, self._level = None, 0.0, 0
-        self._waits_in_cpp = False
+        self._line, self._waited, self._level = None, 0.0, 0
+        self._waits_in_cpp = self._waits_unrecorded = False
 
     def _is_idle(self, seconds: float) -> bool:
         """Whether the rank has hardly used a processor since the last poll."""
@@ -147,9 +171,14 @@ class RankWatch:
             self._probes.difference_update(done_probes)
             self._hub.send("state", request=request, **fields)
 
-        probe = RankProbe(self._loop, self._rank, self._dumps, depth == "all", done)
+        probe = RankProbe(self._loop, self._rank, self._dumps, depth == "all", self._waited, done)
         if not probe.is_done:
             self._probes.add(probe)
+
+    def handle_answer(self, message: Message) -> None:
+        """The hub has answered a question that was asked on this host."""
+        if self._relay is not None:
+            self._relay.handle_answer(message)
 
     def add_stacks(self, message: Message) -> None:
         """The rank has replied to "get_stacks"."""
