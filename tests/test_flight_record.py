@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
+from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.process import isolated_command
+from instep.process.last_position import format_position, read_whole, write_later_position
 
 
 @pytest.fixture
@@ -37,6 +40,43 @@ def test_an_entry_holds_what_the_rank_entered(recorder) -> None:
     (entry,) = record_format.read(fd).entries
     assert entry.left is not None
     assert entry.left >= entry.entered
+
+
+def test_messages_name_the_peer_and_are_compared_with_nothing(recorder) -> None:
+    fd, pair = recorder.file_descriptor(), record_format.message_group(2, 0)
+    recorder.leave(recorder.enter("send", (4,), torch.float32, pair, 0))
+    recorder.enter("recv", (4,), torch.float32, pair, 0)
+    sent, received = record_format.read(fd).entries
+    assert sent.describe() == f"send float32 [4] to rank 0 at {sent.line}"
+    assert received.describe() == f"recv float32 [4] from rank 0 at {received.line}"
+    assert record_format.group_members(sent.group) == [0, 2]
+    assert recorded_steps(record_format.read(fd)) == []
+
+
+def test_the_last_collective_is_a_position_of_the_rank(recorder, tmp_path) -> None:
+    fd = recorder.file_descriptor()
+    assert record_format.read_position(fd) is None
+    before = time.time()
+    recorder.enter("barrier", None, None, "0:0-2")
+    seen, line = record_format.read_position(fd)
+    assert before - 1e-3 <= seen <= time.time() + 1e-3
+    assert line == record_format.read(fd).entries[0].line
+    with open(tmp_path / "seen", "w+b") as file:
+        for at, place, kept in ((5.0, "a", "a"), (4.0, "b", "a"), (seen, line, line)):
+            write_later_position(file.fileno(), at, place)
+            assert format_position(read_whole(file.fileno()), at).startswith(
+                f"It was last seen at {kept}, "
+            )
+
+
+def test_the_end_of_the_script_has_the_last_collective_before_it(recorder) -> None:
+    assert recorder.end_of_script() == "the end of the script"
+    recorder.enter("barrier", None, None, "0:0-2")
+    with recorder.phase("exit"):
+        recorder.enter("all_reduce", (1,), torch.int64, "0:0-2")
+    line = recorder.end_of_script().partition(" at ")[2]
+    assert recorder.end_of_script() == f"the end of the script, after barrier at {line}"
+    assert line.startswith(f"{__file__}:")
 
 
 def test_what_was_entered_before_the_descriptor_was_asked_for_is_kept(recorder) -> None:

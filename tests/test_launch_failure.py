@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from instep.process.failure import DETECTION_DELAY, Failure, RankExit, first_failure, format_report
+from instep.process.last_position import format_last_words
 from launching import Launch
 
 pytestmark = pytest.mark.launch
@@ -411,6 +412,38 @@ if instep.rank == 0 or sys.argv[1] != "end":
 EARLY = (
     "instep: rank 1 of 2 ended with exit code 0 while rank 0 waited for it; rank 0 was stopped\n"
 )
+
+
+CHILD_ENDS = """
+import signal, subprocess
+def handle(number, frame):
+    raise RuntimeError("a child has ended")
+signal.signal(signal.SIGCHLD, handle)
+class Boo(Exception):
+    def __str__(self):
+        subprocess.run(["true"])
+        return "boo"
+raise Boo
+"""
+
+
+def test_a_child_that_ends_while_a_failure_is_reported_does_not_disturb_the_report(
+    launch: Launch,
+) -> None:
+    result = launch.run("-n", 1, launch.script(CHILD_ENDS))
+    assert result.returncode == 1
+    assert result.stderr.endswith("Boo: boo\n")
+
+
+def test_a_report_of_a_fatal_signal_without_a_line_is_followed_by_the_last_position() -> None:
+    """A thread of C++ aborts, such as Gloo's."""
+    aborted, seen = "Fatal Python error: Aborted\n\n", "12.0 train.py:3\0\0"
+    assert format_last_words(aborted, seen, 12.5) == (
+        "Fatal Python error: Aborted\nIt was last seen at train.py:3, 0.5 s before its end.\n"
+    )
+    with_line = f'{aborted}Current thread 0x1:\n  File "train.py", line 3 in train\n'
+    assert format_last_words(with_line, seen, 12.5) == with_line
+    assert format_last_words("", seen, 12.5).startswith("It was last seen at train.py:3")
 
 
 def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_gone(

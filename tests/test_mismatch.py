@@ -97,6 +97,12 @@ FAULTS = {
     "one too many": (
         REDUCE, f"{REDUCE}; {REDUCE}", "all_reduce", "barrier at", "all_reduce"
     ),
+    "barrier": (
+        "instep.barrier()", "instep.all_reduce(torch.ones(()))", "barrier at", "all_reduce"
+    ),
+    "scatter": (
+        "dist.scatter(values, None, 1)", REDUCE, "scatter float32 [4] from rank 1", "all_reduce"
+    ),
     "instep": (
         "values = instep.all_reduce(values)", "values = instep.all_reduce(torch.ones(3))",
         "all_reduce", "float32 [4]", "float32 [3]",
@@ -106,7 +112,8 @@ FAULTS = {
 
 
 BY_DAY = (
-    *(("shape", "shm"), ("op", "shm"), ("instep", "shm")),
+    *(("shape", "shm"), ("op", "shm"), ("instep", "shm"), ("barrier", "shm")),
+    ("scatter", "gloo"),
     *(("dtype", "gloo"), ("one too many", "gloo"), ("root", "its own group")),
 )
 

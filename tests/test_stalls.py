@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import torch
 
 from instep.distributed.flight_record import record_format
 from instep.distributed.flight_record.recorder import FlightRecorder
+from instep.distributed.watchdog.call_stack import main_thread_line
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
@@ -187,6 +189,62 @@ def test_a_report_names_the_rank_that_others_wait_for_and_what_it_does(launch: L
     assert done.returncode == 0
 
 
+SCOPES_AND_MESSAGES = """
+    import torch, instep
+    instep.barrier()
+    with instep.single_process_scope(2) as here:  # scope
+        if here:
+            with instep.single_process_scope() as nested:
+                if nested:
+                    os.read(meeting.fd, 1)  # nested
+    if rank == 0:
+        instep.recv(1)  # recv
+    if rank == 1:
+        os.read(meeting.fd, 1)  # late
+        instep.send(torch.ones(2), 0)
+    instep.barrier()  # barrier
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(60)
+def test_ranks_that_wait_for_a_run_once_scope_or_a_message_are_reported_too(
+    launch: Launch,
+) -> None:
+    script = launch.script(SCOPES_AND_MESSAGES)
+    scope, nested, recv, late, barrier = (
+        line_of(script, comment) for comment in ("scope", "nested", "recv", "late", "barrier")
+    )
+    with launch.start("-n", 3, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "rank 2 is in user code" in line:
+                break
+        assert re.search(
+            rf"ranks 0, 1 wait in single_process_scope of rank 2 at {scope} for [\d.]+ s; rank 2 "
+            rf"is in user code at {nested}, in a single_process_scope, waiting for a file",
+            lines[-1],
+        )
+        assert "timed out" not in "".join(lines), "torch warns of each wait that times out"
+        launch.call()
+        waits = rf"rank 0 waits in recv int64 \[1\] from rank 1 at {recv} for [\d.]+ s; "
+        others = rf"rank 2 waits in barrier at {barrier} for [\d.]+ s; rank 1 is in user code at "
+        read_until(process, waits + others + f"{late}, waiting for a file")
+        launch.call()
+        assert launch.end_of(process).returncode == 0
+    for stacks in launch.temporary.glob("instep-stacks-*"):
+        stacks.unlink()
+
+
+def test_the_line_is_not_one_of_code_that_a_library_generates() -> None:
+    found: list[str] = []
+    program = compile("found.append(line())", "<string>", "exec")
+    exec(program, {"found": found, "line": main_thread_line})
+    assert found == [f"{__file__}:{inspect.currentframe().f_lineno - 1}"]
+
+
 def test_like_states_are_merged_and_those_that_wait_come_first() -> None:
     states = {
         0: {"what": "waits in barrier at a.py:3", "waited": 30.4, "stacks": ""},
@@ -242,6 +300,7 @@ class FewRanks:
         ({"what": "is in user code at a.py:9", "is_slow": True}, 3),
         ({"what": "is in user code at a.py:9, asleep", "is_slow": False}, 1),
         ({"what": "waits in barrier at a.py:7", "waited": 5.0, "is_slow": False}, 1),
+        ({"what": "waits in barrier at a.py:7", "waited": 0.1, "is_slow": False}, 3),
     ],
 )
 def test_a_rank_that_is_slow_is_no_alarm_before_four_times_the_threshold(
@@ -257,6 +316,26 @@ def test_a_rank_that_is_slow_is_no_alarm_before_four_times_the_threshold(
             reply = told | {"request": ranks.requests[-1], "stacks": ""}
             coordinator.handle(rank, "state", reply)
         assert len(printed) == max(0, level - printed_at + 1)
+
+
+@pytest.mark.parametrize(("is_slow", "printed_again"), [(True, True), (False, False)])
+def test_only_a_wait_that_was_reported_hides_another_one_at_its_line(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool, printed_again: bool
+) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(stall_coordinator, "_print", printed.append)
+    ranks, waits = FewRanks(), {"what": "waits in all_reduce at a.py:3", "waited": 2.0}
+    coordinator = StallCoordinator(EventLoop(), ranks, 2, 1)
+    counts = []
+    for slow in (is_slow, False):
+        coordinator.handle(0, "stalled", {"level": 1, "waited": 2.0, "line": "a.py:3"})
+        state = {"what": "is in user code at a.py:9", "is_slow": slow}
+        for rank, told in ((0, waits), (1, state)):
+            reply = told | {"request": ranks.requests[-1], "stacks": ""}
+            coordinator.handle(rank, "state", reply)
+        coordinator.handle(0, "stall_over", {"waited": 2.5})
+        counts.append(len(printed))
+    assert counts == [int(not is_slow), int(not is_slow) + printed_again]
 
 
 def test_a_collective_that_an_exception_left_is_not_waited_in() -> None:

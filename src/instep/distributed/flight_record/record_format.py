@@ -179,10 +179,11 @@ def read_wait(fd: int) -> Entry | None:
 
 
 def read_position(fd: int) -> tuple[float, str] | None:
-    """When the rank was last in a collective, on the clock of `time.time`, and the line."""
+    """When the rank was last in a collective, on the clock of `time.time`, and the line; None if
+    it was in none yet."""
     (count,) = struct.unpack("<q", os.pread(fd, 8, 8 * COUNT))
     entry = _decode_slot(b"", count, lambda offset: os.pread(fd, SLOT.size, offset))
-    if entry is None:
+    if entry is None or not count:
         return None
     return time.time() - time.monotonic() + max(entry.entered, entry.left or 0.0), entry.line
 

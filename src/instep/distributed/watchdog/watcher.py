@@ -259,7 +259,7 @@ class Watcher:
             elif message_type == "describe":
                 self._stalls.describe(**message)
             elif message_type == "answer":
-                self._stalls.handle_answer(message)
+                self._stalls.handle_reply(message)
             elif message_type == "check_often":
                 self._start_frequent_checks()
             elif message_type == "abort" and self._abort_text is None:
@@ -346,7 +346,7 @@ class Watcher:
         """The rank's reply: the collective in which its main thread is, or None."""
         previous, self._sequence = self._sequence, None if wait is None else wait.get("sequence")
         waits = self._asleep or (self._idle and previous == self._sequence is not None)
-        self._stalls.set_unrecorded_wait(wait["line"] if wait is not None and waits else None)
+        self._stalls.set_wait(wait["line"] if wait is not None and waits else None)
         if wait is None or not waits:
             self._idle_checks = self._awaited_checks = 0
             if self._wait_sent:

@@ -59,6 +59,8 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         sys.excepthook = _print_nothing
         raise
     except BaseException as error:
+        # Another loader worker may die now: torch's handler raised an error into the report.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         hook.written = error
         if not program.failing(format_error(error)):
             sys.exit(1)

@@ -19,7 +19,7 @@ from instep.distributed.watchdog.stalls.probe import (
     is_stopped,
     issued_entry,
 )
-from instep.distributed.watchdog.stalls.question_relay import QuestionRelay
+from instep.distributed.watchdog.stalls.request_relay import RequestRelay
 from instep.distributed.watchdog.stalls.stack_dumps import StackDumps
 from instep.process.last_position import write_later_position
 from instep.process.procfs import memory_in_use, read_stat
@@ -58,9 +58,9 @@ class RankWatch:
         such calls of the script are not recorded."""
         self._waits_unrecorded = False
         """Whether the wait is of that kind."""
-        self._relay: QuestionRelay | None = None
+        self._relay: RequestRelay | None = None
         if start["local_rank"] == 0 and start["rank"] != 0:
-            self._relay = QuestionRelay(loop, hub, start["pid"])
+            self._relay = RequestRelay(loop, hub, start["pid"])
         self._ticks = 0
         self._waited = 0.0
         """Seconds for which the rank has waited in it, without those in which it was stopped."""
@@ -124,7 +124,7 @@ class RankWatch:
         elif is_idle and self._unrecorded_wait is not None:
             self._line, self._waits_unrecorded = self._unrecorded_wait, True
 
-    def set_unrecorded_wait(self, line: str | None) -> None:
+    def set_wait(self, line: str | None) -> None:
         """The rank's main thread waits in a collective at this line; None: in no collective."""
         self._unrecorded_wait = line
 
@@ -175,10 +175,10 @@ class RankWatch:
         if not probe.is_done:
             self._probes.add(probe)
 
-    def handle_answer(self, message: Message) -> None:
+    def handle_reply(self, message: Message) -> None:
         """The hub has answered a question that was asked on this host."""
         if self._relay is not None:
-            self._relay.handle_answer(message)
+            self._relay.handle_reply(message)
 
     def add_stacks(self, message: Message) -> None:
         """The rank has replied to "get_stacks"."""

@@ -59,7 +59,7 @@ class StallCoordinator:
         self._has_printed = False
         """Whether it was reported in print."""
         self._longest: dict[str, float] = {}
-        """Seconds of waits that ended well, by the script's line."""
+        """Seconds of waits that were reported and ended well, by the script's line."""
         self._file: int | None = None
         self._path = ""
 
@@ -77,7 +77,8 @@ class StallCoordinator:
                 self._take("stuck", self._print_report)
         elif rank in self._stalled:
             line = self._stalled.pop(rank)["line"]
-            self._longest[line] = max(message["waited"], self._longest.get(line, 0.0))
+            if self._has_printed:  # else a wait for a slow rank would hide one for a stuck rank
+                self._longest[line] = max(message["waited"], self._longest.get(line, 0.0))
             self._stall_over(message["waited"])
 
     def remove(self, rank: int) -> None:

@@ -10,7 +10,7 @@ from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls.job_socket import JobSocket
 
 
-class QuestionRelay:
+class RequestRelay:
     """A job's socket on this host; questions go to the hub, and its answers come back."""
 
     def __init__(self, loop: EventLoop, hub: Connection, rank_pid: int) -> None:
@@ -27,7 +27,7 @@ class QuestionRelay:
         self._replies[self._number] = reply
         self._hub.send("question", number=self._number, kind=question["type"])
 
-    def handle_answer(self, message: Message) -> None:
+    def handle_reply(self, message: Message) -> None:
         """The hub has answered."""
         reply = self._replies.pop(message["number"], None)
         if reply is not None:
