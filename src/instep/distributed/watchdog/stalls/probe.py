@@ -234,7 +234,7 @@ class RankProbe:
 
     def _activity(self, innermost: str) -> str:
         """A clause about what the main thread does there."""
-        if self._is_busy():
+        if self._is_busy() or self._is_ready():
             return ", running"
         if self._sample().switches != self._first.switches:
             return ", asleep most of the time"
@@ -263,6 +263,12 @@ class RankProbe:
         now = self._sample()
         seconds = max(now.time - self._first.time, 1e-3)
         return (now.ticks - self._first.ticks) / TICKS_PER_SECOND > _BUSY_SHARE * seconds
+
+    def _is_ready(self) -> bool:
+        """Whether it would run if it had a processor."""
+        with suppress(OSError):
+            return read_stat(self._rank.pid).state == "R"
+        return False
 
     def _seen_line(self) -> str:
         text = read_whole(self._rank.seen).rstrip("\0")
