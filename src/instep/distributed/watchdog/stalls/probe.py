@@ -197,8 +197,13 @@ class RankProbe:
             return f"waits {where}"
         if not self._replies:
             line = self._short(script_position(own_dump) or self._seen_line())
-            verb = "is in" if self._is_busy() else "sleeps in"
-            return f"{verb} C code that holds the interpreter's lock (GIL), called at {line}"
+            busy = self._is_busy()
+            channel = "" if busy else wait_channel(pid)
+            kernel = f", in {channel} of the kernel" if channel else ""
+            verb = "is in" if busy else "sleeps in"
+            return (
+                f"{verb} C code that holds the interpreter's lock (GIL), called at {line}{kernel}"
+            )
         return self._user_code(dumps)
 
     def _user_code(self, dumps: dict[int, str]) -> str:
