@@ -521,3 +521,76 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, number):
     assert storage.step_of(storage.latest(tmp_path / "parts")) == STEPS + 1
     rest = run(2, train, str(tmp_path / "parts"))
     assert exactly(rest[1], whole[1])
+
+
+# ------------------------------------------------------------------------------ older files
+
+
+def from_old_file(path, folder):
+    """As docs/long-runs.md has it."""
+    torch.manual_seed(instep.rank)
+    model = instep.replicate(nn.Linear(2, 1))
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+    model.load_state_dict(state)
+    checkpoint = instep.Checkpoint(folder, model=model)
+    checkpoint.save()
+    checkpoint.close()
+    return storage.read(checkpoint.folder / "step-00000000")["model"]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_files_of_torch_save_load_with_and_without_a_prefix(tmp_path, prefix):
+    saved = nn.Linear(2, 1).state_dict()
+    torch.save({prefix + name: value for name, value in saved.items()}, tmp_path / "old.pt")
+    for state in run(2, from_old_file, str(tmp_path / "old.pt"), str(tmp_path / "new")):
+        assert torch.equal(state["weight"], saved["weight"])
+
+
+class Resumable(DataLoader):
+    """A loader with a state of its own, as torchdata's StatefulDataLoader has."""
+
+    def __init__(self):
+        super().__init__(in_memory())
+        self.taken = self.loaded = 0
+
+    def __iter__(self):
+        return self.batches(torch.randperm(SAMPLES).split(BATCH))
+
+    def batches(self, order):
+        for batch in order[self.taken :]:
+            self.taken += 1
+            self.loaded += 1
+            yield (batch + torch.rand(batch.shape),)
+        self.taken = 0
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+def loop(folder, stop_at):
+    torch.manual_seed(3)
+    loader = Resumable()
+    sharded = instep.shard(loader)
+    checkpoint = instep.Checkpoint(folder, loader=sharded, every=1)
+    seen = []
+    for _ in checkpoint.epochs(2):
+        for x, *_ in sharded:
+            seen.append(x.tolist())
+            checkpoint.step()
+            if checkpoint.steps == stop_at:
+                checkpoint.close()
+                return seen, None
+    return seen, loader.loaded
+
+
+def test_a_loader_with_a_state_of_its_own_loads_nothing_again(tmp_path):
+    whole = run(2, loop, str(tmp_path / "whole"), None)
+    begin = run(2, loop, str(tmp_path / "parts"), 2)
+    rest = run(2, loop, str(tmp_path / "parts"), None)
+    for rank in (0, 1):
+        assert begin[rank][0] + rest[rank][0] == whole[rank][0]
+        assert rest[rank][1] == 2 * STEPS - 2
