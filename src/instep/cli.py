@@ -134,10 +134,12 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
     argparse.REMAINDER would lose a `--` among the program's arguments.
     """
-    with_value = import_module(COMMANDS[argv[0]]).WITH_VALUE
+    module = import_module(COMMANDS[argv[0]])
+    words = dict.fromkeys(module.WITH_VALUE, 2)
+    words |= dict.fromkeys(getattr(module, "WITH_TWO_VALUES", ()), 3)
     at = 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-m", "--"):
-        at += 2 if argv[at] in with_value else 1
+        at += words.get(argv[at], 1)
     program = argv[at:]
     return argv[:at], program[1:] if program[:1] == ["--"] else program
 

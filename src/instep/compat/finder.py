@@ -16,6 +16,8 @@ from types import ModuleType
 IMPLEMENTATIONS = {
     "apex": "instep.compat.apex",
     "horovod.torch": "instep.compat.horovod",
+    "horovod.common.elastic": "instep.compat.horovod.elastic.state",
+    "horovod.common.exceptions": "instep.compat.horovod.errors",
 }
 """The package of instep that is imported under each name, submodules included; the parents of these
 names become empty packages."""

@@ -7,12 +7,18 @@ import os
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from instep.errors import CommandLineError
 from instep.launch import supervisor
+from instep.launch.elastic import flags as elastic_flags
+from instep.launch.elastic.driver import Driver
+from instep.launch.elastic.hosts import run_script
+from instep.launch.elastic.worlds import horovod_variables
 from instep.launch.job import Job
 from instep.process import settings
 
@@ -23,6 +29,9 @@ In the program `import horovod.torch as hvd` imports instep.compat.horovod, unle
 installed. Each line of output of ranks other than 0 begins with the rank; with --output-filename
 DIR every rank writes to files rank0.out, rank0.err, rank1.out, ... in DIR. Flags that tune
 Horovod's engine are accepted and listed as not used.
+
+With --min-np, --max-np or --host-discovery-script the job is elastic: when a rank ends, the others
+go on from the last commit of hvd.elastic (see docs/coming-from.md).
 """
 
 _MEANT = (
@@ -54,14 +63,11 @@ _UNUSED_VALUES = (
 """Flags that are accepted and not used: they tune parts that instep does not have, and do not
 change the numbers."""
 _ABSENT = ("--timeline-mark-cycles",)
-_ABSENT_VALUES = (
-    *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--slots"),
-    *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range", "--config-file"),
-    "--host-discovery-script",
-)
+_ABSENT_VALUES = ("--config-file",)
 """Flags that are an error, because the job would not do what they ask for."""
-WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES)
+WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES, *elastic_flags.WITH_VALUE)
 """Options that take the next word as their value."""
+WITH_TWO_VALUES = elastic_flags.WITH_TWO_VALUES
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 
 
@@ -93,6 +99,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--no-stall-check", action="store_true", help="do not report late ranks")
     for flag in _VARIABLES:
         parser.add_argument(flag, metavar="X")
+    elastic_flags.add_flags(parser)
     for flag in (*_UNUSED, *_ABSENT):
         parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
     for flag in (*_UNUSED_VALUES, *_ABSENT_VALUES):
@@ -107,12 +114,14 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     for flag in (*_ABSENT, *_ABSENT_VALUES):
         if given[flag]:
             raise CommandLineError(
-                f"{flag} is not there: jobs keep their ranks, a timeline has no marks for cycles, "
-                "and there is no configuration file. Leave it out."
+                f"{flag} is not there: a timeline has no marks for cycles, and there is no "
+                "configuration file. Leave it out."
             )
     if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
         print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
-    size = _size(asked)
+    elastic = elastic_flags.is_elastic(asked)
+    size = _number_of_ranks(asked) if elastic else _size(asked)
+    options = elastic_flags.parse(asked, size) if elastic else None
     variables = _variables(given)
     command = _script(program)
     job = Job(
@@ -120,18 +129,21 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         command,
         asked.output_filename,
         plain=True,
-        variables=lambda rank: _horovod_variables(rank, size) | variables,
+        variables=lambda rank: horovod_variables(rank, size) | variables,
     )
     if asked.verbose:
         print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)
+    if options is not None:
+        find_hosts = partial(_find_hosts, asked, size)
+        return Driver(command, asked.output_filename, variables, options, find_hosts).run()
     return supervisor.run_job(job, started=lambda: None).print_report()
 
 
-def _horovod_variables(rank: int, size: int) -> dict[str, str]:
-    """The variables in which Horovod's workers read their rank."""
-    numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
-    numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {f"HOROVOD_{name}": str(value) for name, value in numbers.items()}
+def _find_hosts(asked: argparse.Namespace, size: int) -> dict[str, int]:
+    """The slots of each host of an elastic job, as of now. Raises CommandLineError."""
+    if script := asked.host_discovery_script:
+        return _check_hosts(run_script(script, elastic_flags.slots_per_host(asked)))
+    return _hosts(asked) or {"localhost": size}
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -151,15 +163,11 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 def _size(asked: argparse.Namespace) -> int:
     """The number of ranks. Raises CommandLineError if this host has fewer slots."""
-    slots = _slots(asked)
+    hosts = _hosts(asked)
+    slots = None if hosts is None else sum(hosts.values())
     if asked.num_proc is None and slots is not None:
         return slots
-    if asked.num_proc is None or not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
-        raise CommandLineError(
-            "-np takes the number of ranks, a whole number from 1 up, not "
-            f"{asked.num_proc or 'nothing'!r}."
-        )
-    size = int(asked.num_proc)
+    size = _number_of_ranks(asked)
     if slots is not None and size > slots:
         raise CommandLineError(
             f"-np {size}, but the hosts have {slots} slots. Give them more, or start fewer."
@@ -167,15 +175,27 @@ def _size(asked: argparse.Namespace) -> int:
     return size
 
 
-def _slots(asked: argparse.Namespace) -> int | None:
-    """The number of slots of the hosts; None if the options do not give it."""
+def _number_of_ranks(asked: argparse.Namespace) -> int:
+    """-np. Raises CommandLineError if it is no number."""
+    if asked.num_proc is None or not asked.num_proc.isdecimal() or int(asked.num_proc) < 1:
+        raise CommandLineError(
+            "-np takes the number of ranks, a whole number from 1 up, not "
+            f"{asked.num_proc or 'nothing'!r}."
+        )
+    return int(asked.num_proc)
+
+
+def _hosts(asked: argparse.Namespace) -> dict[str, int] | None:
+    """The slots of each host; None if the options do not give them."""
     if asked.hosts is not None:
-        entries = [entry.partition(":")[::2] for entry in asked.hosts.split(",")]
-    elif asked.hostfile is not None:
-        entries = _read_hosts(asked.hostfile)
-    else:
-        return None
+        return _check_hosts([entry.partition(":")[::2] for entry in asked.hosts.split(",")])
+    return None if asked.hostfile is None else _check_hosts(_read_hosts(asked.hostfile))
+
+
+def _check_hosts(entries: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Raises CommandLineError for other hosts than this one, and for wrong numbers of slots."""
     here = {"localhost", "127.0.0.1", socket.gethostname(), os.uname().nodename}
+    slots: Counter[str] = Counter()
     for host, count in entries:
         if host not in here:
             raise CommandLineError(
@@ -186,7 +206,8 @@ def _slots(asked: argparse.Namespace) -> int | None:
             raise CommandLineError(
                 f"the number of slots of {host} is a whole number, not {count!r}."
             )
-    return sum(int(count or 1) for _, count in entries)
+        slots[host] += int(count or 1)
+    return dict(slots)
 
 
 def _read_hosts(path: str) -> list[tuple[str, str]]:

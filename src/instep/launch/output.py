@@ -32,7 +32,7 @@ class OutputMode(Protocol):
         """The streams for this rank."""
 
     def start(self) -> None:
-        """Begin to forward output; all ranks have been started."""
+        """Begin to forward output; ranks have been started. Again after each further rank."""
 
     def finish(self, failures: Sequence[Failure]) -> None:
         """Forward the rest; all ranks have ended."""
@@ -74,6 +74,7 @@ class FolderOutput:
         self._path = path
         self._flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC)
         self._opened: list[int] = []
+        self._begun: set[str] = set()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -87,8 +88,10 @@ class FolderOutput:
 
     def _open(self, rank: int, suffix: str) -> int:
         path = self._path / f"rank{rank}.{suffix}"
+        flags = self._flags & ~os.O_TRUNC if path.name in self._begun else self._flags
+        self._begun.add(path.name)
         try:
-            fd = os.open(path, self._flags, 0o666)
+            fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise _cannot_write(path, error.strerror or str(error)) from None
         self._opened.append(fd)
@@ -98,6 +101,7 @@ class FolderOutput:
         """Close this process's descriptors: the ranks have theirs."""
         for fd in self._opened:
             os.close(fd)
+        self._opened.clear()
 
     def finish(self, failures: Sequence[Failure]) -> None:
         """Append every failed rank's traceback to its own file."""
@@ -141,8 +145,10 @@ class PrefixedOutput:
         """Close the writing ends, which the ranks have, and start the thread."""
         for fd in self._child_ends:
             os.close(fd)
-        self._selector.register(self._stop, selectors.EVENT_READ)
-        self._thread.start()
+        self._child_ends.clear()
+        if self._thread.ident is None:
+            self._selector.register(self._stop, selectors.EVENT_READ)
+            self._thread.start()
 
     def finish(self, failures: Sequence[Failure]) -> None:
         """Forward what is in the pipes, even if a process still holds one open."""

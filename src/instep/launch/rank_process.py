@@ -95,7 +95,8 @@ def start_rank(
     *,
     plain: bool,
 ) -> RankProcess:
-    """Start one rank, which waits for GO. `store` is the listening socket, for rank 0 only.
+    """Start one rank, which waits for GO. It inherits `store`: rank 0's listening socket, or in an
+    elastic job each rank's socket to the driver.
 
     Raises OSError if the operating system refuses.
     """

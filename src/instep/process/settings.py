@@ -172,7 +172,8 @@ SETTINGS = (
 """The settings for users; docs/variables.md shows them."""
 
 INTERNAL = frozenset(
-    f"{PREFIX}{name}" for name in ("FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STORE_FD")
+    f"{PREFIX}{name}"
+    for name in ("ELASTIC_FD", "FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STORE_FD")
 )
 """Set by instep's own processes for each other; see `distributed/identity/launchers.py`."""
 

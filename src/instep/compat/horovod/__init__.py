@@ -4,14 +4,15 @@
 
 Names and arguments are those of Horovod 0.28, the implementation is instep's. Collectives are
 matched by name, not by the order of calls, and an average counts every rank alike, as in Horovod.
-HOROVOD_TIMELINE names the file of a timeline for the whole job. `hvd.elastic` and the functions
-that start and stop a timeline are not supported and raise an error.
+HOROVOD_TIMELINE names the file of a timeline for the whole job. The functions that start and stop
+a timeline are not supported and raise an error.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from instep.compat.horovod import elastic
 from instep.compat.horovod.basics import (
     ProcessSet,
     add_process_set,
@@ -90,15 +91,6 @@ def stop_timeline() -> NoReturn:
     raise UnsupportedFeatureError.timeline()
 
 
-def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        raise UnsupportedFeatureError(
-            "hvd.elastic is not supported: instep's jobs keep their number of ranks. Write "
-            "checkpoints and start the script again, at any number of ranks."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 __all__ = [
     "Adasum",
     "Average",
@@ -134,6 +126,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

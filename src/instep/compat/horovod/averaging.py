@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.horovod.basics import ProcessSet
+from instep.compat.horovod.basics import ProcessSet, session
 from instep.compat.horovod.compression import Compressor
 from instep.compat.horovod.errors import CallOrderError
 from instep.compat.horovod.handles import Handle
@@ -76,6 +76,7 @@ class GradientAverager:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._planned: set[int] = set()
+        self._session = session()
         self._token = object()
         for index, parameter in enumerate(self._parameters):
             self._hook(index, parameter)
@@ -109,6 +110,17 @@ class GradientAverager:
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.handle = None
+
+    def adapt(self) -> None:
+        """In an elastic job, forget what this rank has learnt of its gradients in an earlier world:
+        new ranks have not, and buckets are matched by their names."""
+        if self._session is not session():
+            self._session = session()
+            self.reset()
+            self._trained = {i for i, p in enumerate(self._parameters) if p.requires_grad}
+            self._sparse.clear()
+            self._planned = set()
+            self._buckets, self._bucket_of = [], {}
 
     # ------------------------------------------------------------------------ during backward
 
@@ -194,6 +206,7 @@ class GradientAverager:
 
     def _plan(self) -> None:
         """Make buckets for the parameters that are trained now, unless they have not changed."""
+        self.adapt()
         wanted = self._trained - self._sparse
         if wanted == self._planned:
             return

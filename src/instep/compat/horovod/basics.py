@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from instep.compat.horovod import driver_client
 from instep.compat.horovod.errors import (
     NotInitializedError,
     UnsupportedFeatureError,
     WrongArgumentError,
 )
 from instep.distributed.communication import groups
+from instep.distributed.errors import BrokenGroupError, RendezvousError
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation.coordinator import StallCheck
 from instep.distributed.negotiation.message_table import Request
 from instep.distributed.negotiation.negotiator import Negotiator, Task
-from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous import bootstrap, stores
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process import settings
 
@@ -54,6 +59,9 @@ def init(
         process_sets: ProcessSets to register at once. "dynamic" has no meaning here: sets can
             always be added.
 
+    In an elastic job the driver says which ranks these are; one that it does not need any more
+    ends here, with exit code 0.
+
     The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does.
 
     Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for a `comm`,
@@ -66,13 +74,36 @@ def init(
         return
     if file := os.environ.get("HOROVOD_TIMELINE"):
         os.environ.setdefault(settings.TIMELINE.name, file)
-    _session = HorovodSession()
+    _session = _join()
     atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))
     global_process_set.process_set_id = 0
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
+
+
+def _join() -> HorovodSession:
+    """Meet the other ranks; in an elastic job those of the next world."""
+    driver = driver_client.connect()
+    if driver is None:
+        return HorovodSession()
+    while True:
+        driver.join()
+        try:
+            # A rank that ends now is noticed by nobody before the others' time is up.
+            bootstrap.init(timeout=timedelta(seconds=driver_client.RENDEZVOUS_SECONDS))
+            return HorovodSession()
+        except (RendezvousError, BrokenGroupError, dist.DistError) as error:
+            print(f"instep: meeting again: {error}", file=sys.stderr, flush=True)
+            leave_world()
+
+
+def leave_world() -> None:
+    """In an elastic job: end what connects this process with the other ranks of its world."""
+    shutdown()
+    bootstrap.leave()
+    stores.forget()
 
 
 def shutdown() -> None:

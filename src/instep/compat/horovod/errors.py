@@ -5,6 +5,7 @@ InstepError
 ├── UnsupportedFeatureError  (NotImplementedError, AttributeError) a part that instep does not have
 ├── WrongArgumentError       (ValueError) names, splits, groups, process sets
 ├── UnsupportedOpError       (ValueError, RuntimeError) a reduction that a collective cannot make
+├── HostsUpdatedInterrupt    (RuntimeError) the hosts of an elastic job have changed
 └── CallOrderError           (AssertionError) backward, zero_grad, step in an order that loses data
 
 The built-in types are those that Horovod raises, so scripts that catch them still do.
@@ -14,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError
 from instep.errors import InstepError
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class NotInitializedError(InstepError, ValueError):
@@ -76,3 +80,12 @@ class UnsupportedOpError(InstepError, ValueError, RuntimeError):
 
 class CallOrderError(InstepError, AssertionError):
     """A training loop in an order that would lose gradients."""
+
+
+class HostsUpdatedInterrupt(InstepError, RuntimeError):  # noqa: N818 - Horovod's name
+    """Ranks can be added, or have to leave: `hvd.elastic.run` handles it."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of this elastic job have changed; hvd.elastic.run handles it.")
+        self.skip_sync = skip_sync
+        """Whether no rank is new, so that all have the same state."""

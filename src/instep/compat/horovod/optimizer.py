@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from instep.compat.horovod import driver_client
 from instep.compat.horovod.averaging import AveragingOptions, GradientAverager
 from instep.compat.horovod.basics import ProcessSet, global_process_set, session, size
 from instep.compat.horovod.compression import Compression, Compressor
@@ -77,7 +78,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
     )
-    mixin = _AdasumOptimizer if parsed == Adasum and size() > 1 else _AveragingOptimizer
+    several = size() > 1 or driver_client.is_elastic()
+    mixin = _AdasumOptimizer if parsed == Adasum and several else _AveragingOptimizer
     cls: Any = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     distributed = cls.__new__(cls)
     # A scheduler has replaced `step` of the instance that it was given.
@@ -94,7 +96,8 @@ class _AveragingOptimizer(torch.optim.Optimizer):
         self._parameter_names = names
         self._synchronized = False
         self._should_synchronize = True
-        single_rank = size() == 1 or not options.process_set.included()
+        may_grow = driver_client.is_elastic()
+        single_rank = (size() == 1 and not may_grow) or not options.process_set.included()
         self._averager = None if single_rank else GradientAverager(names, 1, options)
 
     def set_backward_passes_per_step(self, passes: int) -> None:

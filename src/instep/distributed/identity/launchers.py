@@ -23,6 +23,8 @@ JOB = "INSTEP_JOB"
 """Set by `instep run` for its ranks: the name of the job."""
 STORE_FD = "INSTEP_STORE_FD"
 """Set by `instep run` for rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT."""
+ELASTIC_FD = "INSTEP_ELASTIC_FD"
+"""Set by `instep horovodrun` for the ranks of an elastic job: a socket to the job's driver."""
 SOURCE = "INSTEP_SOURCE"
 """Set by `python -m instep script.py` for its script: the launcher whose numbers it repeats."""
 FAILURE_FILE = "INSTEP_FAILURE_FILE"
@@ -199,7 +201,8 @@ _PREFIXES = (
 )
 _NAMES = frozenset(
     {
-        *(FAILURE_FILE, RESTARTS, settings.SECRET.name, STORE_FD, "MASTER_ADDR", "MASTER_PORT"),
+        *(ELASTIC_FD, FAILURE_FILE, RESTARTS, settings.SECRET.name, STORE_FD),
+        *("MASTER_ADDR", "MASTER_PORT"),
         *("NODE_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
         *(f"SLURM_{name}" for name in ("GTIDS", "NPROCS", "NTASKS", "TASKS_PER_NODE", "TASK_PID")),
     }
@@ -275,9 +278,12 @@ def local_ranks(world: World) -> LocalRanks | None:
     """The ranks of this host; None where their launcher's variables do not have their numbers.
 
     The launcher is found by the environment with which this process was started: `python -m instep`
-    adds variables. None, too, if the launcher gave this process another rank than `world` does.
+    adds variables. None, too, if the launcher gave this process another rank than `world` does, or
+    may do so later.
     """
     environ = read_environ("self")
+    if ELASTIC_FD in environ:
+        return None
     launcher = _launcher(environ)
     ranks = _ranks_here(world, environ)
     if launcher is None or len(ranks) != world.local_size:

@@ -11,9 +11,12 @@ import selectors
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
+
+import torch.distributed as dist
 
 from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.world import World
@@ -27,8 +30,9 @@ SHUTDOWN = None
 """The last message of a rank."""
 _END_SECONDS = 5.0
 """How long the coordinator, at its end, waits for ranks to read its last message."""
-_opened = 0
-"""How many links this process has opened: the name of the next one in the store."""
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many links have been opened, by default process group: the name of the next one in its store.
+In an elastic job some of its ranks have been in other groups before."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,10 @@ class CoordinatorLink:
 
 def open_link(world: World, stall_check: StallCheck) -> CoordinatorLink:
     """Connect this rank to the coordinator, which starts on rank 0. Collective."""
-    global _opened
-    _opened += 1
-    name = f"instep/coordinator/{_opened}"
+    group = dist.group.WORLD
+    assert group is not None
+    number = _opened[group] = _opened.get(group, 0) + 1
+    name = f"instep/coordinator/{number}"
     key = derive_key(bootstrap.key(), name)
     if world.rank != 0:
         host, port = json.loads(bootstrap.store().get(name))

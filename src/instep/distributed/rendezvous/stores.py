@@ -113,6 +113,12 @@ def reopen(host: str, port: int) -> dist.Store | None:
     return dist.PrefixStore(f"again{_reopened[host, port]}", store)
 
 
+def forget() -> None:
+    """Close the stores that this process has joined: another world may meet at the same port."""
+    _stores.clear()
+    _reopened.clear()
+
+
 def store_host(store: dist.Store) -> str | None:
     """The host at which rank 0 listens, as this rank knows it; None where it is not known."""
     while isinstance(store, dist.PrefixStore | VerifiedStore):

@@ -1,0 +1,1 @@
+"""Elastic jobs of `instep horovodrun`: ranks that end are replaced or given up, and others join."""
