@@ -18,7 +18,7 @@ from instep.launch import supervisor
 from instep.launch.elastic import flags as elastic_flags
 from instep.launch.elastic.driver import Driver
 from instep.launch.elastic.hosts import run_script
-from instep.launch.elastic.worlds import horovod_variables
+from instep.launch.elastic.worlds import worker_variables
 from instep.launch.job import Job
 from instep.process import settings
 
@@ -129,7 +129,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         command,
         asked.output_filename,
         plain=True,
-        variables=lambda rank: horovod_variables(rank, size) | variables,
+        variables=lambda rank: worker_variables(rank, size) | variables,
     )
     if asked.verbose:
         print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)

@@ -103,7 +103,7 @@ def leave_world() -> None:
     """In an elastic job: end what connects this process with the other ranks of its world."""
     shutdown()
     bootstrap.leave()
-    stores.forget()
+    stores.clear()
 
 
 def shutdown() -> None:

@@ -113,7 +113,7 @@ def reopen(host: str, port: int) -> dist.Store | None:
     return dist.PrefixStore(f"again{_reopened[host, port]}", store)
 
 
-def forget() -> None:
+def clear() -> None:
     """Close the stores that this process has joined: another world may meet at the same port."""
     _stores.clear()
     _reopened.clear()

@@ -31,10 +31,10 @@ def plan_slots(
 def rank_variables(rank: int, size: int, host: str) -> dict[str, str]:
     """The numbers of a rank, in PyTorch's variables and Horovod's. All hosts are this one."""
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
-    return world_variables(world) | horovod_variables(rank, size) | {"HOROVOD_HOSTNAME": host}
+    return world_variables(world) | worker_variables(rank, size) | {"HOROVOD_HOSTNAME": host}
 
 
-def horovod_variables(rank: int, size: int) -> dict[str, str]:
+def worker_variables(rank: int, size: int) -> dict[str, str]:
     """The variables in which Horovod's workers read their rank."""
     numbers = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
     numbers |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
