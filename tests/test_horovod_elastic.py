@@ -23,6 +23,7 @@ HERE, THERE = "localhost", "127.0.0.1"
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launch = Launch(tmp_path, ("horovodrun",))
+    launch.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")  # torch leaves it
     yield launch
     launch.close()
 
