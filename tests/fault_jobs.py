@@ -25,7 +25,7 @@ STALL_SECONDS = 2
 """INSTEP_STALL_SECONDS of the jobs."""
 START_LIMIT = 60.0
 """Seconds from the start of a job until the fault."""
-LIMIT, TORCHRUN_LIMIT = 40.0, 15.0
+LIMIT, TORCHRUN_LIMIT = 40.0, 10.0
 """Seconds after the fault, after which nobody has named it. (Without instep the ranks of most jobs
 wait for half an hour, until torch.distributed's own timeout.)"""
 EXPLICIT = """
