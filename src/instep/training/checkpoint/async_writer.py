@@ -8,6 +8,7 @@ from typing import Any
 
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
+from instep.training.checkpoint.resume_point import ResumePoint
 
 
 class AsyncWriter:
@@ -52,6 +53,7 @@ class AsyncWriter:
     def _write(self, step: int, state: storage.EncodedState) -> None:
         try:
             path = storage.write_encoded(self._folder, step, state)
+            ResumePoint(step, str(path)).note()
             if self._keep is not None:
                 others = [each for each in storage.list_checkpoints(self._folder) if each != path]
                 for each in others[self._keep - 1 :]:

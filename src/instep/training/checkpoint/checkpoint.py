@@ -20,6 +20,7 @@ from instep.training.checkpoint.async_writer import AsyncWriter
 from instep.training.checkpoint.errors import CannotSaveError, CheckpointError, OtherModelError
 from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.random_states import gather_states, restore_states
+from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.saved_objects import each_object, load_state, prepare, state_of
 from instep.training.checkpoint.time_limit import EXIT_REQUEUE, SignalFlag
 from instep.training.metrics import Metric
@@ -169,8 +170,9 @@ class Checkpoint:
             if transport.rank == 0:
                 try:
                     self._check_order()
+                    self._writer.wait()
+                    error = self._writer.pop_error()  # of the last one
                     self._writer.start(self._step, state)
-                    error = self._writer.pop_error()
                 except CheckpointError as raised:
                     error = raised
             self._raise_on_all_ranks(error)
@@ -192,6 +194,7 @@ class Checkpoint:
             path: Path = here.value
             self._load(path, self._read(path))
         if get_transport().rank == 0:
+            ResumePoint(self._step, str(path)).note()
             where = f"epoch {self._epoch}, step {self._step}"
             print(f"instep: resumed from {path} ({where})", file=sys.stderr, flush=True)
         return True
