@@ -32,6 +32,8 @@ from instep.process.exit_status import format_ranks, shell_exit_code
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition
 
+START_SECONDS = 600.0
+"""For the ranks of a world to ask for it, once there are enough slots."""
 LEAVE_SECONDS = 30.0
 """For a rank that is not needed any more to end by itself."""
 TERMINATE_SECONDS = 5.0
@@ -104,7 +106,8 @@ class Driver:
         self._known_slots: set[Slot] = set()
         """Those that the ranks know to be free."""
         self._forming = True
-        self._wait_until = time.monotonic() + options.timeout
+        self._forming_since = time.monotonic()
+        self._wait_until = self._forming_since + options.timeout
         self._has_finished = False
         """Whether a rank has come to the end of its program."""
         self._failures: list[Failure] = []
@@ -255,7 +258,8 @@ class Driver:
                 member.port = message["port"]
                 if not self._forming:
                     self._forming = True
-                    self._wait_until = time.monotonic() + self._options.timeout
+                    self._forming_since = time.monotonic()
+                    self._wait_until = self._forming_since + self._options.timeout
                 self._form_world()
 
     def _on_exit(self, member: _Member) -> None:
@@ -320,8 +324,10 @@ class Driver:
                 member.process.signal(signal.SIGKILL)
         if self._forming:
             self._form_world()  # excluded slots may be free again
+            needed = self._options.least if self._worlds else self._options.size
+            if len(self._hosts.slots(now)) >= needed:  # ranks that start are waited for longer
+                self._wait_until = max(self._wait_until, self._forming_since + START_SECONDS)
             if self._forming and now > self._wait_until:
-                needed = self._options.least if self._worlds else self._options.size
                 waiting = sum(member.port is not None for member in self._members)
                 self._end = (
                     1,
