@@ -177,6 +177,46 @@ def test_every_rank_sees_what_one_process_would(tmp_path: Path, seed: int) -> No
     assert {p: p.read_bytes() for p in sorted(shared.rglob("*")) if p.is_file()} == left
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_every_rank_sees_what_has_changed_in_an_installation(tmp_path: Path, seed: int) -> None:
+    alone, shared = stocked(tmp_path / "alone"), stocked(tmp_path / "shared")
+    oracle = story(seed, alone)
+    installations = tuple(f"{shared.resolve()}/{name}/" for name in ("a/b", "c", "d"))
+    before = Layer(str(tmp_path / "before"), installations=installations)
+    with seen_through(Rank0Files(before)):
+        assert story(seed, shared) == oracle
+    for rank in (1, 2):
+        own = Layer(str(tmp_path / f"rank{rank}"), installations=installations)
+        with seen_through(OverlayFiles(own, before)):
+            assert story(seed, shared) == oracle
+
+
+def test_an_installation_is_read_without_layers_until_it_is_changed(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    module, installations = tmp_path / "site" / "module.py", (f"{tmp_path.resolve()}/site/",)
+    module.write_text("first")
+    before, own = (Layer(str(tmp_path / n), installations=installations) for n in ("0", "1"))
+    overlay_files = OverlayFiles(own, before)
+
+    def is_read_directly() -> bool:
+        is_direct, text = overlay_files.use_installed(module, lambda at: Path(at).read_text(), repr)
+        return is_direct and text == "first"
+
+    with seen_through(overlay_files):
+        assert read(str(module)) == "first"  # the directory's links are known after this
+        assert is_read_directly()
+        write(str(tmp_path / "other"), "w", "beside it")
+        assert is_read_directly()
+        write(str(module), "w", "second")
+        assert not is_read_directly()
+        assert read(str(module)) == "second"
+    assert module.read_text() == "first"
+    with seen_through(Rank0Files(before)):
+        write(str(module), "w", "third")
+    with seen_through(OverlayFiles(Layer(str(tmp_path / "2"), None, installations), before)):
+        assert read(str(module)) == "first"
+
+
 @pytest.fixture
 def rank1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder, with this process in it as rank 1; nothing of it may be left there."""

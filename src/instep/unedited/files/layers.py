@@ -13,9 +13,14 @@ import fcntl
 import os
 import re
 import shutil
+import site
 import stat
+import sys
+import sysconfig
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate
+from pathlib import PurePath
 
 MISSING = ""
 """The location of a path that a layer says does not exist."""
@@ -26,35 +31,69 @@ the file at the path itself is the right one. _COPIED: this layer has the direct
 without this mark or _OPAQUE it only has the directory as the parent of something."""
 
 
-_lstat = os.lstat
+real_lstat = os.lstat
 """As it is before it is replaced: each import looks for hundreds of files."""
+
+
+_real_access = os.access
 
 
 def _lexists(path: str) -> bool:
     try:
-        _lstat(path)
+        real_lstat(path)
     except (OSError, ValueError):
         return False
     return True
 
 
+@cache
+def _find_installations() -> tuple[str, ...]:
+    """The directories of Python's and the system's libraries, each with a slash at its end.
+
+    An import looks into thousands of files there, and hardly a job changes any of them.
+    """
+    paths = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {*site.getsitepackages(), "/usr/lib", "/usr/share"}
+    paths |= {path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))}
+    found = sorted({f"{os.path.realpath(path)}/" for path in paths})
+    outermost = [path for path in found if not path.startswith(tuple({*found} - {path}))]
+    return tuple(path for path in outermost if len(path) < 200)  # a file's name has at most 255
+
+
 class Layer:
     """The changes below one directory, which is made at the first change.
 
-    `alias_pattern` matches the directory's names if it has several.
+    `alias_pattern` matches the directory's names if it has several. The layer has a file for each
+    of the `installations` in or above which something has changed, so one look is enough to see
+    that nothing has.
     """
 
-    def __init__(self, directory: str, alias_pattern: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        alias_pattern: str | None = None,
+        installations: tuple[str, ...] | None = None,
+    ) -> None:
         self.directory = directory
+        self.installations = _find_installations() if installations is None else installations
+        self._flags = {root: "/changed-" + root.replace("/", "|") for root in self.installations}
+        self._flags_above = {
+            str(directory): flag
+            for root, flag in self._flags.items()
+            for directory in (PurePath(root), *PurePath(root).parents)
+        }
+        """For the directories that lead to installations: realpath looks at each of them."""
         self._location = re.compile(rf"(?:{alias_pattern or re.escape(directory)})/files(?=/|$)")
         self._files = os.path.join(directory, "files")
         self._marks = os.path.join(directory, "marks")
 
     def find(self, path: str) -> str | None:
         """The location of `path`; MISSING if it does not exist; None if this layer has no entry."""
+        if self._is_unchanged(path):
+            return None
         location = self._files + path
         try:
-            status = _lstat(location)
+            status = real_lstat(location)
         except NotADirectoryError:
             return MISSING
         except FileNotFoundError:
@@ -64,6 +103,34 @@ class Layer:
         ):
             return None  # made as a parent only: its mode is not that of the real directory
         return location
+
+    def change_flag(self, path: str) -> str | None:
+        """The name of the file that says if anything has changed in, or above, the installation
+        in which `path` is, or above which it is; None if it is neither.
+
+        Above it, that says nothing of what else is in the directory `path`.
+        """
+        flag = self._flags_above.get(path)
+        if flag is None and path.startswith(self.installations):
+            flag = next(flag for root, flag in self._flags.items() if path.startswith(root))
+        return flag
+
+    def has_flag(self, flag: str) -> bool:
+        """Whether there is this file of those that `change_flag` names."""
+        return _real_access(self.directory + flag, os.F_OK)
+
+    def _is_unchanged(self, path: str) -> bool:
+        flag = self.change_flag(path)
+        return flag is not None and not self.has_flag(flag)
+
+    def _note_change(self, path: str) -> None:
+        """To be called before anything changes at `path`."""
+        below = f"{path.rstrip('/')}/"
+        for root, flag in self._flags.items():
+            if (below.startswith(root) or root.startswith(below)) and not self.has_flag(flag):
+                os.makedirs(self.directory, exist_ok=True)
+                with open(self.directory + flag, "w"):
+                    pass
 
     def is_below_link(self, path: str) -> bool:
         """Whether a symbolic link of this layer stands where `path` has a directory."""
@@ -92,6 +159,7 @@ class Layer:
 
     def add_file(self, path: str) -> str:
         """Return the location where `path` is to be written; its parents are made."""
+        self._note_change(path)
         location = self._files + path
         os.makedirs(os.path.dirname(location), exist_ok=True)
         self._unset(path, _WHITEOUT, _RELEASED, _METADATA_ONLY)
@@ -111,7 +179,7 @@ class Layer:
 
     def copy_metadata(self, path: str) -> None:
         """Copy the metadata of a file, without its content."""
-        size, location = _lstat(path).st_size, self.add_file(path)
+        size, location = real_lstat(path).st_size, self.add_file(path)
         self._set(path, _METADATA_ONLY)
         with open(location, "wb") as file:
             file.truncate(size)
@@ -119,6 +187,7 @@ class Layer:
 
     def remove(self, path: str) -> None:
         """Remove `path` and everything below it from this layer, and set a whiteout."""
+        self._note_change(path)
         location = self._files + path
         if is_directory(location):
             shutil.rmtree(location)
@@ -129,11 +198,14 @@ class Layer:
 
     def release(self, path: str) -> None:
         """Remove this layer's file: the one at `path` itself is right by now."""
+        self._note_change(path)
         self._set(path, _RELEASED)
         os.unlink(self._files + path)
 
     def names(self, directory: str) -> tuple[set[str], set[str]]:
         """The names that this layer has in a directory, and those that it has whiteouts for."""
+        if directory not in self._flags_above and self._is_unchanged(directory):
+            return set(), set()
         marks = _names(self._marks_in(directory))
         released = {name[1:] for name in marks if name[0] == _RELEASED}
         whiteouts = {name[1:] for name in marks if name[0] == _WHITEOUT}
@@ -193,7 +265,7 @@ def is_directory(location: str) -> bool:
 
 def copy(source: str, target: str) -> None:
     """Copy one file, link or directory with its times and mode; a directory without its entries."""
-    mode = _lstat(source).st_mode
+    mode = real_lstat(source).st_mode
     if stat.S_ISDIR(mode):
         os.makedirs(target, exist_ok=True)
         shutil.copystat(source, target)
@@ -206,7 +278,7 @@ _FICLONE = 0x40049409
 
 def clone(source: str, target: str) -> bool:
     """Copy a file with its times and mode by sharing its blocks; False if that is not possible."""
-    if not stat.S_ISREG(_lstat(source).st_mode):
+    if not stat.S_ISREG(real_lstat(source).st_mode):
         return False
     try:
         with open(source, "rb") as old, open(target, "wb") as new:

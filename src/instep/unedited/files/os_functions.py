@@ -21,6 +21,8 @@ from instep.unedited.files.bypass import is_bypassed
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.rank0_files import Rank0Files
 
+_real_open = os.open
+"""As it is before it is replaced."""
 _current: list[Rank0Files | OverlayFiles] = []
 
 
@@ -66,6 +68,8 @@ def _resolve_dir_fds(function: Function) -> Function:
 
     @functools.wraps(function)
     def with_absolute_paths(original: Function, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            return function(original, *args)
         fds = {name: kwargs.pop(name) for name in _RELATIVE if kwargs.get(name) is not None}
         if not fds:
             return function(original, *args, **kwargs)
@@ -93,27 +97,6 @@ def _join(fd: int, path: Any, files: Rank0Files | OverlayFiles) -> str:
     except OSError as error:
         error.filename = path
         raise
-
-
-def _retry_if_changed(
-    files: OverlayFiles,
-    locate: Callable[[], str],
-    use: Function,
-    discard: Function = lambda result: None,
-) -> Any:
-    """`use(locate())`, again if rank 0 began to change what was located in the meantime."""
-    location = ""
-    while True:
-        previous, location = location, locate()
-        try:
-            result = use(location)
-        except OSError:
-            if location == previous or files.find_before(location) is None:
-                raise
-        else:
-            if location == previous or files.find_before(location) is None:
-                return result
-            discard(result)
 
 
 # -------------------------------------------------------- for libraries that open files themselves
@@ -166,8 +149,27 @@ def open_(
     if isinstance(files, Rank0Files) and not {*"wax+"}.isdisjoint(mode):
         files.keep(file)
     if isinstance(files, OverlayFiles) and given is None:
+        if {*"wax+"}.isdisjoint(mode):
+            is_installed, opened = files.use_installed(
+                file, functools.partial(_open_at, original, file, mode, *args[:5], **kwargs), _close
+            )
+            if is_installed:
+                return opened
         return original(file, mode, *args[:5], opener=_opener, **kwargs)
     return original(file, mode, *args[:5], opener=given, **kwargs)
+
+
+def _open_at(original: Function, file: Any, *args: Any, **kwargs: Any) -> Any:
+    """Open a file that is to have the name `file`, at the location that is the last of `args`."""
+    *others, location = args
+    if location != file:
+        kwargs["opener"] = lambda _, flags: _real_open(location, flags, 0o666)
+    return original(file, *others, **kwargs)
+
+
+def _close(file: Any) -> None:
+    if file is not None:  # it is for io.FileIO's __init__
+        file.close()
 
 
 def _opener(path: Any, flags: int) -> int:
@@ -190,11 +192,8 @@ def os_open(
     with script_paths_in_errors(path):
         if flags & _CHANGES:
             return original(files.location_to_write(path, flags), flags | os.O_CREAT, mode)
-        fd: int = _retry_if_changed(
-            files,
-            lambda: files.location_to_read(path),
-            lambda location: original(location, flags, mode),
-            os.close,
+        fd: int = files.use(
+            path, lambda location: original(location, flags, mode), os.close, reads_content=True
         )
         files.record_open(fd, path)
         return fd
@@ -219,11 +218,7 @@ def _reads_metadata(*, follow: bool) -> Function:
             return original(path, *args, **kwargs)
         with script_paths_in_errors(path):
             follows = kwargs.get("follow_symlinks", follow)
-            return _retry_if_changed(
-                files,
-                lambda: files.location(path, follow=follows),
-                lambda location: original(location, *args, **kwargs),
-            )
+            return files.use(path, lambda at: original(at, *args, **kwargs), follow=follows)
 
     return answer
 

@@ -45,7 +45,8 @@ class PathResolver:
         self.open_directories = OpenDirectories()
         self._private = tuple(private_directories())
         self._temporary: set[str] = set()
-        self._followed: dict[str, str] = {}
+        self.followed: dict[str, str] = {}
+        """Directories, and where they are after all links."""
 
     @bypass_overlay()
     def add_temporary(self, path: str) -> None:
@@ -68,7 +69,7 @@ class PathResolver:
 
     def clear_links(self) -> None:
         """Forget which links were followed: a link, or a directory above one, has changed."""
-        self._followed.clear()
+        self.followed.clear()
 
     def resolve_parents(self, path: StrOrBytesPath) -> str:
         """The absolute path, with links followed in all names but the last one."""
@@ -83,6 +84,11 @@ class PathResolver:
 
     def find(self, resolved: str) -> str:
         """The location of a path; MISSING if it does not exist in what this rank sees."""
+        flag = self.layers[0].change_flag(resolved) if self.layers else None
+        if flag is not None:
+            exists = os.path.lexists(resolved)
+            if self.is_unchanged(flag):  # looked at last: rank 0 works at the same time
+                return resolved if exists else MISSING
         if self.is_private(resolved):
             return self._real_location(resolved)
         for layer in self.layers:
@@ -92,6 +98,10 @@ class PathResolver:
         found = self._real_location(resolved)
         kept = self.find_before(resolved)
         return found if kept is None else kept
+
+    def is_unchanged(self, flag: str) -> bool:
+        """Whether no layer has this flag (`Layer.change_flag`)."""
+        return not any(layer.has_flag(flag) for layer in self.layers)
 
     def _real_location(self, resolved: str) -> str:
         exists = os.path.lexists(resolved) and self._parents_unchanged(resolved)
@@ -116,10 +126,10 @@ class PathResolver:
         directory, name = os.path.split(path)
         if not name:
             return path
-        if directory not in self._followed:
+        if directory not in self.followed:
             parents_resolved = self._resolve_parents(directory, depth)
-            self._followed[directory] = self._follow(parents_resolved, depth)
-        return os.path.join(self._followed[directory], name)
+            self.followed[directory] = self._follow(parents_resolved, depth)
+        return os.path.join(self.followed[directory], name)
 
     def _follow(self, resolved: str, depth: int) -> str:
         location = self.find(resolved)
