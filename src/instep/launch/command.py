@@ -63,6 +63,9 @@ between ends the job"""
 MIN = """\
 with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or a
 rank has died twice without a new checkpoint (default: as many ranks as at first)"""
+CHECKPOINT = """\
+save the training loop of an unedited script in this folder after each turn (epoch), and go on from
+there if the folder holds one; at any number of ranks"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
@@ -72,6 +75,7 @@ WITH_VALUE = (
     *_RANKS,
     "--output",
     "--load",
+    "--checkpoint",
     "--nnodes",
     "--node-rank",
     "--master",
@@ -89,8 +93,8 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes",
         description=RUN,
-        usage="instep run -n N [--plain] [--load own|whole] [--output prefix|rank0|DIR] "
-        "[--timeline FILE] [--max-restarts K [--min M]] "
+        usage="instep run -n N [--plain] [--load own|whole] [--checkpoint FOLDER] "
+        "[--output prefix|rank0|DIR] [--timeline FILE] [--max-restarts K [--min M]] "
         "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
@@ -104,6 +108,7 @@ def add_command(commands: Any) -> None:
         "--plain", action="store_true", help="run the script as it is, and divide nothing"
     )
     parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
+    parser.add_argument("--checkpoint", metavar="FOLDER", help=CHECKPOINT)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
     parser.add_argument(
         "--timeline",
@@ -135,6 +140,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         raise _no_number_of_ranks(program)
     _check_restarts(asked)
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
+    if asked.checkpoint:
+        variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
     job = Job(

@@ -106,6 +106,13 @@ SEED = Setting(
     "Seed of unedited scripts; unset: drawn by rank 0.",
     numbers=range(2**32),
 )
+CHECKPOINT = Setting(
+    "INSTEP_CHECKPOINT",
+    "",
+    "The folder in which the training loop of an unedited script is saved, and from which it goes "
+    "on; as `instep run --checkpoint`.",
+    text="the path of a folder",
+)
 LOAD = Setting(
     "INSTEP_LOAD",
     "own",
@@ -166,7 +173,7 @@ STALL_SECONDS = Setting(
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
+    *(SEED, CHECKPOINT, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
     *(DRIFT_STEPS, NAN, TIMELINE, STALL_SECONDS),
 )
 """The settings for users; docs/variables.md shows them."""

@@ -21,3 +21,16 @@ class LoadingError(TrainingError, RuntimeError):
             f"rank {rank} raised {type_name} while it loaded its rows of a batch, and the "
             f"exception cannot be sent to the other ranks. Its traceback:\n\n{trace}"
         )
+
+
+class UnsavableScriptError(UneditedError):
+    """`--checkpoint`: the state of this script cannot be saved or restored."""
+
+    @classmethod
+    def of_variable(cls, path: str, value: object, why: str) -> UnsavableScriptError:
+        """A variable, or what it leads to, that cannot be saved."""
+        return cls(
+            f"this script cannot be saved by --checkpoint: {path} ({type(value).__name__}) {why}. "
+            "Let the script save itself with instep.Checkpoint or torch.save, and run it without "
+            "--checkpoint."
+        )

@@ -6,9 +6,11 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from hashlib import shake_128
 from importlib import import_module
 from multiprocessing import current_process
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,10 +25,33 @@ _calls: Counter[str] = Counter()
 
 
 def choose_seed() -> int:
-    """The job's seed: INSTEP_SEED, or a new one."""
-    if not str(settings.SEED):
-        return int.from_bytes(os.urandom(4), "little")
-    return int(settings.SEED)
+    """The job's seed: INSTEP_SEED, or a new one; that of its checkpoints if there are any."""
+    if str(settings.SEED):
+        return int(settings.SEED)
+    seed = int.from_bytes(os.urandom(4), "little")
+    return _kept_seed(Path(str(settings.CHECKPOINT)), seed) if str(settings.CHECKPOINT) else seed
+
+
+def _kept_seed(folder: Path, seed: int) -> int:
+    """The seed in the folder of the job's checkpoints, which is `seed` if none is there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "seed"
+    if not file.exists():
+        draft = folder / f".seed.{os.getpid()}"
+        draft.write_text(f"{seed}\n")
+        os.replace(draft, file)
+    return int(file.read_text())
+
+
+def calls() -> dict[str, int]:
+    """How often bits were asked for so far."""
+    return dict(_calls)
+
+
+def set_calls(saved: Mapping[str, int]) -> None:
+    """Go on from `calls()`."""
+    _calls.clear()
+    _calls.update(saved)
 
 
 def seed_everything(seed: int) -> None:

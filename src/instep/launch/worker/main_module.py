@@ -7,15 +7,24 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 
 from instep.compat import finder
 
 
-def run_as_main(command: Sequence[str]) -> None:
+Compile = Callable[[bytes, str], CodeType]
+
+
+def compile_as_is(source: bytes, path: str) -> CodeType:
+    """The code of a file, as the interpreter compiles it."""
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def run_as_main(command: Sequence[str], compile_file: Compile = compile_as_is) -> None:
     """Run `script.py args…` or `-m package.module args…`. Its exceptions escape.
 
     Replaces `__main__` in sys.modules (so that pickling and spawned processes find the script's
@@ -25,28 +34,30 @@ def run_as_main(command: Sequence[str]) -> None:
     """
     finder.install()
     if command[0] == "-m":
-        _run_module(*command[1:])
+        _run_module(compile_file, *command[1:])
     else:
-        _run_file(*command)
+        _run_file(compile_file, *command)
 
 
-def _run_file(path: str, *arguments: str) -> None:
+def _run_file(compile_file: Compile, path: str, *arguments: str) -> None:
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     where = os.path.abspath(path)
     main = _new_main(where)
     main.__loader__ = SourceFileLoader("__main__", where)
     with io.open_code(where) as file:
-        code = compile(file.read(), where, "exec", dont_inherit=True)
+        code = compile_file(file.read(), where)
     exec(code, main.__dict__)
 
 
-def _run_module(name: str, *arguments: str) -> None:
+def _run_module(compile_file: Compile, name: str, *arguments: str) -> None:
     sys.argv[:] = ["-m", *arguments]
     sys.path.insert(0, os.getcwd())
     main = _new_main(None)
     spec, code = _find_module(name)
     assert spec.origin is not None
+    if compile_file is not compile_as_is and spec.origin.endswith(".py"):
+        code = compile_file(Path(spec.origin).read_bytes(), spec.origin)
     sys.argv[0] = main.__file__ = spec.origin
     main.__spec__, main.__loader__ = spec, spec.loader
     main.__package__ = spec.parent

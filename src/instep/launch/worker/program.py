@@ -6,6 +6,8 @@ import gc
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
 
 from instep.distributed.identity import launchers
 from instep.distributed.rendezvous import job_fingerprint
@@ -15,8 +17,10 @@ from instep.launch.worker import (
     static_opt_out,
     torch_init,
 )
+from instep.process import settings
 from instep.process.import_hooks import during_import
 from instep.unedited import session
+from instep.unedited.errors import UnsavableScriptError
 from instep.unedited.files import bypass
 
 real_files = bypass.bypass_overlay
@@ -36,7 +40,25 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
     local_rank_argument.add_local_rank(launchers.detect())
     if not plain:
         start_session(command)
-    main_module.run_as_main(command)
+    folder = str(settings.CHECKPOINT)
+    if folder and not _is_instep_entry(command):
+        main_module.run_as_main(command, _saved_in(folder, command))
+    else:
+        main_module.run_as_main(command)
+
+
+def _saved_in(folder: str, command: Sequence[str]) -> main_module.Compile:
+    """How the files of a script are compiled whose training loops are saved in `folder`."""
+    if session.current() is None:
+        raise UnsavableScriptError(
+            f"--checkpoint {folder}: every rank runs this script as it is, and instep does not see "
+            "what the ranks hold. Let the script save itself with instep.Checkpoint, and run it "
+            "without --checkpoint."
+        )
+    training_loops = import_module("instep.launch.worker.training_loops")  # imports torch
+    training_loops.install(command, Path(folder))
+    compile_file: main_module.Compile = training_loops.compile_script
+    return compile_file
 
 
 def start_session(command: Sequence[str]) -> None:

@@ -34,7 +34,18 @@ def batch_effect(reason: str) -> BatchEffect:
 
 def find_opt_out(command: Sequence[str]) -> str | None:
     """Return the reason to run this program as it is, or None. Nothing is run or imported."""
-    entry, root = _find_entry(command)
+    entry, _ = find_entry(command)
+    for script in read_files(command):
+        if script.path == str(entry) and _certainly_calls(script, "init_process_group"):
+            return _OWN_GROUP
+        if library := next(filter(None, map(_explicit_library, script.imported_names)), None):
+            return f"{os.path.relpath(script.path)} uses {library} itself"
+    return None
+
+
+def read_files(command: Sequence[str]) -> Iterator[Script]:
+    """The file that runs first, and those of the user's that it imports, one by one."""
+    entry, root = find_entry(command)
     waiting, seen = [entry], {entry}
     while waiting and len(seen) <= MAX_FILES:
         path = waiting.pop()
@@ -42,18 +53,14 @@ def find_opt_out(command: Sequence[str]) -> str | None:
             script = Script.read(str(path))
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue  # running it will show why
-        if path == entry and _certainly_calls(script, "init_process_group"):
-            return _OWN_GROUP
+        yield script
         names = script.imported_names
-        if library := next(filter(None, map(_explicit_library, names)), None):
-            return f"{os.path.relpath(path)} uses {library} itself"
         new = {file for name in names for file in _find_local_files(name, path, root)} - seen
         seen |= new
         waiting += sorted(new)
-    return None
 
 
-def _find_entry(command: Sequence[str]) -> tuple[Path, Path]:
+def find_entry(command: Sequence[str]) -> tuple[Path, Path]:
     """The file that runs first, and the folder from which it imports its neighbours."""
     if command[0] != "-m":
         path = Path(command[0]).resolve()

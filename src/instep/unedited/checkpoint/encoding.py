@@ -1,0 +1,293 @@
+"""What has changed of the objects that a script holds, as a tree that `storage.write` takes.
+
+An object that was there when the loop began is named by its path, and has an entry if it has
+changed. An object that the loop has made has an entry from which it can be made again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from instep.training.drift.bit_sums import is_comparable
+from instep.training.random_streams import is_deterministic
+from instep.unedited.checkpoint.held_objects import Held, HeldObjects, Scope
+from instep.unedited.checkpoint.kinds import (
+    MAPPINGS,
+    UNORDERED,
+    attribute_slots,
+    generator_state,
+    grad_of,
+    is_plain,
+    iterator_state,
+)
+from instep.unedited.errors import UnsavableScriptError
+
+NEW = "new "
+"""Before the path of an object that was made in the loop."""
+
+
+def encode(before: HeldObjects, now: HeldObjects) -> dict[str, Any]:
+    """What is different `now`: entries by path.
+
+    Raises UnsavableScriptError, which names a variable.
+    `now` has the scopes of that moment and nothing else yet.
+    """
+    return _Encoding(before, now).encode()
+
+
+class _Encoding:
+    def __init__(self, before: HeldObjects, now: HeldObjects) -> None:
+        self._before, self._now = before, now
+        self._owners: dict[int, Held] = {}
+        for node in before.nodes.values():
+            if isinstance(node.value, Tensor) and (at := _memory(node.value)):
+                self._owners.setdefault(at, node)
+
+    def encode(self) -> dict[str, Any]:
+        known = {scope.prefix: scope.variables for scope in self._before.scopes}
+        lasting, fresh = [], []
+        for scope in self._now.scopes:
+            for name, value in scope.variables.items():
+                is_known = name in known.get(scope.prefix, {})
+                (lasting if is_known else fresh).append((scope, name, value))
+        entries = self._encode_all((f"{s.prefix}{name}", value) for s, name, value in lasting)
+        variables: dict[str, dict[str, Any]] = {}
+        for scope, name, value in lasting:
+            old = known[scope.prefix][name]
+            if not _is_same(old, value):
+                path = f"{scope.prefix}{name}"
+                variables.setdefault(scope.prefix, {})[name] = self._value(path, value)
+        for scope, name, value in fresh:
+            # A name of the loop's own. The loop most often binds it again before it is read; if it
+            # is not saved and is read after all, Python raises a NameError.
+            path = f"{scope.prefix}{name}"
+            count = len(self._now.paths)
+            try:
+                some = self._encode_all([(path, value)])
+                variables.setdefault(scope.prefix, {})[name] = self._value(path, value)
+                entries.update(some)
+            except UnsavableScriptError:
+                self._now.forget_after(count)
+        deleted = {p: [n for n in names if n not in self._scope(p)] for p, names in known.items()}
+        return {
+            "objects": entries,
+            "variables": variables,
+            "deleted": {prefix: names for prefix, names in deleted.items() if names},
+        }
+
+    def _scope(self, prefix: str) -> dict[str, Any]:
+        return next((s.variables for s in self._now.scopes if s.prefix == prefix), {})
+
+    def _encode_all(self, values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        found = {}
+        for node in self._now.add(values, self._before):
+            old = self._before.nodes.get(id(node.value))
+            if old is None:
+                found[NEW + node.path] = self._new(node)
+            elif (entry := self._changed(node, old)) is not None:
+                found[old.path] = entry
+        return found
+
+    # ------------------------------------------------------------------ an object's content
+
+    def _changed(self, node: Held, old: Held) -> dict[str, Any] | None:
+        """The entry of an object that was there before; None if it is as it was."""
+        if node.kind == "iterator":
+            if node.digest != old.digest or "begun" in str(node.digest):
+                raise _no_position(old.path, node.value)
+            return None
+        if node.kind == "loader":
+            return _loader_entry(old.path, node.value)
+        if node.kind in ("tensor", "array", "generator", "scaler"):
+            if node.digest is not None and node.digest == old.digest:
+                return None
+            return self._leaf(node)
+        if node.kind in ("tuple", "callable"):
+            return None
+        if node.digest == old.digest and _has_same(node.slots, old.slots):
+            return None
+        return self._content(node)
+
+    def _leaf(self, node: Held) -> dict[str, Any]:
+        value = node.value
+        if node.kind == "tensor":
+            if not is_comparable(value):
+                raise _unknown(node.path, value)
+            return {"kind": "tensor", "data": value.detach(), "grad": grad_of(value)}
+        if node.kind == "array":
+            return {"kind": "array", "data": value}
+        state = value.state_dict() if node.kind == "scaler" else generator_state(value)
+        return {"kind": node.kind, "state": state}
+
+    def _content(self, node: Held) -> dict[str, Any]:
+        """The entry of a container or an instance, with all of its content."""
+        value, path = node.value, node.path
+        entry: dict[str, Any] = {"kind": node.kind}
+        if node.kind == "dict":
+            entry["items"] = [
+                [self._value(path, key), self._value(f"{path}[{key!r}]", each)]
+                for key, each in dict.items(value)
+            ]
+        elif node.kind in ("list", "tuple", "set"):
+            entry["items"] = [self._value(f"{path}[{k}]", each) for k, each in enumerate(value)]
+        elif node.kind in ("cell", "class"):
+            entry["slots"] = {key: self._value(f"{path}{key}", each) for key, each in node.slots}
+            return entry
+        attributes = attribute_slots(value)
+        if attributes or node.kind in ("instance", "function"):
+            entry["attributes"] = {
+                key[1:]: self._value(f"{path}{key}", each) for key, each in attributes
+            }
+        return entry
+
+    def _new(self, node: Held) -> dict[str, Any]:
+        """The entry of an object that the loop has made."""
+        value, kind = node.value, node.kind
+        if kind == "tensor":
+            return self._new_tensor(node)
+        if kind == "array" and type(value) is np.ndarray:
+            return {"kind": "array", "data": value}
+        if kind in ("dict", "list", "tuple", "set", "instance") and _can_be_made(value, kind):
+            entry = self._content(node) | {"class": name_of(type(value))}
+            if isinstance(value, deque):
+                entry["maxlen"] = value.maxlen
+            if type(value).__name__ == "defaultdict":
+                entry["factory"] = self._value(node.path, value.default_factory)
+            return entry
+        if kind == "iterator":
+            if iterator_state(value) == "ended":
+                return {"kind": "list", "class": "builtins:list", "items": [], "iterator": True}
+            raise _no_position(node.path, value)
+        raise _unknown(node.path, value)
+
+    def _new_tensor(self, node: Held) -> dict[str, Any]:
+        value = node.value
+        if not is_comparable(value):
+            raise _unknown(node.path, value)
+        entry: dict[str, Any] = {
+            "kind": "tensor",
+            "device": value.device,
+            "parameter": isinstance(value, nn.Parameter),
+            "requires_grad": value.requires_grad and value.is_leaf,
+            "grad": grad_of(value),
+        }
+        owner = self._owners.get(_memory(value))
+        if owner is not None and owner.value.dtype == value.dtype:
+            where = [list(value.shape), list(value.stride()), value.storage_offset()]
+            return entry | {"owner": owner.path, "view": where}
+        return entry | {"data": value.detach()}
+
+    # -------------------------------------------------------------------------- one value
+
+    def _value(self, path: str, value: Any) -> Any:
+        """A value where it is used: as it is, or the path of the object."""
+        if isinstance(value, Enum):
+            return {"enum": [name_of(type(value)), value.name]}
+        if isinstance(value, PurePath):
+            return {"file": [name_of(type(value)), str(value)]}
+        if isinstance(value, range):
+            return {"range": [value.start, value.stop, value.step]}
+        if isinstance(value, complex) and not isinstance(value, np.generic):
+            return {"complex": [value.real, value.imag]}
+        if is_plain(value):
+            return value
+        known = self._before.paths.get(id(value))
+        if known is not None:
+            if UNORDERED in known:
+                raise _unknown(known, value)
+            return {"at": known}
+        if id(value) in self._now.nodes:
+            return {"at": NEW + self._now.nodes[id(value)].path}
+        if callable(value) and hasattr(value, "__qualname__"):
+            name = name_of(value)
+            if find_named(name) is value:
+                return {"named": name}
+        raise _unknown(path, value)
+
+
+def name_of(value: Any) -> str:
+    """The name by which a class or function is found again: its module and its place there."""
+    return f"{value.__module__}:{value.__qualname__}"
+
+
+def find_named(name: str) -> Any:
+    """The class or function of this name, of a module that is imported; None if there is none."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _loader_entry(path: str, loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Workers that stay alive between passes have to be started before the script's next pass."""
+    if loader._iterator is None:
+        return None
+    of_rows = type(loader._iterator._index_sampler).__name__ == "RowBatchSampler"
+    if not of_rows and not is_deterministic(loader.dataset):
+        raise UnsavableScriptError.of_variable(
+            path,
+            loader,
+            "has persistent workers, which keep a state of their own; pass no persistent_workers",
+        )
+    return {"kind": "loader"}
+
+
+def _has_same(slots: list[tuple[str, Any]], old: list[tuple[str, Any]]) -> bool:
+    return len(slots) == len(old) and all(
+        key == old_key and _is_same(value, old_value)
+        for (key, value), (old_key, old_value) in zip(slots, old, strict=True)
+    )
+
+
+def _is_same(value: Any, old: Any) -> bool:
+    if value is old:
+        return True
+    return is_plain(value) and type(value) is type(old) and bool(value == old)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; 0: it has none."""
+    return tensor.untyped_storage().data_ptr() if is_comparable(tensor) else 0
+
+
+def _can_be_made(value: Any, kind: str) -> bool:
+    """Whether an object of this class can be made without its __init__."""
+    cls = type(value)
+    if find_named(name_of(cls)) is not cls:
+        return False
+    if kind == "dict":
+        return cls in MAPPINGS
+    if kind in ("list", "set"):
+        return cls in (list, deque, set, frozenset)
+    if kind == "tuple":
+        return cls in (tuple, torch.Size) or hasattr(cls, "_make")
+    if isinstance(value, nn.Module):
+        return True
+    return (
+        cls.__reduce_ex__ is object.__reduce_ex__
+        and cls.__reduce__ is object.__reduce__
+        and not hasattr(cls, "__setstate__")
+    )
+
+
+def _no_position(path: str, value: Any) -> UnsavableScriptError:
+    return UnsavableScriptError.of_variable(
+        path, value, "is in the middle of its values, and how far it has come cannot be saved"
+    )
+
+
+def _unknown(path: str, value: Any) -> UnsavableScriptError:
+    return UnsavableScriptError.of_variable(
+        path, value, "has changed in the loop, and an object of this kind cannot be saved"
+    )

@@ -1,0 +1,254 @@
+"""The kinds of objects that a script holds, and what each of them contains."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import marshal
+import random
+import threading
+import types
+import warnings
+import weakref
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from instep.training.drift.bit_sums import is_comparable
+from instep.training.pytree import attributes_of
+from instep.unedited.sharded_call.plan.object_graph import is_of_script
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+"""Types whose values are saved as they are; not their subclasses."""
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+SEQUENCES = (list, deque)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+BULK = 256
+"""A list, dict or tuple of more entries is compared as a whole, if it holds nothing but data."""
+
+UNORDERED = ".item "
+"""In the path of an entry of a set: objects have another order there in each run."""
+
+_ENDS = (
+    *(type(None), types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
+    *(io.IOBase, threading.Thread, weakref.ref, np.dtype, np.ufunc, property, staticmethod),
+)
+_LIBRARIES = frozenset(
+    [
+        *("instep", "tqdm", "rich", "logging", "warnings", "csv", "_csv", "matplotlib"),
+        *("wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "aim", "clearml"),
+        *("threading", "_thread", "weakref", "ctypes", "multiprocessing", "concurrent", "asyncio"),
+        *("subprocess", "socket", "inspect", "ast", "importlib", "abc", "contextlib", "typing"),
+    ]
+)
+"""Their objects write, display or organise, and hold nothing that a training computes with."""
+_PARTS_OF_TORCH = (
+    *("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard"),
+    *("torch.cuda", "torch.profiler", "torch.autograd", "torch._C", "torch.utils.hooks"),
+)
+_OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is saved where it is used, since nobody can change it."""
+    return type(value) in PLAIN or isinstance(
+        value, np.generic | torch.dtype | torch.device | range | Enum | PurePath
+    )
+
+
+def kind_of(value: Any) -> str:
+    """How an object is saved; "end" if it is looked at no further."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, np.ndarray):
+        return "array" if not value.dtype.hasobject else "end"
+    if isinstance(value, GENERATORS):
+        return "generator"
+    if isinstance(value, torch.amp.GradScaler):
+        return "scaler"
+    if isinstance(value, DataLoader):
+        return "loader"
+    if isinstance(value, dict):
+        return "dict"
+    if isinstance(value, list | deque):
+        return "list"
+    if isinstance(value, tuple):
+        return "tuple"
+    if isinstance(value, set | frozenset):
+        return "set"
+    if isinstance(value, types.CellType):
+        return "cell"
+    if isinstance(value, type):
+        return "class" if is_of_script(value) and not issubclass(value, Enum) else "end"
+    if isinstance(value, types.FunctionType):
+        return "function" if is_of_script(value) else "end"
+    if isinstance(value, types.MethodType | functools.partial):
+        return "callable"
+    if isinstance(value, _ENDS) or _is_of_library(type(value)):
+        return "end"
+    if isinstance(value, Iterator):
+        return "iterator" if type(value).__module__ in _WITH_POSITION else "instance"
+    return "instance" if attributes_of(value) or hasattr(value, "__dict__") else "end"
+
+
+_WITH_POSITION = ("builtins", "itertools", "torch.utils.data.dataloader")
+
+
+def _is_of_library(cls: type) -> bool:
+    module = cls.__module__
+    if issubclass(cls, nn.Module):
+        return False
+    if module == "torch.utils.data.dataloader":
+        return False
+    return module.partition(".")[0] in _LIBRARIES or module.startswith(_PARTS_OF_TORCH)
+
+
+# ------------------------------------------------------------------------------ what is in it
+
+
+def slots_of(value: Any, kind: str) -> list[tuple[str, Any]]:
+    """What an object of this kind contains: the end of a path to it, and the value."""
+    if kind == "dict":
+        pairs = list(dict.items(value))
+        found = [
+            (f"[{key!r}]" if is_plain(key) else f"[#{k}]", entry)
+            for k, (key, entry) in enumerate(pairs)
+        ]
+        found += [(f".key{k}", key) for k, (key, _) in enumerate(pairs) if not is_plain(key)]
+        return found + attribute_slots(value)
+    if kind in ("list", "tuple"):
+        return [(f"[{k}]", entry) for k, entry in enumerate(value)] + attribute_slots(value)
+    if kind == "set":
+        return [(f"{UNORDERED}{k}", entry) for k, entry in enumerate(value)]
+    if kind == "cell":
+        return [] if _is_empty(value) else [(".value", value.cell_contents)]
+    if kind == "class":
+        return [
+            (f".{name}", entry)
+            for name, entry in vars(value).items()
+            if not name.startswith("__") or name in ("__call__", "__init__", "__getitem__")
+        ]
+    if kind == "function":
+        free = value.__code__.co_freevars
+        cells = zip(free, value.__closure__ or (), strict=True)
+        found = [(f".{name}", cell) for name, cell in cells]
+        found += [(f".default{k}", entry) for k, entry in enumerate(value.__defaults__ or ())]
+        found += [(f".{k}", entry) for k, entry in (value.__kwdefaults__ or {}).items()]
+        return found + [(f".{k}", entry) for k, entry in vars(value).items()]
+    if kind == "callable":
+        if isinstance(value, types.MethodType):
+            return [(".__self__", value.__self__), (".__func__", value.__func__)]
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if kind == "loader":
+        return [(f".{name}", getattr(value, name)) for name in _OF_LOADER]
+    if kind == "instance":
+        return attribute_slots(value)
+    return []
+
+
+def attribute_slots(value: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object, without those of its class."""
+    return [(f".{name}", entry) for name, entry in attributes_of(value).items()]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+# -------------------------------------------------------------------------------- its content
+
+
+def digest_of(value: Any, kind: str) -> Any:
+    """Something that differs if the content of a leaf has changed; None: always saved."""
+    if kind == "tensor":
+        if isinstance(value, nn.Parameter):
+            return None
+        grad = grad_of(value)
+        return _tensor_digest(value), None if grad is None else _tensor_digest(grad)
+    if kind == "array":
+        return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).view(np.uint8))
+    if kind == "iterator":
+        return iterator_state(value)
+    if kind in ("list", "dict", "tuple") and type(value) in (list, dict, tuple):
+        return bulk_digest(value)
+    return None
+
+
+def bulk_digest(value: Any) -> Any:
+    """Of a large container of data; None of any other."""
+    if len(value) <= BULK:
+        return None
+    try:
+        return zlib.crc32(marshal.dumps(value, 2)), len(value)
+    except ValueError:
+        return None
+
+
+def grad_of(tensor: Tensor) -> Tensor | None:
+    """The gradient in a leaf; other tensors keep none."""
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _tensor_digest(tensor: Tensor) -> Any:
+    tensor = tensor.detach()
+    shape = (tuple(tensor.shape), tensor.dtype)
+    if not is_comparable(tensor):
+        return (*shape, tensor._version)
+    if tensor.numel() == 0:
+        return shape
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return (*shape, zlib.crc32(flat.view(torch.uint8).numpy()))
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator of random numbers, as tensors and plain values."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    return value.getstate()
+
+
+def set_generator_state(value: Any, state: Any) -> None:
+    """Let a generator of random numbers go on from `generator_state`."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(state)
+    else:
+        value.setstate(state)
+
+
+def iterator_state(value: Any) -> str:
+    """How far an iterator has come, as text; with "begun" in it where that cannot be known."""
+    if isinstance(value, types.GeneratorType):
+        states = {inspect.GEN_CREATED: "new", inspect.GEN_CLOSED: "ended"}
+        return states.get(inspect.getgeneratorstate(value), "begun")
+    if type(value).__module__ not in ("builtins", "itertools"):
+        return "begun"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            _, arguments, *state = value.__reduce__()
+    except TypeError:
+        return "begun"
+    inner = [iterator_state(each) for each in arguments if isinstance(each, Iterator)]
+    if "ended" in inner or arguments in (((),), ("",)):
+        return "ended"
+    return repr((inner, [each for each in arguments if type(each) is int], state))

@@ -1,0 +1,210 @@
+"""Lets what a script has built again be what it was when a checkpoint was written."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from instep.unedited.checkpoint.encoding import NEW, find_named
+from instep.unedited.checkpoint.held_objects import HeldObjects, Scope
+from instep.unedited.checkpoint.kinds import kind_of, set_generator_state
+from instep.unedited.errors import UnsavableScriptError
+
+_LAST = ("loader", "generator")
+"""Kinds that are restored after all others, in this order: loaders draw when workers start."""
+
+
+def restore(saved: Mapping[str, Any], built: HeldObjects) -> None:
+    """Restore what `encode` has returned, in what the script has `built` up to its loop.
+
+    Raises UnsavableScriptError if the script has built something else than before.
+    """
+    _Restoring(saved["objects"], built).restore(saved["variables"], saved["deleted"])
+
+
+class _Restoring:
+    def __init__(self, entries: Mapping[str, Any], built: HeldObjects) -> None:
+        self._entries, self._built = entries, built
+        self._made: dict[str, Any] = {}
+
+    def restore(self, variables: Mapping[str, Any], deleted: Mapping[str, list[str]]) -> None:
+        for path, entry in self._entries.items():
+            self._check(path, entry)
+        order = sorted(
+            self._entries.items(),
+            key=lambda item: _LAST.index(item[1]["kind"]) + 1 if item[1]["kind"] in _LAST else 0,
+        )
+        scopes = {scope.prefix: scope for scope in self._built.scopes}
+        values = {
+            prefix: {name: self._value(value) for name, value in names.items()}
+            for prefix, names in variables.items()
+        }
+        for path, entry in order:
+            self._fill(self._find(path), entry)
+        for prefix in values.keys() | deleted.keys():
+            if prefix not in scopes:
+                raise _other(f"the function or module {prefix.rstrip(': ')}")
+            _bind(scopes[prefix], values.get(prefix, {}), deleted.get(prefix, []))
+
+    def _check(self, path: str, entry: Mapping[str, Any]) -> None:
+        """Refuse before anything is changed if the script has built something else."""
+        if path.startswith(NEW):
+            return
+        value = self._find(path)
+        if kind_of(value) != entry["kind"]:
+            raise _other(path)
+        if entry["kind"] == "tensor" and value.shape != entry["data"].shape:
+            now, then = list(value.shape), list(entry["data"].shape)
+            raise _other(path, f"has the shape {now} now, and had {then}")
+
+    # ----------------------------------------------------------------------------- objects
+
+    def _find(self, path: str) -> Any:
+        if not path.startswith(NEW):
+            if path not in self._built.by_path:
+                raise _other(path)
+            return self._built.by_path[path]
+        if path not in self._made:
+            self._made[path] = self._make(path, self._entries[path])
+        return self._made[path]
+
+    def _value(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        [(kind, given)] = value.items()
+        if kind == "at":
+            return self._find(given)
+        if kind == "named":
+            return _named(given)
+        if kind == "enum":
+            return _named(given[0])[given[1]]
+        if kind == "file":
+            return _named(given[0])(given[1])
+        return complex(*given) if kind == "complex" else range(*given)
+
+    def _make(self, path: str, entry: Mapping[str, Any]) -> Any:
+        """A new object, still empty unless it can never be filled."""
+        kind = entry["kind"]
+        if kind == "tensor":
+            return self._make_tensor(entry)
+        if kind == "array":
+            return np.empty_like(entry["data"])
+        if entry.get("iterator"):
+            return iter(())
+        cls = _named(entry["class"])
+        if kind == "tuple" or cls is frozenset:
+            items = [self._value(item) for item in entry["items"]]
+            return cls._make(items) if hasattr(cls, "_make") else cls(items)
+        if cls is deque:
+            return deque(maxlen=entry["maxlen"])
+        if cls is defaultdict:
+            return defaultdict(self._value(entry["factory"]))
+        return cls() if kind in ("dict", "list", "set") else object.__new__(cls)
+
+    def _make_tensor(self, entry: Mapping[str, Any]) -> Any:
+        if "owner" in entry:
+            size, stride, offset = entry["view"]
+            made = torch.as_strided(self._find(entry["owner"]).detach(), size, stride, offset)
+        else:
+            made = entry["data"].to(entry["device"], copy=True)
+        if entry["parameter"]:
+            return nn.Parameter(made, entry["requires_grad"])
+        return made.requires_grad_() if entry["requires_grad"] else made
+
+    # ----------------------------------------------------------------------------- contents
+
+    def _fill(self, target: Any, entry: Mapping[str, Any]) -> None:
+        kind = entry["kind"]
+        if kind == "tensor":
+            with torch.no_grad():
+                if "data" in entry:
+                    target.data.copy_(entry["data"])
+                grad = entry["grad"]
+                target.grad = None if grad is None else grad.to(target.device, copy=True)
+        elif kind == "array":
+            target[...] = entry["data"]
+        elif kind == "generator":
+            set_generator_state(target, entry["state"])
+        elif kind == "scaler":
+            target.load_state_dict(entry["state"])
+        elif kind == "loader":
+            iter(target)
+        elif kind == "cell":
+            for value in entry["slots"].values():
+                target.cell_contents = self._value(value)
+        elif kind == "class":
+            for key, value in entry["slots"].items():
+                if vars(target).get(key[1:]) is not (made := self._value(value)):
+                    setattr(target, key[1:], made)
+        else:
+            self._fill_items(target, entry)
+            if "attributes" in entry:
+                self._fill_attributes(target, entry["attributes"])
+
+    def _fill_items(self, target: Any, entry: Mapping[str, Any]) -> None:
+        kind = entry["kind"]
+        if kind == "dict":
+            items = [(self._value(key), self._value(value)) for key, value in entry["items"]]
+            base = OrderedDict if isinstance(target, OrderedDict) else dict
+            base.clear(target)
+            for key, value in items:
+                base.__setitem__(target, key, value)
+        elif kind == "list" and not entry.get("iterator"):
+            values = [self._value(value) for value in entry["items"]]
+            target.clear()
+            target.extend(values)
+        elif kind == "set" and isinstance(target, set):
+            values = [self._value(value) for value in entry["items"]]
+            target.clear()
+            target.update(values)
+
+    def _fill_attributes(self, target: Any, attributes: Mapping[str, Any]) -> None:
+        held = getattr(target, "__dict__", {})
+        for name in held.keys() - attributes.keys():
+            del held[name]
+        for name, value in attributes.items():
+            made = self._value(value)
+            if hasattr(target, "__dict__") and not _is_slot(target, name):
+                held[name] = made
+            else:
+                object.__setattr__(target, name, made)
+
+
+def _is_slot(target: Any, name: str) -> bool:
+    return any(name in cls.__dict__.get("__slots__", ()) for cls in type(target).__mro__)
+
+
+def _named(name: str) -> Any:
+    found = find_named(name)
+    if found is None:
+        raise _other(name.replace(":", "."))
+    return found
+
+
+def _bind(scope: Scope, values: Mapping[str, Any], deleted: list[str]) -> None:
+    """Bind variables of a module, or of a function that runs.
+
+    A function's variables are not deleted: a script that deleted one binds it before it reads it.
+    """
+    if scope.frame is None:
+        scope.names.update(values)
+        for name in deleted:
+            scope.names.pop(name, None)
+        return
+    scope.frame.f_locals.update(values)
+    if sys.version_info < (3, 13):  # since then f_locals writes through
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(scope.frame), ctypes.c_int(0))
+
+
+def _other(path: str, what: str = "is another object now, or none") -> UnsavableScriptError:
+    return UnsavableScriptError(
+        f"the checkpoint does not fit this script: {path} {what}. Run the script as it was when "
+        "the checkpoint was written, or name an empty folder."
+    )

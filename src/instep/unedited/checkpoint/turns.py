@@ -1,0 +1,192 @@
+"""The training loop of a script that runs with `--checkpoint`: saved after each turn, and resumed.
+
+The script's own loop asks for its next value, or for its test, through an object of this module.
+Everything that the script holds at that point is what a process needs to go on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from instep.distributed.communication.transport import get_transport
+from instep.training.checkpoint import storage
+from instep.training.random_streams import RNGStates
+from instep.unedited import seeds
+from instep.unedited.checkpoint.encoding import encode
+from instep.unedited.checkpoint.held_objects import HeldObjects, find_scopes, hold
+from instep.unedited.checkpoint.restoring import restore
+from instep.unedited.checkpoint.written_files import WrittenFiles
+from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.files.bypass import bypass_overlay
+
+SHARE = 0.1
+"""The part of the time that saving may take, at most; turns that end too early are not saved."""
+_END = object()
+
+
+class Turns:
+    """All training loops of a script, which runs into one after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = WrittenFiles(folder)
+        self._entered = 0
+
+    def each(self, values: Iterable[Any], line: int) -> Iterable[Any]:
+        """The values of a `for` loop that begins at `line`."""
+        return _ForTurns(iter(values), self._enter(line))
+
+    def tests(self, line: int) -> WhileTurns:
+        """For a `while` loop that begins at `line`."""
+        return WhileTurns(self._enter(line))
+
+    def _enter(self, line: int) -> _Loop:
+        self._entered += 1
+        return _Loop(self._folder / f"loop-{self._entered}", line, self._files)
+
+
+class _ForTurns:
+    def __init__(self, values: Iterator[Any], loop: _Loop) -> None:
+        self._values, self._loop = values, loop
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        frame = sys._getframe(1)
+        if not self._loop.has_begun:
+            for _ in range(self._loop.begin(frame)):
+                next(self._values, _END)
+            value = next(self._values, _END)
+        else:
+            value = next(self._values, _END)
+            self._loop.end_turn(frame, is_last=value is _END)
+        if value is _END:
+            raise StopIteration
+        return value
+
+
+class WhileTurns:
+    """Stands before the test of a `while` loop."""
+
+    def __init__(self, loop: _Loop) -> None:
+        self._loop = loop
+
+    def next(self) -> bool:
+        """A turn has ended, or the first one is about to begin; always True."""
+        frame = sys._getframe(1)
+        if not self._loop.has_begun:
+            self._loop.begin(frame)
+        else:
+            self._loop.end_turn(frame, is_last=False)
+        return True
+
+
+class _Loop:
+    """One run of a loop, and its folder of checkpoints."""
+
+    def __init__(self, folder: Path, line: int, files: WrittenFiles) -> None:
+        self.has_begun = False
+        self._folder, self._line, self._files = folder, line, files
+        self._rank = get_transport().rank
+        self._before: HeldObjects | None = None
+        self._turn = 0
+        self._has_saved = False
+        self._saved_at = self._cost = 0.0
+
+    def begin(self, frame: types.FrameType) -> int:
+        """Called before the first turn; restores the latest checkpoint, if there is one.
+
+        Returns the number of turns that it has behind it. Collective.
+        """
+        self.has_begun = True
+        with bypass_overlay():
+            found = storage.read_latest(self._folder) if self._rank == 0 else None
+        state: dict[str, Any] | None = None
+        if found is not None:
+            state = found[1]
+        state = get_transport().broadcast_object(state, 0)
+        self._before = hold(frame)
+        if state is not None:
+            self._resume(state)
+        self._saved_at = monotonic()
+        return self._turn
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        assert self._before is not None
+        restore(state["script"], self._before)
+        problems = self._files.restore(state["files"])
+        self._turn = state["position"]["turn"]
+        _restore_streams(state["streams"])
+        if self._rank == 0:
+            line = (
+                f"goes on after turn {self._turn} of the loop at line {self._line}, which "
+                f"{self._folder} holds"
+            )
+            _print("; ".join([line, *problems]))
+
+    def end_turn(self, frame: types.FrameType, *, is_last: bool) -> None:
+        """Called after each turn: rank 0 saves, unless that would take too much of the time.
+
+        Raises UnsavableScriptError after the first turn, if the script cannot be saved.
+        """
+        self._turn += 1
+        if self._rank != 0:
+            return
+        started = monotonic()
+        if not is_last and started - self._saved_at < self._cost * (1 - SHARE) / SHARE:
+            return
+        try:
+            self._save(frame)
+        except UnsavableScriptError as error:
+            if not self._has_saved:
+                raise
+            _print(f"nothing is saved after turn {self._turn}: {error}")
+        self._has_saved = True
+        self._saved_at = monotonic()
+        self._cost = self._saved_at - started
+
+    def _save(self, frame: types.FrameType) -> None:
+        assert self._before is not None
+        streams = _streams()
+        state = {
+            "position": {"turn": self._turn, "line": self._line},
+            "streams": streams,
+            "script": encode(self._before, HeldObjects(find_scopes(frame))),
+            "files": self._files.encode(),
+        }
+        with bypass_overlay():
+            storage.write(self._folder, self._turn, state)
+            for old in storage.list_checkpoints(self._folder)[2:]:
+                storage.remove(old)
+
+
+def _streams() -> dict[str, Any]:
+    """The states of the global generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = RNGStates.capture()
+    return {
+        "torch": states.torch,
+        "numpy": states.numpy,
+        "python": states.python,
+        "cuda": cuda,
+        "seeds": seeds.calls(),
+    }
+
+
+def _restore_streams(saved: dict[str, Any]) -> None:
+    RNGStates(saved["torch"], saved["numpy"], saved["python"]).restore()
+    seeds.set_calls(saved["seeds"])
+    if saved["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(saved["cuda"][: torch.cuda.device_count()])
+
+
+def _print(line: str) -> None:
+    print(f"instep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,126 @@
+"""The files that a script writes with `open`: saved as they are at the end of a turn, and set back.
+
+A script that is started again opens its log anew, or goes on behind lines of a turn that it is
+about to repeat. So the content of such a file belongs to the checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from instep.process.pending_writes import DRAFT_PREFIX
+from instep.unedited.files.bypass import is_bypassed
+
+LARGEST = 1 << 26
+"""Bytes. Of a larger file only the size is saved: it is cut back to it."""
+_NOT_SAVED = ("/dev/", "/proc/", "/sys/")
+
+
+class WrittenFiles:
+    """The files that this process opens for writing from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        """Files in `folder`, which holds the checkpoints, do not count."""
+        self._folder = f"{folder}{os.sep}"
+        self._paths: dict[str, None] = {}
+        self._is_watching = True
+        self._saved: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        sys.addaudithook(self._hook)  # it cannot be removed
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._is_watching = False
+
+    def encode(self) -> dict[str, Any]:
+        """Their content now, by path."""
+        _flush()
+        found = {}
+        for path in self._paths:
+            with suppress(OSError):
+                status = os.stat(path)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
+                mark = (status.st_ino, status.st_size, status.st_mtime_ns)
+                if self._saved.get(path, (None,))[0] != mark:
+                    self._saved[path] = (mark, _content(path, status.st_size))
+                found[path] = self._saved[path][1]
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> list[str]:
+        """Set them back; returns what could not be, as sentences."""
+        _flush()
+        problems = []
+        for path, entry in saved.items():
+            try:
+                _restore_file(path, entry)
+            except (OSError, ValueError) as error:
+                problems.append(f"{path} is not as it was: {error}.")
+            self._paths[path] = None
+        _seek_to_end(saved.keys())
+        return problems
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not self._is_watching or is_bypassed():
+            return
+        path, mode, flags = arguments
+        if isinstance(path, int) or path is None:
+            return
+        writes = set(mode) & set("wax+") if isinstance(mode, str) else flags & os.O_ACCMODE
+        if writes:
+            name = os.path.abspath(os.fsdecode(path))
+            if not name.startswith((self._folder, *_NOT_SAVED)) and DRAFT_PREFIX not in name:
+                self._paths[name] = None
+
+
+def _content(path: str, size: int) -> dict[str, Any]:
+    if size > LARGEST:
+        return {"size": size}
+    content = bytearray(Path(path).read_bytes())
+    data = torch.frombuffer(content, dtype=torch.uint8) if content else None
+    return {"size": len(content), "data": data}
+
+
+def _restore_file(path: str, entry: Mapping[str, Any]) -> None:
+    if "data" in entry:
+        content = b"" if entry["data"] is None else entry["data"].numpy().tobytes()
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            file.truncate(0)
+            file.write(content)
+        return
+    with open(path, "r+b") as file:
+        if os.fstat(file.fileno()).st_size < entry["size"]:
+            raise ValueError("it is too large for a checkpoint, and shorter than it was")
+        file.truncate(entry["size"])
+
+
+def _open_files() -> Iterator[io.IOBase]:
+    for thing in gc.get_objects():
+        with suppress(Exception):  # an object of the script's may answer with anything
+            if isinstance(thing, io.IOBase) and not thing.closed and thing.writable():
+                yield thing
+
+
+def _flush() -> None:
+    for file in _open_files():
+        if file not in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                file.flush()
+
+
+def _seek_to_end(paths: Any) -> None:
+    """Files that the script has open go on where they end."""
+    for file in _open_files():
+        name = getattr(file, "name", None)
+        if isinstance(name, str | bytes) and os.path.abspath(os.fsdecode(name)) in paths:
+            with suppress(OSError, ValueError):
+                file.seek(0, io.SEEK_END)
