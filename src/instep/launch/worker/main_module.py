@@ -15,7 +15,6 @@ from types import CodeType, ModuleType
 
 from instep.compat import finder
 
-
 Compile = Callable[[bytes, str], CodeType]
 
 

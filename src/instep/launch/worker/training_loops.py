@@ -1,5 +1,5 @@
 """Finds the loops of a script that `--checkpoint` saves after each turn, and lets them pass by
-`instep.unedited.checkpoint.turns`. The text is changed in memory only, and lines keep their numbers.
+`instep.unedited.checkpoint.turns`. The text is changed in memory only; lines keep their numbers.
 
 Such a loop counts (`for epoch in range(90)`, `while step < limit`), leads to a call of `backward`,
 itself or through functions of the script, and makes no optimizer. Of loops inside of one another it
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.machinery import (
@@ -20,7 +21,6 @@ from importlib.machinery import (
     SourceFileLoader,
 )
 from pathlib import Path
-import sys
 from types import CodeType
 
 from instep.check.script import Function, Script
@@ -59,11 +59,10 @@ class TrainingLoops:
 
     @cached_property
     def _outermost(self) -> list[Loop]:
-        found = [
+        found: list[Loop] = [
             loop
             for script in self._scripts
-            for kind in (ast.For, ast.While)
-            for loop in script.all(kind)
+            for loop in _loops(script)
             if self._counts(script, loop) and self._trains(loop) and not self._makes_optimizer(loop)
         ]
         inside: set[ast.AST] = set()
@@ -76,10 +75,11 @@ class TrainingLoops:
     # ------------------------------------------------------------------------ calls
 
     def _read(self, script: Script) -> None:
-        for function in (*script.all(ast.FunctionDef), *script.all(ast.AsyncFunctionDef)):
-            is_method = isinstance(script.parent(function), ast.ClassDef)
-            table = self._methods if is_method else self._functions
-            table.setdefault(function.name, []).append(function)
+        for functions in script.functions.values():
+            for function in functions:
+                is_method = isinstance(script.parent(function), ast.ClassDef)
+                table = self._methods if is_method else self._functions
+                table.setdefault(function.name, []).append(function)
         classes = {node.name for node in script.all(ast.ClassDef)}
         for assign in script.all(ast.Assign):
             if script.call_name(assign.value) in classes or isinstance(assign.value, ast.Call):
@@ -110,12 +110,12 @@ class TrainingLoops:
         ]
 
     def _is_own_object(self, value: ast.expr, method: str) -> bool:
-        """Whether it is an object of a class of the script with such a method, or a module of it."""
+        """Whether it is a module of the script, or an object of its class with such a method."""
         owners = {
             node.name
             for script in self._scripts
             for node in script.all(ast.ClassDef)
-            if any(isinstance(each, Function) and each.name == method for each in node.body)
+            if any(isinstance(each, ast.FunctionDef) and each.name == method for each in node.body)
         }
         if isinstance(value, ast.Call):
             return _last_name(value.func) in owners
@@ -156,7 +156,7 @@ class TrainingLoops:
                 (
                     assign.value
                     for assign in script.all(ast.Assign)
-                    if any(_last_name(target) == value.id for target in assign.targets)  # type: ignore[attr-defined]
+                    if any(_last_name(target) == value.id for target in assign.targets)
                 ),
                 value,
             )
@@ -168,6 +168,11 @@ class TrainingLoops:
                 return False
             value = value.args[0]
         return isinstance(value, ast.List | ast.Tuple)
+
+
+def _loops(script: Script) -> list[Loop]:
+    found: list[Loop] = [*script.all(ast.For)]
+    return found + script.all(ast.While)
 
 
 def _makes_optimizer(call: ast.Call) -> bool:
@@ -208,14 +213,14 @@ class _Rewriting(ast.NodeTransformer):
     def __init__(self, lines: frozenset[int]) -> None:
         self._lines = lines
 
-    def visit_For(self, loop: ast.For) -> ast.AST:  # noqa: N802  # the name that ast looks for
+    def visit_For(self, loop: ast.For) -> ast.AST:  # the name that ast looks for
         self.generic_visit(loop)
         if loop.lineno in self._lines:
             line = ast.Constant(loop.lineno)
             loop.iter = ast.copy_location(_call("each", loop.iter, line), loop.iter)
         return loop
 
-    def visit_While(self, loop: ast.While) -> ast.AST | list[ast.stmt]:  # noqa: N802
+    def visit_While(self, loop: ast.While) -> ast.AST | list[ast.stmt]:
         self.generic_visit(loop)
         if loop.lineno not in self._lines:
             return loop

@@ -55,7 +55,8 @@ class _Encoding:
 
     def encode(self) -> dict[str, Any]:
         known = {scope.prefix: scope.variables for scope in self._before.scopes}
-        lasting, fresh = [], []
+        lasting: list[tuple[Scope, str, Any]] = []
+        fresh: list[tuple[Scope, str, Any]] = []
         for scope in self._now.scopes:
             for name, value in scope.variables.items():
                 is_known = name in known.get(scope.prefix, {})

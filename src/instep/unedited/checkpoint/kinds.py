@@ -45,9 +45,28 @@ _ENDS = (
 _LIBRARIES = frozenset(
     [
         *("instep", "tqdm", "rich", "logging", "warnings", "csv", "_csv", "matplotlib"),
-        *("wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "aim", "clearml"),
+        *(
+            "wandb",
+            "mlflow",
+            "tensorboard",
+            "tensorboardX",
+            "comet_ml",
+            "neptune",
+            "aim",
+            "clearml",
+        ),
         *("threading", "_thread", "weakref", "ctypes", "multiprocessing", "concurrent", "asyncio"),
-        *("subprocess", "socket", "inspect", "ast", "importlib", "abc", "contextlib", "typing"),
+        *(
+            "subprocess",
+            "socket",
+            "inspect",
+            "ast",
+            "importlib",
+            "abc",
+            "contextlib",
+            "typing",
+            "comet_ml",
+        ),
     ]
 )
 """Their objects write, display or organise, and hold nothing that a training computes with."""
@@ -178,7 +197,7 @@ def digest_of(value: Any, kind: str) -> Any:
         grad = grad_of(value)
         return _tensor_digest(value), None if grad is None else _tensor_digest(grad)
     if kind == "array":
-        return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).view(np.uint8))
+        return value.shape, value.dtype.str, zlib.crc32(value.tobytes())
     if kind == "iterator":
         return iterator_state(value)
     if kind in ("list", "dict", "tuple") and type(value) in (list, dict, tuple):
@@ -209,7 +228,7 @@ def _tensor_digest(tensor: Tensor) -> Any:
     if tensor.numel() == 0:
         return shape
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return (*shape, zlib.crc32(flat.view(torch.uint8).numpy()))
+    return (*shape, zlib.crc32(flat.view(torch.uint8).numpy().data))
 
 
 def generator_state(value: Any) -> Any:

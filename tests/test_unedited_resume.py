@@ -1,0 +1,297 @@
+"""`instep run --checkpoint`: a killed script goes on as if nothing had happened, or is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from instep.check.script import Script
+from instep.launch.worker.training_loops import TrainingLoops
+
+pytestmark = pytest.mark.slow
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch._dynamo", "instep.launch.worker.training_loops"])
+
+PRELUDE = """\
+import copy, csv, json, os, random, signal
+from collections import defaultdict
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def fail_at(turn):
+    if turn == 5 and os.path.exists("fails"):
+        os.remove("fails")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+inputs = torch.randn(120, 6, generator=torch.Generator().manual_seed(1))
+labels = inputs.sum(1).gt(0).long()
+"""
+MODULE_LEVEL = """
+model = nn.Sequential(
+    nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2)
+)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+loader = DataLoader(TensorDataset(inputs, labels), 32, shuffle=True)
+best, history = 0.0, []
+log = open("log.txt", "w")
+for epoch in range(8):
+    total = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    scheduler.step()
+    history.append(total)
+    best = max(best, total)
+    print(epoch, f"{total:.4f}", file=log)
+    fail_at(epoch)
+torch.save([model.state_dict(), history, scheduler.get_last_lr(), best], "final.pt")
+"""
+IN_FUNCTIONS = """
+class Meter:
+    def __init__(self):
+        self.values, self.count = [], 0
+
+    def update(self, value):
+        self.values.append(value)
+        self.count += 1
+
+class Average:
+    "An exponential average of the parameters, as scripts copy it from one another."
+
+    def __init__(self, model):
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self, model):
+        for name, p in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * p.data
+
+class Trainer:
+    def __init__(self, epochs):
+        self.model = nn.Linear(6, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.average, self.meter, self.best = Average(self.model), Meter(), None
+        self.by_epoch, self.rng = defaultdict(list), np.random.default_rng(3)
+        self.epochs = epochs
+
+    def train_epoch(self, loader, epoch):
+        for x, y in loader:
+            x = x + float(self.rng.normal()) * random.random()
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.average.update(self.model)
+            self.meter.update(loss.item())
+            self.by_epoch[epoch].append(loss.item())
+
+    def train(self, loader):
+        worst = 0.0
+        for epoch in range(self.epochs):
+            self.model.train()
+            self.train_epoch(loader, epoch)
+            worst = max(worst, self.meter.values[-1])
+            if self.best is None or self.meter.values[-1] < self.best[0]:
+                self.best = (self.meter.values[-1], copy.deepcopy(self.model.state_dict()))
+                best_model = copy.deepcopy(self.model)
+            with open("log.csv", "a") as file:
+                csv.writer(file).writerow([epoch, self.meter.count])
+            fail_at(epoch)
+        return worst, best_model
+
+def main():
+    trainer = Trainer(7)
+    loader = DataLoader(TensorDataset(inputs, labels), 50, shuffle=True)
+    worst, best_model = trainer.train(loader)
+    state = trainer.model.state_dict(), best_model.state_dict(), trainer.best, worst
+    extra = trainer.average.shadow, trainer.meter.values, dict(trainer.by_epoch)
+    torch.save([state, extra], "final.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+NANOGPT = """
+def get_batch():
+    rows = torch.randint(len(inputs), (16,))
+    return inputs[rows], labels[rows]
+
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+scaler = torch.amp.GradScaler("cpu")
+iter_num, best_loss, accumulate = 0, 1e9, 2
+x, y = get_batch()
+while True:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (1 + iter_num)
+    for micro_step in range(accumulate):
+        loss = nn.functional.cross_entropy(model(x), y) / accumulate
+        x, y = get_batch()
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    best_loss = min(best_loss, loss.item())
+    fail_at(iter_num)
+    iter_num += 1
+    if iter_num > 9:
+        break
+torch.save([model.state_dict(), best_loss, scaler.state_dict()], "final.pt")
+"""
+FOLDS = """
+results = []
+for fold in range(2):
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(4):
+        for i in range(0, 120, 40):
+            loss = nn.functional.cross_entropy(model(inputs[i:i + 40]), labels[i:i + 40])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        fail_at(4 * fold + epoch)
+    results.append([loss.item(), model.state_dict()])
+torch.save(results, "final.pt")
+"""
+LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
+NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
+
+
+def _run(folder: str, checkpoint: str) -> None:
+    from instep.launch.worker import program
+
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # a rank has none
+    os.chdir(folder)
+    os.environ.update(INSTEP_SEED="5", INSTEP_CHECKPOINT=checkpoint)
+    with open("errors.txt", "a") as errors:
+        os.dup2(errors.fileno(), 2)
+    program.run_program(["train.py"])
+
+
+def run(folder: Path, name: str = "saved") -> int | None:
+    """The script in a folder, in a process of its own: its exit code."""
+    process = _processes.Process(target=_run, args=(str(folder), str(folder / name)))
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def place(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(PRELUDE + textwrap.dedent(text))
+    return folder
+
+
+def assert_equal(actual, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for key, value in expected.items():
+            assert_equal(actual[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert actual == expected
+
+
+def final(folder: Path):
+    return torch.load(folder / "final.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("text", [MODULE_LEVEL, IN_FUNCTIONS, NANOGPT, FOLDS])
+def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
+    alone, killed = place(tmp_path / "alone", text), place(tmp_path / "killed", text)
+    assert run(alone) == 0
+    (killed / "fails").touch()
+    assert run(killed) == -signal.SIGKILL
+    assert not (killed / "final.pt").exists()
+    assert run(killed) == 0
+    assert "goes on after turn" in (killed / "errors.txt").read_text()
+    assert_equal(final(killed), final(alone))
+    for name in ("log.txt", "log.csv"):
+        if (alone / name).exists():
+            assert (killed / name).read_text() == (alone / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (LIVE_ITERATOR, "batches (_SingleProcessDataLoaderIter) is in"),
+        (NO_LOOP, "no loop"),
+    ],
+)
+def test_a_script_that_cannot_be_saved_is_refused_with_the_reason(tmp_path, text, reason) -> None:
+    folder = place(tmp_path / "refused", text)
+    assert run(folder) == 1
+    assert reason in (folder / "errors.txt").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
+    folder = place(tmp_path / "other", MODULE_LEVEL)
+    assert run(folder) == 0
+    place(folder, MODULE_LEVEL.replace("16", "6"))
+    assert run(folder) == 1
+    assert "model[0].weight" in (error := (folder / "errors.txt").read_text()) or "shape" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (MODULE_LEVEL, "for epoch in range(8):"),
+        (IN_FUNCTIONS, "for epoch in range(self.epochs):"),
+        (NANOGPT, "while True:"),
+        (FOLDS, "for epoch in range(4):"),
+    ],
+)
+def test_the_loop_is_the_outermost_that_counts_and_keeps_its_optimizer(text, line) -> None:
+    script = Script("train.py", PRELUDE + text)
+    [found] = TrainingLoops([script]).lines(script)
+    assert script.lines[found - 1].strip() == line
+
+
+@pytest.mark.launch
+def test_it_goes_on_at_another_number_of_ranks(tmp_path) -> None:
+    alone, killed = (
+        place(tmp_path / "alone", MODULE_LEVEL),
+        place(tmp_path / "killed", MODULE_LEVEL),
+    )
+    assert run(alone) == 0
+    (killed / "fails").touch()
+    launch = [sys.executable, "-m", "instep", "run", "-n"]
+    environ = os.environ | {"INSTEP_SEED": "5", "INSTEP_DIVIDE": "always"}
+    for size in ("2", "3"):
+        ran = subprocess.run(
+            [*launch, size, "--checkpoint", "saved", "train.py"],
+            cwd=killed,
+            env=environ,
+            timeout=90,
+            capture_output=True,
+            text=True,
+        )
+        assert (ran.returncode == 0) == (size == "3"), ran.stderr
+    assert "goes on after turn" in ran.stderr
+    (state, history, rate, _), (expected, history_alone, rate_alone, _) = (
+        final(killed),
+        final(alone),
+    )
+    assert rate == rate_alone
+    assert history == pytest.approx(history_alone, rel=1e-4)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
+    assert (killed / "log.txt").read_text().count("\n") == 8
