@@ -222,7 +222,7 @@ def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     assert run(killed) == -signal.SIGKILL
     assert not (killed / "final.pt").exists()
     assert run(killed) == 0
-    assert "goes on after turn" in (killed / "errors.txt").read_text()
+    assert "goes on after iteration" in (killed / "errors.txt").read_text()
     assert_equal(final(killed), final(alone))
     for name in ("log.txt", "log.csv"):
         if (alone / name).exists():
@@ -285,7 +285,7 @@ def test_it_goes_on_at_another_number_of_ranks(tmp_path) -> None:
             text=True,
         )
         assert (ran.returncode == 0) == (size == "3"), ran.stderr
-    assert "goes on after turn" in ran.stderr
+    assert "goes on after iteration" in ran.stderr
     (state, history, rate, _), (expected, history_alone, rate_alone, _) = (
         final(killed),
         final(alone),

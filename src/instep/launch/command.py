@@ -64,7 +64,7 @@ MIN = """\
 with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or a
 rank has died twice without a new checkpoint (default: as many ranks as at first)"""
 CHECKPOINT = """\
-save the training loop of an unedited script in this folder after each turn (epoch), and go on from
+save the training loop of an unedited script in this folder after each iteration (epoch), and go on from
 there if the folder holds one; at any number of ranks"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")

@@ -23,11 +23,11 @@ class LoadingError(TrainingError, RuntimeError):
         )
 
 
-class UnsavableScriptError(UneditedError):
+class CannotSaveScriptError(UneditedError):
     """`--checkpoint`: the state of this script cannot be saved or restored."""
 
     @classmethod
-    def of_variable(cls, path: str, value: object, why: str) -> UnsavableScriptError:
+    def of_variable(cls, path: str, value: object, why: str) -> CannotSaveScriptError:
         """A variable, or what it leads to, that cannot be saved."""
         return cls(
             f"this script cannot be saved by --checkpoint: {path} ({type(value).__name__}) {why}. "

@@ -20,7 +20,7 @@ from instep.launch.worker import (
 from instep.process import settings
 from instep.process.import_hooks import during_import
 from instep.unedited import session
-from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files import bypass
 
 real_files = bypass.bypass_overlay
@@ -50,7 +50,7 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
 def _saved_in(folder: str, command: Sequence[str]) -> main_module.Compile:
     """How the files of a script are compiled whose training loops are saved in `folder`."""
     if session.current() is None:
-        raise UnsavableScriptError(
+        raise CannotSaveScriptError(
             f"--checkpoint {folder}: every rank runs this script as it is, and instep does not see "
             "what the ranks hold. Let the script save itself with instep.Checkpoint, and run it "
             "without --checkpoint."

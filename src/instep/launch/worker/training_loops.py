@@ -1,5 +1,5 @@
-"""Finds the loops of a script that `--checkpoint` saves after each turn, and lets them pass by
-`instep.unedited.checkpoint.turns`. The text is changed in memory only; lines keep their numbers.
+"""Finds the loops of a script that `--checkpoint` saves after each iteration, and lets them pass by
+`instep.unedited.checkpoint.loop_iterations`. The text is changed in memory only; lines keep their numbers.
 
 Such a loop counts (`for epoch in range(90)`, `while step < limit`), leads to a call of `backward`,
 itself or through functions of the script, and makes no optimizer. Of loops inside of one another it
@@ -25,10 +25,10 @@ from types import CodeType
 
 from instep.check.script import Function, Script
 from instep.launch.worker import static_opt_out
-from instep.unedited.checkpoint.turns import Turns
-from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.checkpoint.loop_iterations import LoopIterations
+from instep.unedited.errors import CannotSaveScriptError
 
-HANDLE = "__instep_turns__"
+HANDLE = "__instep_iterations__"
 """The builtin through which the loops pass."""
 _BARS = ("tqdm", "trange", "track", "progress_bar", "master_bar", "reversed", "enumerate", "iter")
 """Functions that hand on what they are given."""
@@ -42,7 +42,7 @@ _Scope = Function | ast.Lambda | ast.ClassDef
 
 
 class TrainingLoops:
-    """The loops of a script and of its neighbours that are saved after each turn."""
+    """The loops of a script and of its neighbours that are saved after each iteration."""
 
     def __init__(self, scripts: Sequence[Script]) -> None:
         self._scripts = scripts
@@ -147,7 +147,7 @@ class TrainingLoops:
         )
 
     def _counts(self, script: Script, loop: Loop) -> bool:
-        """Whether the turns of a loop can be counted, and the first of them left out."""
+        """Whether the iterations of a loop can be counted, and the first of them left out."""
         if isinstance(loop, ast.While):
             return True
         value: ast.expr = loop.iter
@@ -225,10 +225,12 @@ class _Rewriting(ast.NodeTransformer):
         if loop.lineno not in self._lines:
             return loop
         name = f"__instep_while_{loop.lineno}__"
-        turns = ast.Assign([ast.Name(name, ast.Store())], _call("tests", ast.Constant(loop.lineno)))
+        iterations = ast.Assign(
+            [ast.Name(name, ast.Store())], _call("tests", ast.Constant(loop.lineno))
+        )
         following = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "next", ast.Load()), [], [])
         loop.test = ast.copy_location(ast.BoolOp(ast.And(), [following, loop.test]), loop.test)
-        return [ast.copy_location(turns, loop), loop]
+        return [ast.copy_location(iterations, loop), loop]
 
 
 def _call(method: str, *arguments: ast.expr) -> ast.Call:
@@ -237,7 +239,7 @@ def _call(method: str, *arguments: ast.expr) -> ast.Call:
 
 
 class _Compiler:
-    """Compiles files of a script so that their training loops pass by `Turns`."""
+    """Compiles files of a script so that their training loops pass by `LoopIterations`."""
 
     def __init__(self, command: Sequence[str]) -> None:
         entry = static_opt_out.find_entry(command)[0]
@@ -245,7 +247,7 @@ class _Compiler:
         loops = TrainingLoops(list(self._scripts.values()))
         self._lines = {path: loops.lines(script) for path, script in self._scripts.items()}
         if not any(self._lines.values()):
-            raise UnsavableScriptError(
+            raise CannotSaveScriptError(
                 f"--checkpoint found no loop in {os.path.relpath(entry)} that it could save: one "
                 "that counts, such as `for epoch in range(90)`, and calls backward(), itself or "
                 "through functions of the script. Let the script save itself with "
@@ -270,10 +272,10 @@ _compiler: _Compiler | None = None
 
 
 def install(command: Sequence[str], folder: Path) -> None:
-    """Let the training loops of a program be saved to `folder`. Raises UnsavableScriptError."""
+    """Let the training loops of a program be saved to `folder`. Raises CannotSaveScriptError."""
     global _compiler
     _compiler = _Compiler(command)
-    setattr(builtins, HANDLE, Turns(folder))
+    setattr(builtins, HANDLE, LoopIterations(folder))
     sys.path_hooks.insert(0, _find_neighbours)
     sys.path_importer_cache.clear()
 
@@ -289,10 +291,12 @@ def _find_neighbours(path: str) -> FileFinder:
     """For sys.path_hooks: finds modules beside the script, and compiles them without a cache."""
     if _compiler is None or os.path.realpath(path) not in _compiler.folders:
         raise ImportError
-    return FileFinder(path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_NeighbourLoader, [".py"]))
+    return FileFinder(
+        path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_LocalModuleLoader, [".py"])
+    )
 
 
-class _NeighbourLoader(SourceFileLoader):
+class _LocalModuleLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         return compile_script(self.get_data(path), path)

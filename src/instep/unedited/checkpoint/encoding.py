@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.random_streams import is_deterministic
-from instep.unedited.checkpoint.held_objects import Held, HeldObjects, Scope
 from instep.unedited.checkpoint.kinds import (
     MAPPINGS,
     UNORDERED,
@@ -30,33 +29,34 @@ from instep.unedited.checkpoint.kinds import (
     is_plain,
     iterator_state,
 )
-from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.checkpoint.script_objects import ScriptObject, ScriptObjects, VariableScope
+from instep.unedited.errors import CannotSaveScriptError
 
 NEW = "new "
 """Before the path of an object that was made in the loop."""
 
 
-def encode(before: HeldObjects, now: HeldObjects) -> dict[str, Any]:
+def encode(before: ScriptObjects, now: ScriptObjects) -> dict[str, Any]:
     """What is different `now`: entries by path.
 
-    Raises UnsavableScriptError, which names a variable.
+    Raises CannotSaveScriptError, which names a variable.
     `now` has the scopes of that moment and nothing else yet.
     """
     return _Encoding(before, now).encode()
 
 
 class _Encoding:
-    def __init__(self, before: HeldObjects, now: HeldObjects) -> None:
+    def __init__(self, before: ScriptObjects, now: ScriptObjects) -> None:
         self._before, self._now = before, now
-        self._owners: dict[int, Held] = {}
+        self._owners: dict[int, ScriptObject] = {}
         for node in before.nodes.values():
             if isinstance(node.value, Tensor) and (at := _memory(node.value)):
                 self._owners.setdefault(at, node)
 
     def encode(self) -> dict[str, Any]:
         known = {scope.prefix: scope.variables for scope in self._before.scopes}
-        lasting: list[tuple[Scope, str, Any]] = []
-        fresh: list[tuple[Scope, str, Any]] = []
+        lasting: list[tuple[VariableScope, str, Any]] = []
+        fresh: list[tuple[VariableScope, str, Any]] = []
         for scope in self._now.scopes:
             for name, value in scope.variables.items():
                 is_known = name in known.get(scope.prefix, {})
@@ -77,8 +77,8 @@ class _Encoding:
                 some = self._encode_all([(path, value)])
                 variables.setdefault(scope.prefix, {})[name] = self._value(path, value)
                 entries.update(some)
-            except UnsavableScriptError:
-                self._now.forget_after(count)
+            except CannotSaveScriptError:
+                self._now.truncate(count)
         deleted = {p: [n for n in names if n not in self._scope(p)] for p, names in known.items()}
         return {
             "objects": entries,
@@ -101,7 +101,7 @@ class _Encoding:
 
     # ------------------------------------------------------------------ an object's content
 
-    def _changed(self, node: Held, old: Held) -> dict[str, Any] | None:
+    def _changed(self, node: ScriptObject, old: ScriptObject) -> dict[str, Any] | None:
         """The entry of an object that was there before; None if it is as it was."""
         if node.kind == "iterator":
             if node.digest != old.digest or "begun" in str(node.digest):
@@ -119,7 +119,7 @@ class _Encoding:
             return None
         return self._content(node)
 
-    def _leaf(self, node: Held) -> dict[str, Any]:
+    def _leaf(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
         if node.kind == "tensor":
             if not is_comparable(value):
@@ -130,7 +130,7 @@ class _Encoding:
         state = value.state_dict() if node.kind == "scaler" else generator_state(value)
         return {"kind": node.kind, "state": state}
 
-    def _content(self, node: Held) -> dict[str, Any]:
+    def _content(self, node: ScriptObject) -> dict[str, Any]:
         """The entry of a container or an instance, with all of its content."""
         value, path = node.value, node.path
         entry: dict[str, Any] = {"kind": node.kind}
@@ -151,7 +151,7 @@ class _Encoding:
             }
         return entry
 
-    def _new(self, node: Held) -> dict[str, Any]:
+    def _new(self, node: ScriptObject) -> dict[str, Any]:
         """The entry of an object that the loop has made."""
         value, kind = node.value, node.kind
         if kind == "tensor":
@@ -171,7 +171,7 @@ class _Encoding:
             raise _no_position(node.path, value)
         raise _unknown(node.path, value)
 
-    def _new_tensor(self, node: Held) -> dict[str, Any]:
+    def _new_tensor(self, node: ScriptObject) -> dict[str, Any]:
         value = node.value
         if not is_comparable(value):
             raise _unknown(node.path, value)
@@ -236,7 +236,7 @@ def _loader_entry(path: str, loader: DataLoader[Any]) -> dict[str, Any] | None:
         return None
     of_rows = type(loader._iterator._index_sampler).__name__ == "RowBatchSampler"
     if not of_rows and not is_deterministic(loader.dataset):
-        raise UnsavableScriptError.of_variable(
+        raise CannotSaveScriptError.of_variable(
             path,
             loader,
             "has persistent workers, which keep a state of their own; pass no persistent_workers",
@@ -282,13 +282,13 @@ def _can_be_made(value: Any, kind: str) -> bool:
     )
 
 
-def _no_position(path: str, value: Any) -> UnsavableScriptError:
-    return UnsavableScriptError.of_variable(
+def _no_position(path: str, value: Any) -> CannotSaveScriptError:
+    return CannotSaveScriptError.of_variable(
         path, value, "is in the middle of its values, and how far it has come cannot be saved"
     )
 
 
-def _unknown(path: str, value: Any) -> UnsavableScriptError:
-    return UnsavableScriptError.of_variable(
+def _unknown(path: str, value: Any) -> CannotSaveScriptError:
+    return CannotSaveScriptError.of_variable(
         path, value, "has changed in the loop, and an object of this kind cannot be saved"
     )

@@ -201,11 +201,11 @@ def digest_of(value: Any, kind: str) -> Any:
     if kind == "iterator":
         return iterator_state(value)
     if kind in ("list", "dict", "tuple") and type(value) in (list, dict, tuple):
-        return bulk_digest(value)
+        return large_digest(value)
     return None
 
 
-def bulk_digest(value: Any) -> Any:
+def large_digest(value: Any) -> Any:
     """Of a large container of data; None of any other."""
     if len(value) <= BULK:
         return None

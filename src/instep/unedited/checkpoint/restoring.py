@@ -13,24 +13,24 @@ import torch
 from torch import nn
 
 from instep.unedited.checkpoint.encoding import NEW, find_named
-from instep.unedited.checkpoint.held_objects import HeldObjects, Scope
 from instep.unedited.checkpoint.kinds import kind_of, set_generator_state
-from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
+from instep.unedited.errors import CannotSaveScriptError
 
 _LAST = ("loader", "generator")
 """Kinds that are restored after all others, in this order: loaders draw when workers start."""
 
 
-def restore(saved: Mapping[str, Any], built: HeldObjects) -> None:
+def restore(saved: Mapping[str, Any], built: ScriptObjects) -> None:
     """Restore what `encode` has returned, in what the script has `built` up to its loop.
 
-    Raises UnsavableScriptError if the script has built something else than before.
+    Raises CannotSaveScriptError if the script has built something else than before.
     """
     _Restoring(saved["objects"], built).restore(saved["variables"], saved["deleted"])
 
 
 class _Restoring:
-    def __init__(self, entries: Mapping[str, Any], built: HeldObjects) -> None:
+    def __init__(self, entries: Mapping[str, Any], built: ScriptObjects) -> None:
         self._entries, self._built = entries, built
         self._made: dict[str, Any] = {}
 
@@ -188,7 +188,7 @@ def _named(name: str) -> Any:
     return found
 
 
-def _bind(scope: Scope, values: Mapping[str, Any], deleted: list[str]) -> None:
+def _bind(scope: VariableScope, values: Mapping[str, Any], deleted: list[str]) -> None:
     """Bind variables of a module, or of a function that runs.
 
     A function's variables are not deleted: a script that deleted one binds it before it reads it.
@@ -203,8 +203,8 @@ def _bind(scope: Scope, values: Mapping[str, Any], deleted: list[str]) -> None:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(scope.frame), ctypes.c_int(0))
 
 
-def _other(path: str, what: str = "is another object now, or none") -> UnsavableScriptError:
-    return UnsavableScriptError(
+def _other(path: str, what: str = "is another object now, or none") -> CannotSaveScriptError:
+    return CannotSaveScriptError(
         f"the checkpoint does not fit this script: {path} {what}. Run the script as it was when "
         "the checkpoint was written, or name an empty folder."
     )

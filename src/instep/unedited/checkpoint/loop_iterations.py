@@ -1,4 +1,4 @@
-"""The training loop of a script that runs with `--checkpoint`: saved after each turn, and resumed.
+"""The training loop of a script that runs with `--checkpoint`: saved after each iteration, and resumed.
 
 The script's own loop asks for its next value, or for its test, through an object of this module.
 Everything that the script holds at that point is what a process needs to go on from there.
@@ -20,18 +20,18 @@ from instep.training.checkpoint import storage
 from instep.training.random_streams import RNGStates
 from instep.unedited import seeds
 from instep.unedited.checkpoint.encoding import encode
-from instep.unedited.checkpoint.held_objects import HeldObjects, find_scopes, hold
 from instep.unedited.checkpoint.restoring import restore
+from instep.unedited.checkpoint.script_objects import ScriptObjects, find_scopes, hold
 from instep.unedited.checkpoint.written_files import WrittenFiles
-from instep.unedited.errors import UnsavableScriptError
+from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files.bypass import bypass_overlay
 
 SHARE = 0.1
-"""The part of the time that saving may take, at most; turns that end too early are not saved."""
+"""The part of the time that saving may take, at most; iterations that end too early are not saved."""
 _END = object()
 
 
-class Turns:
+class LoopIterations:
     """All training loops of a script, which runs into one after another."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,18 +41,18 @@ class Turns:
 
     def each(self, values: Iterable[Any], line: int) -> Iterable[Any]:
         """The values of a `for` loop that begins at `line`."""
-        return _ForTurns(iter(values), self._enter(line))
+        return _ForIterations(iter(values), self._enter(line))
 
-    def tests(self, line: int) -> WhileTurns:
+    def tests(self, line: int) -> WhileIterations:
         """For a `while` loop that begins at `line`."""
-        return WhileTurns(self._enter(line))
+        return WhileIterations(self._enter(line))
 
     def _enter(self, line: int) -> _Loop:
         self._entered += 1
         return _Loop(self._folder / f"loop-{self._entered}", line, self._files)
 
 
-class _ForTurns:
+class _ForIterations:
     def __init__(self, values: Iterator[Any], loop: _Loop) -> None:
         self._values, self._loop = values, loop
 
@@ -67,25 +67,25 @@ class _ForTurns:
             value = next(self._values, _END)
         else:
             value = next(self._values, _END)
-            self._loop.end_turn(frame, is_last=value is _END)
+            self._loop.end_iteration(frame, is_last=value is _END)
         if value is _END:
             raise StopIteration
         return value
 
 
-class WhileTurns:
+class WhileIterations:
     """Stands before the test of a `while` loop."""
 
     def __init__(self, loop: _Loop) -> None:
         self._loop = loop
 
     def next(self) -> bool:
-        """A turn has ended, or the first one is about to begin; always True."""
+        """A iteration has ended, or the first one is about to begin; always True."""
         frame = sys._getframe(1)
         if not self._loop.has_begun:
             self._loop.begin(frame)
         else:
-            self._loop.end_turn(frame, is_last=False)
+            self._loop.end_iteration(frame, is_last=False)
         return True
 
 
@@ -96,15 +96,15 @@ class _Loop:
         self.has_begun = False
         self._folder, self._line, self._files = folder, line, files
         self._rank = get_transport().rank
-        self._before: HeldObjects | None = None
-        self._turn = 0
+        self._before: ScriptObjects | None = None
+        self._iteration = 0
         self._has_saved = False
         self._saved_at = self._cost = 0.0
 
     def begin(self, frame: types.FrameType) -> int:
-        """Called before the first turn; restores the latest checkpoint, if there is one.
+        """Called before the first iteration; restores the latest checkpoint, if there is one.
 
-        Returns the number of turns that it has behind it. Collective.
+        Returns the number of iterations that it has behind it. Collective.
         """
         self.has_begun = True
         with bypass_overlay():
@@ -117,27 +117,27 @@ class _Loop:
         if state is not None:
             self._resume(state)
         self._saved_at = monotonic()
-        return self._turn
+        return self._iteration
 
     def _resume(self, state: dict[str, Any]) -> None:
         assert self._before is not None
         restore(state["script"], self._before)
         problems = self._files.restore(state["files"])
-        self._turn = state["position"]["turn"]
+        self._iteration = state["position"]["iteration"]
         _restore_streams(state["streams"])
         if self._rank == 0:
             line = (
-                f"goes on after turn {self._turn} of the loop at line {self._line}, which "
+                f"goes on after iteration {self._iteration} of the loop at line {self._line}, which "
                 f"{self._folder} holds"
             )
             _print("; ".join([line, *problems]))
 
-    def end_turn(self, frame: types.FrameType, *, is_last: bool) -> None:
-        """Called after each turn: rank 0 saves, unless that would take too much of the time.
+    def end_iteration(self, frame: types.FrameType, *, is_last: bool) -> None:
+        """Called after each iteration: rank 0 saves, unless that would take too much of the time.
 
-        Raises UnsavableScriptError after the first turn, if the script cannot be saved.
+        Raises CannotSaveScriptError after the first iteration, if the script cannot be saved.
         """
-        self._turn += 1
+        self._iteration += 1
         if self._rank != 0:
             return
         started = monotonic()
@@ -145,10 +145,10 @@ class _Loop:
             return
         try:
             self._save(frame)
-        except UnsavableScriptError as error:
+        except CannotSaveScriptError as error:
             if not self._has_saved:
                 raise
-            _print(f"nothing is saved after turn {self._turn}: {error}")
+            _print(f"nothing is saved after iteration {self._iteration}: {error}")
         self._has_saved = True
         self._saved_at = monotonic()
         self._cost = self._saved_at - started
@@ -157,13 +157,13 @@ class _Loop:
         assert self._before is not None
         streams = _streams()
         state = {
-            "position": {"turn": self._turn, "line": self._line},
+            "position": {"iteration": self._iteration, "line": self._line},
             "streams": streams,
-            "script": encode(self._before, HeldObjects(find_scopes(frame))),
+            "script": encode(self._before, ScriptObjects(find_scopes(frame))),
             "files": self._files.encode(),
         }
         with bypass_overlay():
-            storage.write(self._folder, self._turn, state)
+            storage.write(self._folder, self._iteration, state)
             for old in storage.list_checkpoints(self._folder)[2:]:
                 storage.remove(old)
 

@@ -14,7 +14,7 @@ from instep.unedited.sharded_call.plan.object_graph import is_of_script
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class ScriptObject:
     """An object that a script holds."""
 
     path: str
@@ -26,7 +26,7 @@ class Held:
 
 
 @dataclass(eq=False)
-class Scope:
+class VariableScope:
     """The variables of a module or of a function that runs."""
 
     prefix: str
@@ -41,11 +41,11 @@ class Scope:
 
 
 @dataclass(eq=False)
-class HeldObjects:
+class ScriptObjects:
     """All objects that some scopes lead to, the nearest first."""
 
-    scopes: list[Scope]
-    nodes: dict[int, Held] = field(default_factory=dict)
+    scopes: list[VariableScope]
+    nodes: dict[int, ScriptObject] = field(default_factory=dict)
     """By identity."""
     by_path: dict[str, Any] = field(default_factory=dict)
     """Also those that are looked at no further."""
@@ -53,13 +53,13 @@ class HeldObjects:
     """By identity; the path is the first that was found."""
 
     def add(
-        self, values: Iterable[tuple[str, Any]], before: HeldObjects | None = None
-    ) -> list[Held]:
+        self, values: Iterable[tuple[str, Any]], before: ScriptObjects | None = None
+    ) -> list[ScriptObject]:
         """Visit these values, given with their paths, and all that they lead to; returns the new.
 
         A large container of data is not entered if it is as it was `before`.
         """
-        found: list[Held] = []
+        found: list[ScriptObject] = []
         waiting = deque(values)
         while waiting:
             path, value = waiting.popleft()
@@ -70,7 +70,7 @@ class HeldObjects:
             kind = kind_of(value)
             if kind == "end":
                 continue
-            node = Held(path, value, kind, [], digest_of(value, kind))
+            node = ScriptObject(path, value, kind, [], digest_of(value, kind))
             self.nodes[id(value)] = node
             found.append(node)
             if not self._is_bulk(node, before):
@@ -78,14 +78,14 @@ class HeldObjects:
                 waiting += ((f"{path}{key}", entry) for key, entry in node.slots)
         return found
 
-    def forget_after(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         """Undo the visit of all but the first `count` objects."""
         for each in list(self.paths)[count:]:
             self.by_path.pop(self.paths.pop(each))
             self.nodes.pop(each, None)
 
     @staticmethod
-    def _is_bulk(node: Held, before: HeldObjects | None) -> bool:
+    def _is_bulk(node: ScriptObject, before: ScriptObjects | None) -> bool:
         if node.digest is None or node.kind not in ("list", "dict", "tuple"):
             return False
         if before is None:
@@ -94,33 +94,35 @@ class HeldObjects:
         return old is not None and old.digest == node.digest
 
 
-def find_scopes(frame: types.FrameType) -> list[Scope]:
+def find_scopes(frame: types.FrameType) -> list[VariableScope]:
     """The scopes of a script whose innermost running function is `frame`.
 
     They are the functions that have called it, and the script's modules.
     """
-    functions: list[Scope] = []
+    functions: list[VariableScope] = []
     caller: types.FrameType | None = frame
     while caller is not None:
         names = caller.f_locals
         if names is not caller.f_globals and _is_script(caller.f_globals):
             depth = sum(scope.frame.f_code is caller.f_code for scope in functions if scope.frame)
             name = f"{caller.f_code.co_name}{f' {depth}' * bool(depth)}: "
-            functions.append(Scope(name, names, caller))
+            functions.append(VariableScope(name, names, caller))
         caller = caller.f_back
     functions.reverse()
-    main = [Scope("", sys.modules["__main__"].__dict__)]
+    main = [VariableScope("", sys.modules["__main__"].__dict__)]
     others = sorted(
         name
         for name, module in list(sys.modules.items())
         if name != "__main__" and isinstance(module, types.ModuleType) and is_of_script(module)
     )
-    return main + functions + [Scope(f"{name}: ", vars(sys.modules[name])) for name in others]
+    return (
+        main + functions + [VariableScope(f"{name}: ", vars(sys.modules[name])) for name in others]
+    )
 
 
-def hold(frame: types.FrameType) -> HeldObjects:
+def hold(frame: types.FrameType) -> ScriptObjects:
     """Everything that the script holds now."""
-    held = HeldObjects(find_scopes(frame))
+    held = ScriptObjects(find_scopes(frame))
     for scope in held.scopes:
         held.add((f"{scope.prefix}{name}", value) for name, value in scope.variables.items())
     return held
