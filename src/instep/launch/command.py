@@ -64,8 +64,8 @@ MIN = """\
 with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or a
 rank has died twice without a new checkpoint (default: as many ranks as at first)"""
 CHECKPOINT = """\
-save the training loop of an unedited script in this folder after each iteration (epoch), and go on from
-there if the folder holds one; at any number of ranks"""
+save the training loop of an unedited script in this folder after each iteration (epoch), and go on
+from there if the folder holds one; at any number of ranks"""
 
 _RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""

@@ -1,5 +1,6 @@
-"""Finds the loops of a script that `--checkpoint` saves after each iteration, and lets them pass by
-`instep.unedited.checkpoint.loop_iterations`. The text is changed in memory only; lines keep their numbers.
+"""Finds the loops of a script that `--checkpoint` saves, and lets them pass by LoopIterations.
+
+The text is changed in memory only, and lines keep their numbers.
 
 Such a loop counts (`for epoch in range(90)`, `while step < limit`), leads to a call of `backward`,
 itself or through functions of the script, and makes no optimizer. Of loops inside of one another it

@@ -1,4 +1,4 @@
-"""The training loop of a script that runs with `--checkpoint`: saved after each iteration, and resumed.
+"""The training loop of a script under `--checkpoint`: saved after each iteration, and resumed.
 
 The script's own loop asks for its next value, or for its test, through an object of this module.
 Everything that the script holds at that point is what a process needs to go on from there.
@@ -27,7 +27,7 @@ from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files.bypass import bypass_overlay
 
 SHARE = 0.1
-"""The part of the time that saving may take, at most; iterations that end too early are not saved."""
+"""The part of the time that saving may take; an iteration that ends too early is not saved."""
 _END = object()
 
 
@@ -127,8 +127,8 @@ class _Loop:
         _restore_streams(state["streams"])
         if self._rank == 0:
             line = (
-                f"goes on after iteration {self._iteration} of the loop at line {self._line}, which "
-                f"{self._folder} holds"
+                f"goes on after iteration {self._iteration} of the loop at line {self._line}, "
+                f"which {self._folder} holds"
             )
             _print("; ".join([line, *problems]))
 

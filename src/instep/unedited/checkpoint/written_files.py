@@ -1,6 +1,6 @@
-"""The files that a script writes with `open`: saved as they are at the end of a iteration, and set back.
+"""The files that a script writes with `open`: saved with an iteration of its loop, and set back.
 
-A script that is started again opens its log anew, or goes on behind lines of a iteration that it is
+A script that is started again opens its log anew, or goes on behind lines of an iteration that it is
 about to repeat. So the content of such a file belongs to the checkpoint.
 """
 
