@@ -1,7 +1,7 @@
 """The files that a script writes with `open`: saved with an iteration of its loop, and set back.
 
-A script that is started again opens its log anew, or goes on behind lines of an iteration that it is
-about to repeat. So the content of such a file belongs to the checkpoint.
+A script that is started again opens its log anew, or goes on behind the lines of an iteration that
+it is about to repeat. So the content of such a file belongs to the checkpoint.
 """
 
 from __future__ import annotations
