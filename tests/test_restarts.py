@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kills
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
 from instep.launch.supervisor import JobResult
@@ -183,6 +184,14 @@ def test_the_other_hosts_go_on_when_one_is_lost(launch: Launch) -> None:
         _, err = first.communicate()
     assert first.returncode == 0, err
     assert "restart 1 of 1 with 1 of 2 ranks: the job goes on from step 10, saved\n" in err
+
+
+@pytest.mark.launch
+def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not() -> None:
+    """The short form of tests/kills.py."""
+    outcome = kills.run(3, ("rank", "writer", "supervisor"), 1, 3, lambda line: None)
+    assert outcome.wrong == []
+    assert sum(outcome.kills.values()) == 3
 
 
 @pytest.mark.parametrize(

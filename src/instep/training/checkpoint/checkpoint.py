@@ -14,6 +14,7 @@ from torch import nn
 from instep.distributed.communication.scopes import single_process_scope
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
+from instep.process.exit_status import REQUEUE
 from instep.training import replicas
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.async_writer import AsyncWriter
@@ -22,7 +23,7 @@ from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.random_states import gather_states, restore_states
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.saved_objects import each_object, load_state, prepare, state_of
-from instep.training.checkpoint.time_limit import EXIT_REQUEUE, SignalFlag
+from instep.training.checkpoint.time_limit import SignalFlag
 from instep.training.metrics import Metric
 
 _TRAINING = "training"
@@ -317,11 +318,11 @@ class Checkpoint:
         if get_transport().rank == 0:
             print(
                 f"instep: saved step {self._step} in {self.folder} on a signal; exit code "
-                f"{EXIT_REQUEUE} asks for another turn",
+                f"{REQUEUE} asks for another turn",
                 file=sys.stderr,
                 flush=True,
             )
-        raise SystemExit(EXIT_REQUEUE)
+        raise SystemExit(REQUEUE)
 
 
 def _end_epoch(loader: Any) -> None:

@@ -8,8 +8,6 @@ from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 """Slurm sends the first where `--signal` says so, and SIGTERM at the limit or a preemption."""
-EXIT_REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: the job has more to do, and may be queued again."""
 
 
 class SignalFlag:
