@@ -102,11 +102,11 @@ class OverlayFiles(PathResolver):
                 return False, None
             result = function(location)
         except OSError as error:
-            if not self.is_unchanged(flag):
+            if self.has_flag(flag):
                 return False, None
             error.filename = path
             raise
-        if self.is_unchanged(flag):  # looked at last, since rank 0 works at the same time
+        if not self.has_flag(flag):  # looked at last, since rank 0 works at the same time
             return True, result
         discard(result)
         return False, None

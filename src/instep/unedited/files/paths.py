@@ -87,7 +87,7 @@ class PathResolver:
         flag = self.layers[0].change_flag(resolved) if self.layers else None
         if flag is not None:
             exists = os.path.lexists(resolved)
-            if self.is_unchanged(flag):  # looked at last: rank 0 works at the same time
+            if not self.has_flag(flag):  # looked at last: rank 0 works at the same time
                 return resolved if exists else MISSING
         if self.is_private(resolved):
             return self._real_location(resolved)
@@ -99,9 +99,9 @@ class PathResolver:
         kept = self.find_before(resolved)
         return found if kept is None else kept
 
-    def is_unchanged(self, flag: str) -> bool:
-        """Whether no layer has this flag (`Layer.change_flag`)."""
-        return not any(layer.has_flag(flag) for layer in self.layers)
+    def has_flag(self, flag: str) -> bool:
+        """Whether any layer has this flag (`Layer.change_flag`)."""
+        return any(layer.has_flag(flag) for layer in self.layers)
 
     def _real_location(self, resolved: str) -> str:
         exists = os.path.lexists(resolved) and self._parents_unchanged(resolved)
