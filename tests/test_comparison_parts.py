@@ -119,17 +119,29 @@ def test_beside_a_square_sequence_with_its_batch_in_dimension_1_labels_are_divid
     assert found == [((0, 0), 0), ((1, 0), 1)]
 
 
-def test_a_librarys_hook_that_calls_a_function_of_the_script_is_the_scripts() -> None:
-    def of_script(*args: Any) -> None:
-        """Called by the hook."""
-
+def function_of_a_library() -> types.FunctionType:
     names: dict[str, Any] = {"__name__": "some_library"}
     text = "def calls(function, *args):\n    function(*args)\n"
     exec(compile(text, "/usr/lib/site-packages/some_library.py", "exec"), names)
     calls: types.FunctionType = names["calls"]
+    return calls
+
+
+def test_a_librarys_hook_that_calls_a_function_of_the_script_is_the_scripts() -> None:
+    def of_script(*args: Any) -> None:
+        """Called by the hook."""
+
+    calls = function_of_a_library()
     module = nn.Linear(2, 2)
     hook = module.register_forward_hook(calls)
     assert find_hooks(module) == ("", (hook.id,))
     hook.remove()
     module.register_forward_hook(functools.partial(calls, of_script))
     assert find_hooks(module)[0].startswith("the script has a hook on its Linear")
+
+
+def test_a_hook_made_of_a_partial_is_named_after_its_functions_library() -> None:
+    module = nn.Linear(2, 2)
+    partial = functools.partial(functools.partial(function_of_a_library(), "a"), 1)
+    module.register_full_backward_hook(partial)
+    assert find_hooks(module)[0].startswith("some_library has a hook on its Linear")

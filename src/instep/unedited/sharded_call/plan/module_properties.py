@@ -68,9 +68,12 @@ def _owner(hook: Any) -> str:
     module = getattr(hook, "__module__", None) or type(hook).__module__
     if module.split(".")[0] in _OURS:
         return ""
-    files = [function.__code__.co_filename for function in _reachable(hook)[0]]
-    if not files or not all(map(_is_library, files)):
+    functions = _reachable(hook)[0]
+    if not functions or not all(_is_library(each.__code__.co_filename) for each in functions):
         return _SCRIPT
+    while isinstance(hook, functools.partial):  # of Python's functools by its own __module__
+        hook = hook.func
+        module = getattr(hook, "__module__", None) or module
     return str(module.split(".")[0])
 
 
