@@ -16,8 +16,8 @@ for step in range(4):
         "bboxes": torch.rand(16, 4) * 0.4 + 0.3,
         "batch_idx": torch.arange(16).float() // 2,
     }
-    loss, items = model(batch)
+    loss, _ = model(batch)
     optimizer.zero_grad()
     loss.sum().backward()
     optimizer.step()
-    print(f"{step}: {items.sum().item():.3f}")
+    print(f"{step}: {loss.sum().item():.3f}")
