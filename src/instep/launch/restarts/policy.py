@@ -93,9 +93,9 @@ class RestartPolicy:
     def _describe(self, attempt: Attempt, following: Attempt) -> str:
         size, fewer = sum(attempt.sizes), sum(following.sizes)
         where = (
-            "begins anew, as it has saved no instep.Checkpoint"
+            "begins anew, as it has saved no checkpoint"
             if self._reached is None
-            else f"goes on from step {self._reached.step}, {self._reached.path}"
+            else f"goes on from {self._reached.path}"
         )
         ranks = "" if fewer == size else f" with {fewer} of {size} ranks"
         return f"restart {self._restarts} of {self.max_restarts}{ranks}: the job {where}"

@@ -17,6 +17,8 @@ import torch
 
 from instep.distributed.communication.transport import get_transport
 from instep.training.checkpoint import storage
+from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.random_streams import RNGStates
 from instep.unedited import seeds
 from instep.unedited.checkpoint.encoding import encode
@@ -38,6 +40,7 @@ class LoopIterations:
         self._folder = folder
         self._files = WrittenFiles(folder)
         self._entered = 0
+        self._lock: FolderLock | None = None
 
     def each(self, values: Iterable[Any], line: int) -> Iterable[Any]:
         """The values of a `for` loop that begins at `line`."""
@@ -49,6 +52,10 @@ class LoopIterations:
 
     def _enter(self, line: int) -> _Loop:
         self._entered += 1
+        if self._lock is None and get_transport().rank == 0:
+            with bypass_overlay():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(self._folder)
         return _Loop(self._folder / f"loop-{self._entered}", line, self._files)
 
 
@@ -111,7 +118,8 @@ class _Loop:
             found = storage.read_latest(self._folder) if self._rank == 0 else None
         state: dict[str, Any] | None = None
         if found is not None:
-            state = found[1]
+            path, state = found
+            ResumePoint(storage.step_of(path), str(path)).note()
         state = get_transport().broadcast_object(state, 0)
         self._before = hold(frame)
         if state is not None:
@@ -163,7 +171,8 @@ class _Loop:
             "files": self._files.encode(),
         }
         with bypass_overlay():
-            storage.write(self._folder, self._iteration, state)
+            path = storage.write(self._folder, self._iteration, state)
+            ResumePoint(self._iteration, str(path)).note()
             for old in storage.list_checkpoints(self._folder)[2:]:
                 storage.remove(old)
 
