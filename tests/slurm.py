@@ -122,6 +122,11 @@ class Slurm:
         self._ask("scontrol", "update", f"jobid={job}", "StartTime=now+2")
         self._until(lambda: self._shows(job, "Restarts=1", "JobState=RUNNING"))
 
+    def cancel_requeued(self, job: str, restarts: int) -> None:
+        """Wait until a job is queued again after so many restarts, and cancel it."""
+        self._until(lambda: self._shows(job, f"Restarts={restarts}", "Reason=BeginTime"))
+        self._ask("scancel", job)
+
     def _shows(self, job: str, *words: str) -> bool:
         shown = self._shown(job)
         return all(word in shown for word in words)

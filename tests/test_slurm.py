@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import components
 from instep import cli
@@ -104,3 +105,74 @@ def test_a_submitted_job_that_is_queued_again_starts_cleanly_under_its_id(
     for turn in range(2):
         for rank in range(2):
             assert (tmp_path / f"turn{turn}rank{rank}").read_text() == f"{job} 2 3.0"
+
+
+RESUMES = """
+import os, signal, subprocess, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import instep
+
+folder, turn = sys.argv[1], os.environ.get("SLURM_RESTART_COUNT", "0")
+torch.manual_seed(0)
+rows = torch.arange(40.0)
+data = TensorDataset(torch.stack([rows.sin(), rows.cos()], 1), rows.sqrt()[:, None])
+model = instep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+loader = instep.shard(DataLoader(data, 8, shuffle=True))
+saved = instep.Checkpoint(folder + "/saved", model=model, optimizer=optimizer, loader=loader)
+arrived, signalled = os.pipe()
+os.set_blocking(signalled, False)
+for epoch in saved.epochs(3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if (turn, saved.steps) in (("0", 6), ("1", 9)):  # in the second epoch
+            signal.set_wakeup_fd(signalled)
+            instep.barrier()
+            if instep.rank == 0:
+                job = os.environ["SLURM_JOB_ID"]
+                subprocess.run(["scancel", "--signal=TERM", job], check=True)
+            os.read(arrived, 1)
+        saved.step()
+if instep.rank == 0:
+    torch.save(model.state_dict(), folder + "/final.pt")
+    with open(folder + "/done", "w") as done:
+        done.write(f"{instep.world_size}")
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+@components.needs("Slurm")
+def test_a_preempted_job_saves_is_queued_again_and_goes_on_with_another_number_of_ranks(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    told = environ | cluster.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    folders = tmp_path / "alone", tmp_path / "queued"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text(RESUMES)
+    alone, queued = folders
+
+    def submit(nodes: int) -> str:
+        options = ["--nodes", str(nodes), "--requeue-at-limit", "--submit"]
+        ran = subprocess.run(
+            [sys.executable, "-m", "instep", "slurm", *options, "train.py", queued],
+            cwd=queued, env=told, capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        return ran.stdout.split()[-1]
+
+    os.mkfifo(queued / "done")
+    job = submit(2)
+    cluster.start_again(job)  # after the sixth step
+    cluster.cancel_requeued(job, 2)  # after the ninth
+    submit(1)
+    assert (queued / "done").read_text() == "1"
+    one = [sys.executable, "train.py", alone]
+    subprocess.run(one, cwd=alone, env=told | {"SLURM_RESTART_COUNT": "2"}, timeout=60, check=True)
+    first, second = (torch.load(f / "final.pt", weights_only=True) for f in folders)
+    assert first["weight"].allclose(second["weight"], rtol=1e-5)
+    assert first["bias"].allclose(second["bias"], rtol=1e-5)
