@@ -84,6 +84,24 @@ def test_every_rank_sees_what_one_process_would(
         ranks.command(lambda: next(starts))
 
 
+def test_a_rank_that_made_its_working_directory_before_rank_0_is_in_rank_0s_after_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    ranks = Ranks(tmp_path)
+    with seen_through(ranks.files[1]):
+        os.makedirs("out")
+        os.chdir("out")
+        assert os.getcwd() == str(folder / "out")
+    (folder / "out").mkdir()
+    with seen_through(ranks.files[1]):
+        ranks.command(lambda: write(f"{folder}/out/log", "w", "command"))
+        assert os.listdir() == ["log"]
+    assert os.readlink("/proc/self/cwd") == str(folder / "out")
+
+
 def test_what_is_open_and_what_only_this_rank_has_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -373,7 +373,7 @@ def chdir(original: Function, path: Any) -> None:
 
 def getcwd(original: Function) -> str:
     """For os.getcwd."""
-    files = current_files()
+    files = files_for()
     here: str = original()
     return files.visible_path(here) if isinstance(files, OverlayFiles) else here
 
