@@ -215,7 +215,11 @@ def one_process(steps: int = 8) -> list[Any]:
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("victim", "death"), [(0, "os.kill(os.getpid(), 9)"), (2, "raise ValueError('spam')")]
+    ("victim", "death"),
+    [
+        (0, "os.kill(os.getpid(), 9)"),
+        pytest.param(2, "raise ValueError('spam')", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_others_go_on_from_the_last_commit(launch: Launch, victim: int, death: str) -> None:
     script = train_script(launch, f"if started == {victim}:\n    {death}")
@@ -248,6 +252,7 @@ def test_a_rank_without_which_the_job_cannot_go_on_is_replaced(launch: Launch) -
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_a_job_whose_ranks_all_fail_ends_with_the_first_failure(launch: Launch) -> None:
     script = train_script(launch, "raise ValueError('spam')")
     done = launch.run("-np", 2, "--min-np", 1, "python", script)
@@ -265,6 +270,7 @@ def test_a_failure_before_the_ranks_have_met_ends_the_job(launch: Launch) -> Non
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_ranks_are_added_where_the_script_finds_hosts_until_the_limit_of_resets(
     launch: Launch, tmp_path: Path
 ) -> None:

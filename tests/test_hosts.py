@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -305,13 +306,18 @@ def test_a_job_is_asked_on_any_of_its_hosts(hosts, tmp_path):
         os.mkfifo(tmp_path / name)
     there = os.open(tmp_path / "there", os.O_RDWR)
     answers = []
+    waits = re.compile(r"ranks 0-2 wait in barrier at .*asked.py:8")
 
     def ask():
         os.read(there, 1)
         where = [*PYTHON, "-m", "instep", "where"]
+        until = time.monotonic() + 60
         for host in (1, 0):
-            asked = subprocess.run(hosts.on(host, *where), capture_output=True, text=True)
-            answers.append(asked.stdout + asked.stderr)
+            answer = ""
+            while not waits.search(answer) and time.monotonic() < until:  # others are on their way
+                asked = subprocess.run(hosts.on(host, *where), capture_output=True, text=True)
+                answer = asked.stdout + asked.stderr
+            answers.append(answer)
         (tmp_path / "go").write_text("")
 
     asker = threading.Thread(target=ask)
@@ -321,7 +327,7 @@ def test_a_job_is_asked_on_any_of_its_hosts(hosts, tmp_path):
     os.close(there)
     assert [code for code, _, _ in ends] == [0, 0], ends
     for answer in answers:
-        assert re.search(r"ranks 0-2 wait in barrier at .*asked.py:8", answer), answers
+        assert waits.search(answer), answers
         assert re.search(r"rank 3 is in user code at .*asked.py:7, waiting for a file", answer)
 
 

@@ -187,11 +187,17 @@ def test_the_other_hosts_go_on_when_one_is_lost(launch: Launch) -> None:
 
 
 @pytest.mark.launch
-def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not() -> None:
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(["rank"], 1), pytest.param(["writer", "supervisor"], 6, marks=pytest.mark.nightly)],
+)
+def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not(
+    targets: list[str], count: int
+) -> None:
     """The short form of tests/kills.py."""
-    outcome = kills.run(3, ("rank", "writer", "supervisor"), 1, 3, lambda line: None)
+    outcome = kills.run(count, targets, 1, count, lambda line: None)
     assert outcome.wrong == []
-    assert sum(outcome.kills.values()) == 3
+    assert sum(outcome.kills.values()) >= count
 
 
 @pytest.mark.parametrize(

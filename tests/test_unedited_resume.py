@@ -214,7 +214,11 @@ def final(folder: Path):
     return torch.load(folder / "final.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("text", [MODULE_LEVEL, IN_FUNCTIONS, NANOGPT, FOLDS])
+def at_night(*texts: str):
+    return [pytest.param(text, marks=pytest.mark.nightly) for text in texts]
+
+
+@pytest.mark.parametrize("text", [MODULE_LEVEL, IN_FUNCTIONS, *at_night(NANOGPT, FOLDS)])
 def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     alone, killed = place(tmp_path / "alone", text), place(tmp_path / "killed", text)
     assert run(alone) == 0
@@ -266,6 +270,7 @@ def test_the_loop_is_the_outermost_that_counts_and_keeps_its_optimizer(text, lin
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_it_goes_on_at_another_number_of_ranks(tmp_path) -> None:
     alone, killed = (
         place(tmp_path / "alone", MODULE_LEVEL),
