@@ -303,7 +303,8 @@ instep.barrier()
 
 @pytest.mark.launch
 @components.needs("Slurm")
-@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 3])
 def test_the_other_host_hears_of_a_rank_that_never_came(
     cluster: Slurm, tmp_path: Path, rank: int
 ) -> None:

@@ -49,7 +49,7 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("by", ["flag", "variable"])
+@pytest.mark.parametrize("by", ["flag", pytest.param("variable", marks=pytest.mark.nightly)])
 def test_a_timeline_by_horovods_names_has_the_collectives(
     launch: Launch, tmp_path: Path, by: str
 ) -> None:

@@ -93,6 +93,7 @@ def test_instep_run_by_a_shared_file(hosts, tmp_path, oracle):
     assert not (tmp_path / "meet").exists()
 
 
+@pytest.mark.nightly
 def test_torchrun(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_torchrun(hosts, *c), "torchrun")
 

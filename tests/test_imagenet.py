@@ -105,7 +105,7 @@ WAYS = {
     "distributed alone": ([*PYTHON, "distributed.py"], 1, (), nightly),
     "torchrun": ([*TORCHRUN, "--nproc-per-node", "2", "distributed.py"], 2, (), nightly),
     "MPICH": ([*MPICH, "-n", "3", *PYTHON, "distributed.py"], 3, ("MPICH",), nightly),
-    "spawn": ([*PYTHON, "spawn.py", "--nprocs", "2"], 2, (), ()),
+    "spawn": ([*PYTHON, "spawn.py", "--nprocs", "2"], 2, (), nightly),
     "spawn, 3": ([*PYTHON, "spawn.py", "--nprocs", "3"], 3, (), nightly),
     "Jittor": ([*OPEN_MPI, "-n", "2", *PYTHON, "jittor_style.py"], 2, ("Open MPI",), ()),
     "Jittor, 3": ([*OPEN_MPI, "-n", "3", *PYTHON, "jittor_style.py"], 3, ("Open MPI",), nightly),

@@ -238,7 +238,10 @@ def test_a_file_that_only_the_last_collection_closes_is_whole(launch: Launch) ->
     assert (launch.folder / "log").read_text() == "all of it"
 
 
-@pytest.mark.parametrize("tuned", [{}, {"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}])
+@pytest.mark.parametrize(
+    "tuned",
+    [{}, pytest.param({"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}, marks=pytest.mark.nightly)],
+)
 def test_ranks_keep_memory_that_they_have_freed(launch: Launch, tuned: dict[str, str]) -> None:
     script = launch.script("""
         import resource
@@ -255,7 +258,7 @@ def test_ranks_keep_memory_that_they_have_freed(launch: Launch, tuned: dict[str,
     assert launch.events(2) == [[not tuned]] * 2
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_heap_is_asked_for_in_huge_pages(launch: Launch, limited: bool) -> None:
     script = launch.script("""
         import re, resource

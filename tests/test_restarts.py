@@ -85,14 +85,14 @@ def test_a_lost_host_is_left_out_if_there_is_a_minimum() -> None:
     policy = RestartPolicy(9, min_ranks=2)
     decision = policy.next_attempt(TWO_HOSTS, lost(1))
     assert decision.next == Attempt((2,), (0,))
-    alone = place_in(decision.next, NodeConfig(0, 2), 0)
+    alone = place_in(decision.next, NodeConfig(0, 2))
     assert (alone.node, alone.nodes) == (0, 1)
     decision = RestartPolicy(9).next_attempt(TWO_HOSTS, lost(1))
     assert (decision.next, decision.message) == (None, "2 ranks are left, and --min is 4")
     assert RestartPolicy(9, min_ranks=1).next_attempt(TWO_HOSTS, lost(0)).next is None
     third = RestartPolicy(9, 1).next_attempt(Attempt((1, 1, 1), (0, 1, 2)), lost(1))
     assert third.next == Attempt((1, 1), (0, 2))
-    assert place_in(third.next, NodeConfig(2, 3), 2) == NodeConfig(1, 2)
+    assert place_in(third.next, NodeConfig(2, 3)) == NodeConfig(1, 2)
 
 
 # ------------------------------------------------------------------------------ real processes

@@ -362,6 +362,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.launch
+@pytest.mark.nightly
 def test_the_watch_goes_on_after_ten_thousand_messages_of_strangers(tmp_path):
     (tmp_path / "train.py").write_text(WATCHED)
     with ExitStack() as held, (tmp_path / "err").open("w+") as err:

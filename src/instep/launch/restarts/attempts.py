@@ -20,25 +20,18 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
     """
     result = supervisor.run_job(job, started=started)
     attempt = Attempt(result.sizes, tuple(range(len(result.sizes))))
-    while True:
-        decision = policy.next_attempt(attempt, result)
-        if decision.next is None:
-            if decision.message:
-                _print(f"not restarted: {decision.message}")
-            return result
-        attempt = decision.next
-        if result.report:
-            sys.stderr.write(result.report)
+    restarts = 0
+    while (decision := policy.next_attempt(attempt, result)).next is not None:
+        sys.stderr.write(result.report)
         _print(decision.message)
-        node = attempt.nodes.index(job.hosts.node)
-        following = replace(
-            job,
-            size=attempt.sizes[node],
-            hosts=place_in(attempt, job.hosts, job.hosts.node),
-            restarts=job.restarts + 1,
-        )
+        attempt = decision.next
+        restarts += 1
+        hosts = place_in(attempt, job.hosts)
+        following = replace(job, size=attempt.sizes[hosts.node], hosts=hosts, restarts=restarts)
         result = supervisor.run_job(following, started=lambda: None)
-        job = replace(job, restarts=following.restarts)
+    if decision.message:
+        _print(f"not restarted: {decision.message}")
+    return result
 
 
 def _print(line: str) -> None:

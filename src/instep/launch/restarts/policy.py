@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.supervisor import JobResult
@@ -40,9 +40,7 @@ class RestartPolicy:
     """With fewer ranks than at first the job goes on down to this number; None: never."""
     _restarts: int = 0
     _last_error: tuple[int, str] | None = None
-    _lost_again: bool = False
-    """Whether the last attempt ended before it came further than the one before."""
-    _reached: ResumePoint | None = field(default=None)
+    _reached: ResumePoint | None = None
 
     def next_attempt(self, attempt: Attempt, result: JobResult) -> Decision:
         """Decide from how an attempt ended."""
@@ -76,8 +74,8 @@ class RestartPolicy:
         return True
 
     def _shrink(self, attempt: Attempt, result: JobResult, repeated: bool) -> Attempt | None:
-        """The next attempt: without the hosts that are lost, and with a rank less on the host
-        whose rank has died twice. None if too few ranks are left."""
+        """The next attempt: without the hosts that are lost, and after a repeated failure with a
+        rank less on the host where it was. None if too few ranks are left."""
         kept = [k for k in range(len(attempt.sizes)) if k not in result.lost_nodes]
         sizes = {k: attempt.sizes[k] for k in kept}
         assert result.first is not None
@@ -101,9 +99,9 @@ class RestartPolicy:
         return f"restart {self._restarts} of {self.max_restarts}{ranks}: the job {where}"
 
 
-def place_in(attempt: Attempt, hosts: NodeConfig, node: int) -> NodeConfig:
-    """The place in an attempt of the host that had this number in the first one."""
-    return replace(hosts, node=attempt.nodes.index(node), nodes=len(attempt.nodes))
+def place_in(attempt: Attempt, first: NodeConfig) -> NodeConfig:
+    """The place of a host in an attempt, from its place in the first one."""
+    return replace(first, node=attempt.nodes.index(first.node), nodes=len(attempt.nodes))
 
 
 def _signature(failure: Failure) -> tuple[int, str]:
