@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -58,6 +60,20 @@ def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
     changed[0] = 0.0
     changed.mul_(2)
     assert changed.sum() == 2 * whole[1:].sum()
+
+
+@ranks(2)
+def test_a_module_whose_calls_were_sharded_is_freed_with_its_parameters() -> None:
+    found = []
+    with sharding():
+        for _ in range(2):
+            model = mlp()
+            for _ in range(3):
+                model(torch.randn(8, 6)).sum().backward()
+            found += [weakref.ref(model), weakref.ref(next(model.parameters()))]
+    del model
+    gc.collect()
+    assert [each() for each in found] == [None] * 4
 
 
 class CouplesLater(nn.Linear):

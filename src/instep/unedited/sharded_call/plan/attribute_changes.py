@@ -10,8 +10,8 @@ import types
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter, itemgetter
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class AttributeChanges:
     """The plain attributes of a module and of what they lead to."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module = ref(module)  # `_known` must not keep it
         self._tables: list[_Table] = []
         self._known: dict[Key, Any] = {}
         self._changed: dict[Key, Any] = {}
@@ -112,9 +112,10 @@ class AttributeChanges:
 
     def _look_anew(self) -> dict[Key, Any]:
         """Walk the object graph again; returns what is new in it, or different."""
-        graph = ObjectGraph(dict(self._module.named_modules()))
+        modules = dict(cast(nn.Module, self._module()).named_modules())
+        graph = ObjectGraph(modules)
         tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
-        self._tables = tables[: MAX_TABLES + sum(1 for _ in self._module.modules())]
+        self._tables = tables[: MAX_TABLES + len(modules)]
         count: Counter[str] = Counter()
         for table in self._tables:
             path = table.key[0]
