@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,10 @@ def test_fewer_samples_than_half_of_the_ranks_are_enough_for_a_sampler():
     assert list(sampler) == [7]
 
 
-def test_horovods_modules_have_these_names() -> None:
+def test_horovods_modules_have_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from instep.compat import finder
 
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     finder.install()
     from horovod.common.elastic import ObjectState, State
     from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt

@@ -163,7 +163,7 @@ class Driver:
         now = time.monotonic()
         living = {m.slot: m.rank for m in self._members if m.kill_at == float("inf")}
         free = self._hosts.slots(now)
-        if self._has_finished:  # who asks for another world goes on without new ranks
+        if self._has_finished:  # ranks that meet again get no new ones
             free = [slot for slot in free if slot in living]
         chosen = plan_slots(free, living, self._options.most)
         for member in self._members:

@@ -1,4 +1,4 @@
-"""Whether a job is started again after a failure, and with how many ranks (pure)."""
+"""Whether a job is started again after a failure, and with how many ranks. No communication."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ class RestartPolicy:
     def next_attempt(self, attempt: Attempt, result: JobResult) -> Decision:
         """Decide from how an attempt ended."""
         first = result.first
-        if result.code == 0 or first is None or result.requested_signal is not None:
-            return Decision(None)
-        if not self.max_restarts or result.requests_requeue:
+        was_told = result.requested_signal is not None or result.requests_requeue
+        if result.code == 0 or first is None or was_told:
             return Decision(None)
         advanced = self._advance(result.resume_point)
         error = None if first.lost_host or first.code < 0 else _signature(first)
@@ -105,7 +104,7 @@ def place_in(attempt: Attempt, first: NodeConfig) -> NodeConfig:
 
 
 def _signature(failure: Failure) -> tuple[int, str]:
-    """What two failures of one cause have in common: the exception, and the script's last line."""
+    """The exit code, the exception and its last line of code: equal in failures of one cause."""
     lines = [line.strip() for line in failure.text.splitlines() if line.strip()]
     places = [line for line in lines if line.startswith("File ")]
     return failure.code, "\n".join([*places[-1:], *lines[-1:]])

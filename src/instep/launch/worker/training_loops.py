@@ -1,6 +1,6 @@
-"""Finds the loops of a script that `--checkpoint` saves, and lets them pass by LoopIterations.
+"""Finds the training loops of a script for `--checkpoint`, and has LoopIterations called in each.
 
-The text is changed in memory only, and lines keep their numbers.
+The source is rewritten in memory only, and lines keep their numbers.
 
 Such a loop counts (`for epoch in range(90)`, `while step < limit`), leads to a call of `backward`,
 itself or through functions of the script, and makes no optimizer. Of loops inside of one another it
@@ -30,9 +30,9 @@ from instep.unedited.checkpoint.loop_iterations import LoopIterations
 from instep.unedited.errors import CannotSaveScriptError
 
 HANDLE = "__instep_iterations__"
-"""The builtin through which the loops pass."""
+"""The builtin that the rewritten loops call."""
 _BARS = ("tqdm", "trange", "track", "progress_bar", "master_bar", "reversed", "enumerate", "iter")
-"""Functions that hand on what they are given."""
+"""Functions whose result has the items of their argument."""
 _COUNTS = ("range", "trange", "count", "arange", "prange")
 _OF_TORCH = ("train", "eval", "step", "update", "save", "load")
 """Names that methods of torch and of the script may share."""
@@ -240,7 +240,7 @@ def _call(method: str, *arguments: ast.expr) -> ast.Call:
 
 
 class _Compiler:
-    """Compiles files of a script so that their training loops pass by `LoopIterations`."""
+    """Compiles files of a script so that their training loops call `LoopIterations`."""
 
     def __init__(self, command: Sequence[str]) -> None:
         entry = static_opt_out.find_entry(command)[0]

@@ -45,28 +45,10 @@ _ENDS = (
 _LIBRARIES = frozenset(
     [
         *("instep", "tqdm", "rich", "logging", "warnings", "csv", "_csv", "matplotlib"),
-        *(
-            "wandb",
-            "mlflow",
-            "tensorboard",
-            "tensorboardX",
-            "comet_ml",
-            "neptune",
-            "aim",
-            "clearml",
-        ),
-        *("threading", "_thread", "weakref", "ctypes", "multiprocessing", "concurrent", "asyncio"),
-        *(
-            "subprocess",
-            "socket",
-            "inspect",
-            "ast",
-            "importlib",
-            "abc",
-            "contextlib",
-            "typing",
-            "comet_ml",
-        ),
+        *("wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "aim"),
+        *("clearml", "threading", "_thread", "weakref", "ctypes", "multiprocessing"),
+        *("concurrent", "asyncio", "subprocess", "socket", "inspect", "ast", "importlib", "abc"),
+        *("contextlib", "typing"),
     ]
 )
 """Their objects write, display or organise, and hold nothing that a training computes with."""

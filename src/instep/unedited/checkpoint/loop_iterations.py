@@ -87,7 +87,7 @@ class WhileIterations:
         self._loop = loop
 
     def next(self) -> bool:
-        """A iteration has ended, or the first one is about to begin; always True."""
+        """An iteration has ended, or the first one is about to begin; always True."""
         frame = sys._getframe(1)
         if not self._loop.has_begun:
             self._loop.begin(frame)

@@ -1,4 +1,4 @@
-"""Lets what a script has built again be what it was when a checkpoint was written."""
+"""Restores the state of a checkpoint in the objects that a script has built up to its loop."""
 
 from __future__ import annotations
 
