@@ -22,7 +22,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     is_idle_worker,
     script_position,
 )
-from instep.process.last_position import read_whole
+from instep.process.last_position import read_whole, write_later_position
 from instep.process.procfs import (
     context_switches,
     current_folder,
@@ -276,6 +276,10 @@ class RankProbe:
         return False
 
     def _seen_line(self) -> str:
+        """The last known line: of its last position, or of a collective that it entered later."""
+        position = record_format.read_position(self._rank.record)
+        if position is not None:
+            write_later_position(self._rank.seen, *position)
         text = read_whole(self._rank.seen).rstrip("\0")
         return text.partition(" ")[2] or "an unknown line"
 
