@@ -23,7 +23,7 @@ from instep.distributed.watchdog.call_stack import main_thread_line
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.stalls import job_socket, stall_coordinator
-from instep.distributed.watchdog.stalls.probe import awaited_entry
+from instep.distributed.watchdog.stalls.probe import ProbeTarget, RankProbe, awaited_entry
 from instep.distributed.watchdog.stalls.python_stacks import STACK_SIGNAL
 from instep.distributed.watchdog.stalls.rank_watch import waiting_share
 from instep.distributed.watchdog.stalls.report import (
@@ -38,6 +38,7 @@ from instep.distributed.watchdog.stalls.stack_dumps import (
     script_position,
 )
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
+from instep.process.last_position import write_position
 from launching import Launch
 
 SCRIPT = """
@@ -349,6 +350,24 @@ def test_a_collective_that_an_exception_left_is_not_waited_in() -> None:
     entry = awaited_entry(record_format.read(fd))
     assert entry is not None
     assert entry.op == "broadcast"
+
+
+def test_a_stopped_rank_was_last_seen_in_a_collective_that_it_entered_since(tmp_path) -> None:
+    recorder, loop, states = FlightRecorder(), EventLoop(), []
+    fd = recorder.file_descriptor()
+    recorder.leave(recorder.enter("barrier", None, None, "0:0-2"))
+    (entry,) = record_format.read(fd).entries
+    with subprocess.Popen([sys.executable], stdin=subprocess.PIPE) as rank:
+        rank.send_signal(signal.SIGSTOP)
+        os.waitpid(rank.pid, os.WUNTRACED)
+        with (tmp_path / "seen").open("w+b") as seen:
+            write_position(seen.fileno(), "the start", seen=0.0)
+            target = ProbeTarget(rank.pid, fd, seen.fileno(), lambda: None)
+            dumps = StackDumps(loop, None, int(STACK_SIGNAL))
+            RankProbe(loop, target, dumps, waits_too=False, waited=0.0, done=states.append)
+        rank.kill()
+    (state,) = states
+    assert state["what"].endswith(f" was last seen at {entry.line.removeprefix(f'{os.getcwd()}/')}")
 
 
 def test_the_share_of_time_in_collectives_counts_overlaps_once() -> None:
