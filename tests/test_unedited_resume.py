@@ -269,28 +269,39 @@ def test_the_loop_is_the_outermost_that_counts_and_keeps_its_optimizer(text, lin
     assert script.lines[found - 1].strip() == line
 
 
+def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The script in a folder under `instep run` with these options."""
+    return subprocess.run(
+        [sys.executable, "-m", "instep", "run", *options, "--checkpoint", "saved", "train.py"],
+        cwd=folder,
+        env=os.environ | {"INSTEP_SEED": "5", "INSTEP_DIVIDE": "always"},
+        timeout=90,
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.launch
-@pytest.mark.nightly
-def test_it_goes_on_at_another_number_of_ranks(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [["-n", "2", "--max-restarts", "1"]],
+        pytest.param([["-n", "2"], ["-n", "3"]], marks=pytest.mark.nightly),
+    ],
+    ids=["started again by itself", "at another number of ranks"],
+)
+def test_a_killed_job_goes_on_with_the_numbers_of_one_process(tmp_path, commands) -> None:
     alone, killed = (
         place(tmp_path / "alone", MODULE_LEVEL),
         place(tmp_path / "killed", MODULE_LEVEL),
     )
     assert run(alone) == 0
     (killed / "fails").touch()
-    launch = [sys.executable, "-m", "instep", "run", "-n"]
-    environ = os.environ | {"INSTEP_SEED": "5", "INSTEP_DIVIDE": "always"}
-    for size in ("2", "3"):
-        ran = subprocess.run(
-            [*launch, size, "--checkpoint", "saved", "train.py"],
-            cwd=killed,
-            env=environ,
-            timeout=90,
-            capture_output=True,
-            text=True,
-        )
-        assert (ran.returncode == 0) == (size == "3"), ran.stderr
+    for options in commands:
+        ran = launch(killed, *options)
+        assert (ran.returncode == 0) == (options is commands[-1]), ran.stderr
     assert "goes on after iteration" in ran.stderr
+    assert "begins anew" not in ran.stderr
     (state, history, rate, _), (expected, history_alone, rate_alone, _) = (
         final(killed),
         final(alone),

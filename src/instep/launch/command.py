@@ -58,11 +58,12 @@ whole: all of them, with the same random numbers as plain Python"""
 
 RESTARTS = """\
 how often the job is started again after a rank has failed or a host was lost (default: 0). The
-script goes on from its last instep.Checkpoint. The same exception twice without a new checkpoint in
-between ends the job"""
+job goes on from the last checkpoint of instep.Checkpoint or --checkpoint. The same exception twice
+without a new checkpoint in between ends the job"""
 MIN = """\
-with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or a
-rank has died twice without a new checkpoint (default: as many ranks as at first)"""
+with --max-restarts: go on with fewer ranks, down to this number in all, when a host was lost or the
+same rank has died twice in the same way without a new checkpoint in between (default: as many ranks
+as at first)"""
 CHECKPOINT = """\
 save the training loop of an unedited script in this folder after each iteration (epoch), and go on
 from there if the folder holds one; at any number of ranks"""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,9 +21,9 @@ class ResumePoint:
     step: int
     path: str
 
-    def note(self) -> None:
-        """Note it for the supervisor of this rank, if there is one."""
-        if failure_file := os.environ.get(FAILURE_FILE):
+    def note(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Note it for the supervisor of this rank, if its launcher's variables name one."""
+        if failure_file := environ.get(FAILURE_FILE):
             noted = _noted(Path(failure_file))
             draft = noted.with_suffix(".draft-checkpoint")
             draft.write_text(json.dumps(asdict(self)))

@@ -6,6 +6,7 @@ Everything that the script holds at that point is what a process needs to go on 
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.random_streams import RNGStates
-from instep.unedited import seeds
+from instep.unedited import launcher_env, seeds
 from instep.unedited.checkpoint.encoding import encode
 from instep.unedited.checkpoint.restoring import restore
 from instep.unedited.checkpoint.script_objects import ScriptObjects, find_scopes, hold
@@ -119,7 +120,7 @@ class _Loop:
         state: dict[str, Any] | None = None
         if found is not None:
             path, state = found
-            ResumePoint(storage.step_of(path), str(path)).note()
+            _note(storage.step_of(path), path)
         state = get_transport().broadcast_object(state, 0)
         self._before = hold(frame)
         if state is not None:
@@ -172,7 +173,7 @@ class _Loop:
         }
         with bypass_overlay():
             path = storage.write(self._folder, self._iteration, state)
-            ResumePoint(self._iteration, str(path)).note()
+            _note(self._iteration, path)
             for old in storage.list_checkpoints(self._folder)[2:]:
                 storage.remove(old)
 
@@ -195,6 +196,11 @@ def _restore_streams(saved: dict[str, Any]) -> None:
     seeds.set_calls(saved["seeds"])
     if saved["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(saved["cuda"][: torch.cuda.device_count()])
+
+
+def _note(iteration: int, path: Path) -> None:
+    """Note for the supervisor what is saved. Its variables are masked from the script."""
+    ResumePoint(iteration, str(path)).note({**os.environ, **launcher_env.masked})
 
 
 def _print(line: str) -> None:
