@@ -81,6 +81,30 @@ def test_a_rank_that_dies_twice_is_left_out_if_there_is_a_minimum() -> None:
     assert policy.next_attempt(decision.next, failed(rank=2)).next == decision.next
 
 
+def test_different_deaths_without_a_checkpoint_do_not_end_the_job() -> None:
+    policy = RestartPolicy(9, min_ranks=3)
+    deaths = [failed(rank=1), failed(rank=2), failed(-signal.SIGSEGV, rank=1), raised("boo")]
+    for number, death in enumerate([*deaths, raised("another")], 1):
+        decision = policy.next_attempt(TWO_HOSTS, death)
+        assert decision.next == TWO_HOSTS
+        assert decision.message.startswith(f"restart {number} of 9: ")
+    assert policy.next_attempt(TWO_HOSTS, failed(rank=2)).next == Attempt((2, 1), (0, 1))
+    assert policy.next_attempt(TWO_HOSTS, raised("boo")).next is None
+
+
+def test_exit_codes_without_a_word_of_two_ranks_are_two_failures() -> None:
+    policy = RestartPolicy(9)
+    assert policy.next_attempt(TWO_HOSTS, failed(3, rank=1)).next == TWO_HOSTS
+    assert policy.next_attempt(TWO_HOSTS, failed(3, rank=2)).next == TWO_HOSTS
+    assert policy.next_attempt(TWO_HOSTS, failed(3, rank=1)).next is None
+
+
+def test_a_new_checkpoint_forgets_the_failures_before_it() -> None:
+    policy = RestartPolicy(9, min_ranks=1)
+    for step in (10, 20, 30):
+        assert policy.next_attempt(TWO_HOSTS, failed(step=step)).next == TWO_HOSTS
+
+
 def test_a_lost_host_is_left_out_if_there_is_a_minimum() -> None:
     policy = RestartPolicy(9, min_ranks=2)
     decision = policy.next_attempt(TWO_HOSTS, lost(1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from instep.launch.multi_node.hosts import NodeConfig
 from instep.launch.supervisor import JobResult
@@ -31,6 +32,20 @@ class Decision:
     """The line for the user."""
 
 
+@dataclass(frozen=True)
+class Failing:
+    """A failure, equal to others of the same cause."""
+
+    code: int
+    """The exit code; -n for signal n."""
+    rank: tuple[int, int] | None
+    """The host in the first attempt, and the rank's number on it; None: of any rank."""
+    text: str = ""
+    """The line of code and the exception."""
+    is_error: bool = False
+    """Whether the script has ended by itself."""
+
+
 @dataclass
 class RestartPolicy:
     """Decides after each attempt. Every supervisor of a job comes to the same decision."""
@@ -39,7 +54,8 @@ class RestartPolicy:
     min_ranks: int | None = None
     """With fewer ranks than at first the job goes on down to this number; None: never."""
     _restarts: int = 0
-    _last_error: tuple[int, str] | None = None
+    _seen: Counter[Failing] = field(default_factory=Counter)
+    """The failures since the last new checkpoint."""
     _reached: ResumePoint | None = None
 
     def next_attempt(self, attempt: Attempt, result: JobResult) -> Decision:
@@ -48,15 +64,16 @@ class RestartPolicy:
         was_told = result.requested_signal is not None or result.requests_requeue
         if result.code == 0 or first is None or was_told:
             return Decision(None)
-        advanced = self._advance(result.resume_point)
-        error = None if first.lost_host or first.code < 0 else _signature(first)
-        if error is not None and error == self._last_error and not advanced:
+        if self._advance(result.resume_point):
+            self._seen.clear()
+        failing = _identify(attempt, first)
+        is_repeated = self._seen[failing] > 0
+        self._seen[failing] += 1
+        if is_repeated and failing.is_error:
             return Decision(None, "the same error came twice without a new checkpoint in between")
-        repeated = not advanced and self._restarts > 0
-        self._last_error = error
         if self._restarts == self.max_restarts:
             return Decision(None, f"it was restarted {_times(self._restarts)} (--max-restarts)")
-        following = self._shrink(attempt, result, repeated)
+        following = self._shrink(attempt, result, is_repeated)
         if following is None:
             left = sum(attempt.sizes) - _lost_ranks(attempt, result.lost_nodes)
             return Decision(
@@ -72,13 +89,13 @@ class RestartPolicy:
         self._reached = point
         return True
 
-    def _shrink(self, attempt: Attempt, result: JobResult, repeated: bool) -> Attempt | None:
-        """The next attempt: without the hosts that are lost, and after a repeated failure with a
+    def _shrink(self, attempt: Attempt, result: JobResult, is_repeated: bool) -> Attempt | None:
+        """The next attempt: without the hosts that are lost, and after a repeated death with a
         rank less on the host where it was. None if too few ranks are left."""
         kept = [k for k in range(len(attempt.sizes)) if k not in result.lost_nodes]
         sizes = {k: attempt.sizes[k] for k in kept}
         assert result.first is not None
-        if repeated and self.min_ranks is not None and not result.lost_nodes:
+        if is_repeated and self.min_ranks is not None and not result.lost_nodes:
             node = _node_of(attempt.sizes, result.first.rank)
             if sizes[node] > 1 and sum(sizes.values()) > self.min_ranks:
                 sizes[node] -= 1
@@ -103,11 +120,16 @@ def place_in(attempt: Attempt, first: NodeConfig) -> NodeConfig:
     return replace(first, node=attempt.nodes.index(first.node), nodes=len(attempt.nodes))
 
 
-def _signature(failure: Failure) -> tuple[int, str]:
-    """The exit code, the exception and its last line of code: equal in failures of one cause."""
+def _identify(attempt: Attempt, failure: Failure) -> Failing:
+    """What makes a failure of one cause the same again."""
+    node = _node_of(attempt.sizes, failure.rank)
+    rank = attempt.nodes[node], failure.rank - sum(attempt.sizes[:node])
+    if failure.lost_host or failure.code < 0:
+        return Failing(failure.code, rank)
     lines = [line.strip() for line in failure.text.splitlines() if line.strip()]
     places = [line for line in lines if line.startswith("File ")]
-    return failure.code, "\n".join([*places[-1:], *lines[-1:]])
+    text = "\n".join([*places[-1:], *lines[-1:]])
+    return Failing(failure.code, None if text else rank, text, is_error=True)
 
 
 def _node_of(sizes: Sequence[int], rank: int) -> int:
