@@ -4,8 +4,8 @@
 
 Both are timed inside the same processes, in blocks of steps that alternate; each block holds one
 comparison of parameters. Off: the watchers are stopped by a signal, parameters are not compared,
-and gradients are not looked at. With --each, every one of these is also switched off alone. The
-flight record has no switch: it is timed by itself, for the collectives of a step.
+and gradients are not checked for NaN and infinity. With --each, every one of these is also switched
+off alone. The flight record has no switch: it is timed by itself, for the collectives of a step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import torch
 import torch.multiprocessing as mp
 
 import instep
+from instep.distributed.flight_record.record_format import COUNT
 from instep.distributed.flight_record.recorder import recorder
 from instep.training.drift import comparison
 from machine import machine, ratios, shown
 from step import replicated, timed, training_step
 
-WATCHERS, COMPARISONS, GRADIENTS = "watchers", "comparisons", "look at gradients"
+WATCHERS, COMPARISONS, GRADIENTS = "watchers", "comparisons", "gradient checks"
 WAYS = {
     "on": (),
     "off": (WATCHERS, COMPARISONS, GRADIENTS),
@@ -91,9 +92,9 @@ def rank_main(rank: int, asked: argparse.Namespace, store: str) -> None:
     ways = list(WAYS) if asked.each else ["on", "off"]
     step = training_step(asked.model, replicated())
     timed(step, STEPS)
-    before = recorder._words[0]
+    before = recorder._words[COUNT]
     timed(step, 10)
-    collectives = (recorder._words[0] - before) / 10
+    collectives = (recorder._words[COUNT] - before) / 10
     times: dict[str, list[float]] = {way: [] for way in ways}
     shuffler = random.Random(0)  # the same order on all ranks
     for block in range(asked.blocks):

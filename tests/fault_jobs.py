@@ -231,7 +231,8 @@ class Row:
     """Whether a stall was reported before the fault."""
     took: float
     """Seconds from the start to the end of the job."""
-    output: str
+    output: str = ""
+    """Of the job; empty in figures that are kept without it."""
 
     @property
     def key(self) -> tuple[str, str, str]:

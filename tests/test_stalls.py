@@ -360,12 +360,14 @@ def test_a_stopped_rank_was_last_seen_in_a_collective_that_it_entered_since(tmp_
     with subprocess.Popen([sys.executable], stdin=subprocess.PIPE) as rank:
         rank.send_signal(signal.SIGSTOP)
         os.waitpid(rank.pid, os.WUNTRACED)
-        with (tmp_path / "seen").open("w+b") as seen:
-            write_position(seen.fileno(), "the start", seen=0.0)
-            target = ProbeTarget(rank.pid, fd, seen.fileno(), lambda: None)
-            dumps = StackDumps(loop, None, int(STACK_SIGNAL))
-            RankProbe(loop, target, dumps, waits_too=False, waited=0.0, done=states.append)
-        rank.kill()
+        try:
+            with (tmp_path / "seen").open("w+b") as seen:
+                write_position(seen.fileno(), "the start", seen=0.0)
+                target = ProbeTarget(rank.pid, fd, seen.fileno(), lambda: None)
+                dumps = StackDumps(loop, None, int(STACK_SIGNAL))
+                RankProbe(loop, target, dumps, waits_too=False, waited=0.0, done=states.append)
+        finally:
+            rank.kill()
     (state,) = states
     assert state["what"].endswith(f" was last seen at {entry.line.removeprefix(f'{os.getcwd()}/')}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,13 +32,13 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Failing:
-    """A failure, equal to others of the same cause."""
+class FailureCause:
+    """What is equal in two failures of one cause."""
 
     code: int
     """The exit code; -n for signal n."""
     rank: tuple[int, int] | None
-    """The host in the first attempt, and the rank's number on it; None: of any rank."""
+    """The host's number in the first attempt, and the local rank; None: of any rank."""
     text: str = ""
     """The line of code and the exception."""
     is_error: bool = False
@@ -54,8 +53,8 @@ class RestartPolicy:
     min_ranks: int | None = None
     """With fewer ranks than at first the job goes on down to this number; None: never."""
     _restarts: int = 0
-    _seen: Counter[Failing] = field(default_factory=Counter)
-    """The failures since the last new checkpoint."""
+    _seen: set[FailureCause] = field(default_factory=set)
+    """The causes of failures since the last new checkpoint."""
     _reached: ResumePoint | None = None
 
     def next_attempt(self, attempt: Attempt, result: JobResult) -> Decision:
@@ -66,10 +65,10 @@ class RestartPolicy:
             return Decision(None)
         if self._advance(result.resume_point):
             self._seen.clear()
-        failing = _identify(attempt, first)
-        is_repeated = self._seen[failing] > 0
-        self._seen[failing] += 1
-        if is_repeated and failing.is_error:
+        cause = _cause_of(attempt, first)
+        is_repeated = cause in self._seen
+        self._seen.add(cause)
+        if is_repeated and cause.is_error:
             return Decision(None, "the same error came twice without a new checkpoint in between")
         if self._restarts == self.max_restarts:
             return Decision(None, f"it was restarted {_times(self._restarts)} (--max-restarts)")
@@ -120,16 +119,16 @@ def place_in(attempt: Attempt, first: NodeConfig) -> NodeConfig:
     return replace(first, node=attempt.nodes.index(first.node), nodes=len(attempt.nodes))
 
 
-def _identify(attempt: Attempt, failure: Failure) -> Failing:
-    """What makes a failure of one cause the same again."""
+def _cause_of(attempt: Attempt, failure: Failure) -> FailureCause:
+    """The cause of a failure, as far as it can be told from others."""
     node = _node_of(attempt.sizes, failure.rank)
     rank = attempt.nodes[node], failure.rank - sum(attempt.sizes[:node])
     if failure.lost_host or failure.code < 0:
-        return Failing(failure.code, rank)
+        return FailureCause(failure.code, rank)
     lines = [line.strip() for line in failure.text.splitlines() if line.strip()]
     places = [line for line in lines if line.startswith("File ")]
     text = "\n".join([*places[-1:], *lines[-1:]])
-    return Failing(failure.code, None if text else rank, text, is_error=True)
+    return FailureCause(failure.code, None if text else rank, text, is_error=True)
 
 
 def _node_of(sizes: Sequence[int], rank: int) -> int:
