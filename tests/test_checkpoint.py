@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -373,6 +375,42 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     found = run(2, resume_past_damage, str(tmp_path))
     assert [steps for steps, _ in found] == [2, 2]
     assert "step-00000003/model.safetensors is damaged" in found[0][1][0]
+
+
+def resume_and_count(folder, reads):
+    """How often this rank opens a file of tensors; `reads`: whether rank 1's disk can be read."""
+    opened = []
+
+    def count(file, *args, original=open, **kwargs):
+        if str(file).endswith(".safetensors"):
+            opened.append(Path(file).name)
+            if instep.rank == 1 and not reads:
+                raise OSError("a disk that fails")
+        return original(file, *args, **kwargs)
+
+    training = Training(folder)
+    with patch("builtins.open", count):
+        training.checkpoint.resume()
+    training.checkpoint.close()
+    return Counter(opened), training.model.state_dict()
+
+
+def test_each_rank_reads_each_file_once(tmp_path):
+    run(2, train, str(tmp_path), 3, every=3)
+    files = Counter(file.name for file in tmp_path.glob("step-*/*.safetensors"))
+    assert len(files) >= 2
+    for opened, _ in run(2, resume_and_count, str(tmp_path), True):
+        assert opened == files
+
+
+def test_a_rank_that_cannot_read_gets_the_state_of_rank_0(tmp_path):
+    run(2, train, str(tmp_path), 3, every=3)
+    [(_, first), (opened, second)] = run(2, resume_and_count, str(tmp_path), False)
+    assert sum(opened.values()) == 1
+    saved = storage.read(tmp_path / "step-00000003")["model"]
+    for name, value in saved.items():
+        assert torch.equal(first[name], value)
+        assert torch.equal(second[name], value)
 
 
 def hold(folder):

@@ -162,12 +162,14 @@ def test_every_flipped_byte_and_every_cut_is_seen(tmp_path):
                 content[:at],
             ):
                 file.write_bytes(damaged)
-                with pytest.raises(DamagedCheckpointError, match=file.name):
-                    storage.read(path)
+                for use in (storage.read, storage.verify):
+                    with pytest.raises(DamagedCheckpointError, match=file.name):
+                        use(path)
                 tried += 1
         file.write_bytes(content + b"\n")
-        with pytest.raises(DamagedCheckpointError, match=file.name):
-            storage.read(path)
+        for use in (storage.read, storage.verify):
+            with pytest.raises(DamagedCheckpointError, match=file.name):
+                use(path)
         file.write_bytes(content)
     assert tried > 900
     assert same(storage.read(path), small_state())

@@ -186,14 +186,15 @@ class Checkpoint:
         """
         with phase("checkpoint"):
             self._writer.wait()
+            state: dict[str, Any] | None = None
             with single_process_scope() as here:
-                if here:
-                    here.value = storage.latest(self.folder)
+                if here and (found := storage.read_latest(self.folder)) is not None:
+                    here.value, state = found
             self._has_resumed = True
             if here.value is None:
                 return False
             path: Path = here.value
-            self._load(path, self._read(path))
+            self._load(path, self._read(path, state))
         if get_transport().rank == 0:
             ResumePoint(self._step, str(path)).note()
             where = f"epoch {self._epoch}, step {self._step}"
@@ -260,14 +261,20 @@ class Checkpoint:
         }
         return state
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path, of_rank_0: dict[str, Any] | None) -> dict[str, Any]:
         """The state in a checkpoint: read by every rank that sees it, else sent by rank 0."""
         transport = get_transport()
+        state = of_rank_0
         seen = transport.all_gather_object(storage.checksum(path))
-        if len(set(seen)) == 1:
-            return storage.read(path)
-        state = storage.read(path) if transport.rank == 0 else {}
-        return transport.broadcast_object(state, 0)
+        if transport.rank != 0 and seen[transport.rank] == seen[0]:
+            try:
+                state = storage.read(path)
+            except (CheckpointError, OSError):
+                state = None  # rank 0 could read it
+        if all(transport.all_gather_object(state is not None)):
+            assert state is not None
+            return state
+        return transport.broadcast_object(of_rank_0 or {}, 0)
 
     def _load(self, path: Path, state: dict[str, Any]) -> None:
         training = state.pop(_TRAINING)

@@ -17,10 +17,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from instep.errors import InstepWarning
 from instep.training.checkpoint.errors import DamagedCheckpointError, NewerFormatError
 from instep.training.checkpoint.state_trees import decode, encode
-from instep.training.checkpoint.tensor_files import read_tensors, write_tensors
+from instep.training.checkpoint.tensor_files import read_tensors, verify_tensors, write_tensors
 from instep.version import __version__
 
 FORMAT = 1
@@ -37,6 +37,7 @@ _INDEX = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _AT_CWD = -100
 _RENAME_EXCHANGE = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,17 @@ def read(path: Path) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
         file = f"{name}.safetensors"
         if file in index["files"]:
-            size = _size(path / file)
-            if size != index["files"][file]["bytes"]:
-                what = f"it has {size} bytes of {index['files'][file]['bytes']}"
-                raise DamagedCheckpointError(path / file, what)
+            _check_size(path / file, index["files"][file]["bytes"])
             tensors = read_tensors(path / file, index["files"][file]["sha256"])
         state[name] = decode(value, tensors)
     return state
+
+
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint and keep nothing. Raises as `read` does."""
+    for name, file in _read_index(path)["files"].items():
+        _check_size(path / name, file["bytes"])
+        verify_tensors(path / name, file["sha256"])
 
 
 def checksum(path: Path) -> str | None:
@@ -146,17 +151,21 @@ def latest(folder: Path) -> Path | None:
 
     Warns of each damaged one that it passes over (InstepWarning). Raises NewerFormatError.
     """
-    found = read_latest(folder)
+    found = _latest(folder, verify)
     return None if found is None else found[0]
 
 
 def read_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """`latest`, and what it holds."""
+    """`latest`, and what it holds; every byte is read once."""
+    return _latest(folder, read)
+
+
+def _latest(folder: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
     for path in list_checkpoints(folder):
         try:
-            return path, read(path)
+            return path, use(path)
         except DamagedCheckpointError as error:
-            warnings.warn(f"{error} It is left out.", InstepWarning, stacklevel=2)
+            warnings.warn(f"{error} It is left out.", InstepWarning, stacklevel=3)
     return None
 
 
@@ -194,11 +203,13 @@ def _entries(folder: Path) -> Iterator[Path]:
         return
 
 
-def _size(file: Path) -> int:
+def _check_size(file: Path, expected: int) -> None:
     try:
-        return file.stat().st_size
+        size = file.stat().st_size
     except FileNotFoundError:
         raise DamagedCheckpointError(file, "the file is missing") from None
+    if size != expected:
+        raise DamagedCheckpointError(file, f"it has {size} bytes of {expected}")
 
 
 def _write_files(draft: Path, step: int, state: EncodedState) -> None:

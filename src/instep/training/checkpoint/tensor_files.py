@@ -40,7 +40,9 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_CHUNK = 16 << 20
+_CHUNK = 1 << 20
+"""Bytes that are still in the processor's cache when they are written, after the checksum. (With 16
+MiB a write beside a training took twice the processor's time.)"""
 
 
 def is_supported(tensor: Tensor) -> bool:
@@ -75,31 +77,93 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
-    """The tensors of a file with this checksum, on the CPU. Raises DamagedCheckpointError."""
-    content = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    checksum = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        view = content.numpy().data
-        while view:
-            read = file.readinto(view[:_CHUNK])
-            if not read:
-                raise DamagedCheckpointError(path, "it became shorter while it was read")
-            checksum.update(view[:read])
-            view = view[read:]
-    if checksum.hexdigest() != sha256:
-        raise DamagedCheckpointError(path, "its checksum is not that of the file that was written")
-    length = int.from_bytes(content[:8].numpy().tobytes(), "little")
-    header = json.loads(content[8 : 8 + length].numpy().tobytes())
-    data = content[8 + length :]
+    """The tensors of a file with this checksum, on the CPU. Raises DamagedCheckpointError.
+
+    The bytes are read once, into the memory of the tensors, and the checksum is taken on the way.
+    """
     tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-            assert (end - start) == math.prod(shape) * dtype.itemsize
-            # A copy: one tensor that is kept must not keep the memory of all.
-            tensors[name] = data[start:end].clone().view(dtype).view(shape)
+    with _FileReader(path) as file:
+        for name, dtype, shape in _layout(file):
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            if tensors[name].numel():
+                file.read_into(_bytes_of(tensors[name]))
+        file.verify(sha256)
     return tensors
+
+
+def verify_tensors(path: Path, sha256: str) -> None:
+    """Read a file and keep nothing. Raises DamagedCheckpointError if its checksum is another."""
+    memory = memoryview(bytearray(_CHUNK))
+    with _FileReader(path) as file:
+        while file.left:
+            file.read_into(memory[: file.left])
+        file.verify(sha256)
+
+
+class _FileReader:
+    """A file whose bytes are read in their order; `left`: how many there still are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by __exit__
+        self.left = os.fstat(self._file.fileno()).st_size
+        self._checksum = hashlib.sha256()
+
+    def __enter__(self) -> _FileReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill `memory` with the next bytes."""
+        while memory:
+            read = self._file.readinto(memory[:_CHUNK])
+            if not read:
+                raise DamagedCheckpointError(self.path, "it became shorter while it was read")
+            self._checksum.update(memory[:read])
+            memory = memory[read:]
+            self.left -= read
+
+    def read(self, count: int) -> bytes:
+        """The next bytes; ValueError if there are fewer."""
+        if count > self.left:
+            raise ValueError(f"{count} bytes of {self.left}")
+        content = bytearray(count)
+        self.read_into(memoryview(content))
+        return bytes(content)
+
+    def verify(self, sha256: str) -> None:
+        """Raise DamagedCheckpointError if what was read has another checksum, or is not all."""
+        if self.left or self._checksum.hexdigest() != sha256:
+            raise DamagedCheckpointError(
+                self.path, "its checksum is not that of the file that was written"
+            )
+
+
+def _layout(file: _FileReader) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Each tensor's name, dtype and shape, in the order of their bytes, from a file's header.
+
+    The header is used before its checksum is known, so nothing in it is believed: the tensors take
+    exactly the memory that the file has bytes. Raises DamagedCheckpointError.
+    """
+    try:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        layout, end = [], 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+            start, size = end, math.prod(shape) * dtype.itemsize
+            end += size
+            natural = all(type(n) is int and n >= 0 for n in shape)
+            if entry["data_offsets"] != [start, end] or not natural:
+                raise ValueError(f"{name} has {size} bytes, and not {entry['data_offsets']}")
+            layout.append((name, dtype, shape))
+        if end != file.left:
+            raise ValueError(f"the tensors have {end} bytes of {file.left}")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamagedCheckpointError(file.path, f"its header is not one ({error})") from error
+    return layout
 
 
 def _parts(head: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[memoryview]:
@@ -107,7 +171,7 @@ def _parts(head: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[memoryvie
     for _, tensor in ordered:
         flat = tensor.detach().cpu().contiguous().view(-1)
         if flat.numel():
-            view = flat.view(torch.uint8).numpy().data
+            view = _bytes_of(flat)
             for start in range(0, len(view), _CHUNK):
                 yield view[start : start + _CHUNK]
 
@@ -115,3 +179,8 @@ def _parts(head: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[memoryvie
 def _write_all(file: int, part: memoryview) -> None:
     while part:
         part = part[os.write(file, part) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor that is not empty."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
