@@ -129,6 +129,17 @@ def loading(result: dict[str, Any]) -> str:
     return f"{result['ms']:.0f} ms a sample, {result['ranks']} ranks over one: {ratio}"
 
 
+def checkpoints(result: dict[str, Any]) -> str:
+    """The share of the time that saving takes, at one checkpoint in 50 steps."""
+    keys = ("pause_percent", "pause_and_write_percent", "wall_percent")
+    rows = [
+        (model, f"{row['bytes'] / 1e6:.0f}", *(shown(row[key]) for key in keys))
+        for model, row in result["models"].items()
+    ]
+    head = ("model", "MB", "pause, %", "pause and the thread that writes, %", "wall, %")
+    return table(head, rows)
+
+
 def startup(result: dict[str, Any]) -> str:
     """Two ranks that start, meet and end."""
     rows = [
@@ -178,6 +189,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         epoch,
         unedited,
         loading,
+        checkpoints,
         startup,
         failures,
         scaling,
