@@ -28,7 +28,10 @@ def restore_states(states: list[dict[str, Any]]) -> None:
     if len(states) == 1:
         rank = 0
     if rank >= len(states):
-        seed_all(derive_seed(_bytes(states[0]), rank))
+        seed = derive_seed(_bytes(states[0]), rank)
+        seed_all(seed)
+        if states[0]["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.manual_seed(seed)  # seed_all is of the CPU's generators
         return
     state = states[rank]
     RNGStates(**{name: state[name] for name in ("torch", "numpy", "python")}).restore()
