@@ -23,6 +23,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError
 from instep.training.blocks import Block
 from instep.training.random_ops import draws_nothing
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
@@ -228,6 +229,48 @@ def test_a_hook_of_a_library_keeps_a_module_whole_only_where_it_keeps_what_it_se
         model(x)
         if instep.rank == 0:
             assert "the script has a hook on its Linear (2), which must" in log.getvalue()
+
+
+class ReadsFromLists(nn.Module):
+    """Reads its parameters from lists to which its attributes lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(3) for _ in range(2))
+        self.read = [self.weights[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weights in [value for name, value in vars(self).items() if name.startswith("read")]:
+            x = x * weights[0]
+        return x
+
+
+@ranks(2)
+def test_a_parameter_that_begins_to_be_read_from_a_new_list_is_an_error() -> None:
+    model, x = ReadsFromLists(), torch.arange(18.0).view(6, 3)
+    with sharding() as log:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+            assert cast(Tensor, model.weights[0].grad).tolist() == x.sum(0).tolist()
+        assert (modules.call_counts.sharded, log.getvalue()) == (2, "")
+        model.read_too = [model.weights[1]]
+        with pytest.raises(ShardedCallError, match="began to use a parameter from an object"):
+            model(x)
+
+
+@ranks(2)
+def test_a_parameter_in_another_list_than_before_makes_the_module_whole() -> None:
+    model, x = ReadsFromLists(), torch.arange(18.0).view(6, 3)
+    with sharding() as log:
+        model(x).sum().backward()
+        model.read = [model.weights[1]]
+        model(x).sum().backward()
+        for weight in model.weights:
+            assert cast(Tensor, weight.grad).tolist() == x.sum(0).tolist()
+        assert (modules.call_counts.sharded, modules.call_counts.whole) == (1, 1)
+        if instep.rank == 0:
+            assert "has replaced an object in which it keeps parameters" in log.getvalue()
 
 
 @ranks(2)

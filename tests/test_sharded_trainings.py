@@ -886,6 +886,33 @@ def outputs_just_large_enough(log: Log) -> None:
     train(log, model, step)
 
 
+class Variable:
+    """An object around a parameter, such as Keras's layers have."""
+
+    def __init__(self, value: nn.Parameter) -> None:
+        self.value = value
+
+
+class ReadsFromObjects(Around):
+    """Reads parameters from an object and from a list of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.shifts = nn.ParameterList(torch.full((3,), 0.1 * k) for k in range(5))
+        self.variable = Variable(self.scale)
+        self.versions = [[self.shifts[0], self.scale]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.variable.value + self.versions[-1][0]
+
+
+@sharded
+def parameters_in_objects_and_lists(log: Log) -> None:
+    model = ReadsFromObjects()
+    train(log, model, lambda x, y: F.cross_entropy(model(x), y) + model(x * 2).square().mean())
+
+
 # ---------------------------------------------------- whole on every rank
 
 
@@ -1079,6 +1106,19 @@ def divides_by_what_only_another_number_of_rows_shows(log: Log) -> None:
         return model(x[:10], y[:10]) if calls[0] == 6 else model(x[:12], y[:12].clamp(max=1))
 
     train(log, model, step, steps=6)
+
+
+@whole
+def a_list_of_parameters_that_grows_after_the_first_call(log: Log) -> None:
+    """Its next forward reads others: the places of the first ones say nothing any more."""
+    model = ReadsFromObjects()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        model.versions.append([model.shifts[len(model.versions)], model.scale])
+        return loss
+
+    train(log, model, step)
 
 
 @whole

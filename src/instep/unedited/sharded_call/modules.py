@@ -22,6 +22,7 @@ from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
+from instep.unedited.sharded_call.plan.held_parameters import MOVED
 from instep.unedited.sharded_call.plan.module_properties import (
     find_hooks,
     has_work,
@@ -104,6 +105,8 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         return call.run_whole()
     entry = plan_cache.lookup(call, transport.size)
     entry.calls += 1
+    if entry.plan is not None and not all(each.is_current() for each in entry.plan.held):
+        entry.plan, entry.why_whole = None, MOVED
     hooked, hooks = find_hooks(call.module)
     if why := entry.why_whole or hooked:
         _report_whole(call.module, why)

@@ -4,7 +4,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
-from instep.training.autograd_graph import next_nodes, walk
 from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
@@ -24,6 +23,7 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
+from instep.unedited.sharded_call.plan.held_parameters import find_held_parameters
 from instep.unedited.sharded_call.plan.module_properties import (
     allow_repeated_backward,
     is_compiled,
@@ -40,8 +40,7 @@ from instep.unedited.sharded_call.run.execution import (
     run_local,
     run_planned,
 )
-from instep.unedited.sharded_call.run.grad_sums import is_alias
-from instep.unedited.sharded_call.run.mappings import is_region_input
+from instep.unedited.sharded_call.run.graph_leaves import find_leaves, next_sequence_number
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -85,6 +84,7 @@ def verify_plan(
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
+    reference.held = plan.held
     if not why:
         if gradients:
             reference.compute_gradients(call)
@@ -110,6 +110,10 @@ def _try(
         reference.note_draws(call)
         if reference.drawn:
             return _try(call, division, reference, transport)
+    if reference.held is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
+        reference.held = find_held_parameters(call.module)
+        if reference.held:
+            return _try(call, division, reference, transport)
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
         return _try(call, division, reference, transport)
@@ -121,7 +125,7 @@ def _compare(
     call: BoundCall, division: Division, reference: Reference, transport: Transport
 ) -> tuple[ShardingPlan, list[Any]]:
     """Run the call with this division. Raises ShardedCallError if it is not the same."""
-    start = _next_sequence_number()
+    start = next_sequence_number()
     with observed(is_silent=True) as effects:
         region, local, structure = run_local(
             call,
@@ -129,6 +133,7 @@ def _compare(
             transport,
             is_random=reference.is_random,
             without_rows=DrawsWithoutRows(reference.drawn),
+            held=reference.held or (),
         )
     compiles = is_compiled(call.module.modules())  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
@@ -138,7 +143,11 @@ def _compare(
     after = Snapshot(call.module, call.leaves)
     if why := reference.find_difference(after):
         raise ShardedCallError(why)
-    if _has_foreign_leaf(local, start, call, reference.outputs):
+    if reference.held:  # then the leaves are looked at in each call, and there must be none
+        reference.has_foreign_leaf = find_leaves(local, start) != []
+    else:
+        reference.has_foreign_leaf = _has_foreign_leaf(local, start, call, reference.outputs)
+    if reference.has_foreign_leaf:
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     in_caches = leaves_in_caches(structure)  # of which nobody reads most
     outputs = tuple(
@@ -155,6 +164,7 @@ def _compare(
         generators,
         frozenset(region.without_rows.found),
         reference.changes_attributes,
+        reference.held or (),
     )
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):
@@ -268,13 +278,6 @@ def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
     return type(local) is type(whole) and whole == type(whole)(chain(*parts))
 
 
-def _next_sequence_number() -> int:
-    with torch.inference_mode(False), torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
-    number: int = node._sequence_nr()
-    return number
-
-
 def _has_foreign_leaf(
     outputs: Sequence[Any], start: int, call: BoundCall, whole: Sequence[Any]
 ) -> bool:
@@ -283,29 +286,10 @@ def _has_foreign_leaf(
 
     The forward makes another tensor each time. `whole`: what the whole forward has returned.
     """
-    leaves = _leaves(outputs, start)
+    leaves = find_leaves(outputs, start)
     if not leaves:
         return leaves is None
     known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
-    reference = _leaves(whole, 0) or []
+    reference = find_leaves(whole, 0) or []
     others = {id(leaf) for leaf in reference} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)
-
-
-def _leaves(outputs: Sequence[Any], start: int) -> list[Tensor] | None:
-    """The tensors that these were computed from, without inputs of a sharded call; None if
-    something is among them that was computed before `start`."""
-    found: dict[int, Tensor] | None = {}
-
-    def visit(node: Any) -> Iterable[Any]:
-        nonlocal found
-        if is_alias(node) or is_region_input(node):
-            return ()
-        if found is not None and hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        elif node._sequence_nr() < start:
-            found = None
-        return () if found is None else next_nodes(node)
-
-    walk((out for out in outputs if isinstance(out, Tensor)), visit)
-    return None if found is None else list(found.values())

@@ -24,6 +24,7 @@ from instep.unedited.sharded_call.compare.rounding import (
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.held_parameters import HeldParameter
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
@@ -80,6 +81,11 @@ class Reference:
         """The shapes of what it draws, where they were asked for."""
         self.in_doubt = False
         """Whether a sharded call was so near that rounding may be what separates them."""
+        self.has_foreign_leaf = False
+        """Whether a sharded call used a tensor from outside that requires a gradient."""
+        self.held: tuple[HeldParameter, ...] | None = None
+        """The places beside its own tables where aliases stand in for its parameters; None until
+        they are looked for."""
 
     def check_supported(self) -> str:
         """Say what rules out sharding before it is tried; "" if nothing does."""

@@ -235,7 +235,7 @@ class ObjectGraph:
     def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, _EXTERNAL):
             self.external.add(path)
-        if id(value) in self.nodes or not _has_contents(value):
+        if id(value) in self.nodes or not has_contents(value):
             return
         if isinstance(value, nn.Module):
             self._visit_module(path, value)
@@ -317,7 +317,8 @@ def _is_looked_at(value: Any) -> bool:
     return not isinstance(value, (nn.Module, type, types.ModuleType, Tensor, *_CALLABLES))
 
 
-def _has_contents(value: Any) -> bool:
+def has_contents(value: Any) -> bool:
+    """Whether something may be in this that counts: not in objects of torch, for example."""
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject and value.nbytes <= MAX_ARRAY
     if isinstance(value, (nn.Module, *_GENERATORS)):

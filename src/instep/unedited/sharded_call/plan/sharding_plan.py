@@ -12,6 +12,7 @@ from torch import Tensor
 from instep.training.blocks import Block
 from instep.training.pytree import Structure
 from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.held_parameters import HeldParameter
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class ShardingPlan:
     """Its draws of random numbers that have no rows, though their shape looks so."""
     changes_attributes: bool = False
     """Whether its forward changes plain values that it keeps."""
+    held: tuple[HeldParameter, ...] = ()
+    """Its parameters in lists and objects, if its forward uses some from there."""
 
     @property
     def has_reductions(self) -> bool:

@@ -17,10 +17,12 @@ from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
+from instep.unedited.sharded_call.plan.held_parameters import HeldParameter, replaced
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
+from instep.unedited.sharded_call.run.graph_leaves import find_leaves, next_sequence_number
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
     gather_from_region,
@@ -48,6 +50,7 @@ def run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
+    start = next_sequence_number() if plan.held else 0
     region, local, structure = run_planned(call, plan, transport)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
@@ -64,6 +67,12 @@ def run_sharded(
             "number of outputs, or others). Run this script with --plain, or keep what it returns "
             "the same for the same kind of arguments."
         )
+    if plan.held and find_leaves(local, start) != []:
+        raise ShardedCallError(
+            f"{name} began to use a parameter from an object or list that it did not use when its "
+            "calls were first divided. Run this script with --plain, or let its forward read "
+            "parameters from attributes of modules."
+        )
     joined = [
         join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
     ]
@@ -76,7 +85,14 @@ def run_planned(
 ) -> tuple[Region, list[Any], Structure]:
     """As `run_local`, with the plan's division and draws."""
     known = DrawsWithoutRows(found=plan.without_rows)
-    return run_local(call, plan.division, transport, is_random=plan.is_random, without_rows=known)
+    return run_local(
+        call,
+        plan.division,
+        transport,
+        is_random=plan.is_random,
+        without_rows=known,
+        held=plan.held,
+    )
 
 
 def run_local(
@@ -86,6 +102,7 @@ def run_local(
     *,
     is_random: bool,
     without_rows: DrawsWithoutRows,
+    held: Sequence[HeldParameter],
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
@@ -104,7 +121,7 @@ def run_local(
     args, kwargs = unflatten(leaves, call.structure)
     watch = ArgumentWatch(args, kwargs)
     before = versions(call.leaves)
-    with region.entered(), _aliased_parameters(call.module, region):
+    with region.entered(), _aliased_parameters(call.module, region, held):
         output = call.original(call.module, *args, **kwargs)
     if watch.has_other_changes() or before != versions(call.leaves):
         raise ShardedCallError(
@@ -131,7 +148,9 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Any:
 
 
 @contextmanager
-def _aliased_parameters(module: nn.Module, region: Region) -> Iterator[None]:
+def _aliased_parameters(
+    module: nn.Module, region: Region, held: Sequence[HeldParameter]
+) -> Iterator[None]:
     """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
     if not torch.is_grad_enabled():
         yield
@@ -154,7 +173,8 @@ def _aliased_parameters(module: nn.Module, region: Region) -> Iterator[None]:
     recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
     _refresh_flat_weights(recurrent)
     try:
-        yield
+        with replaced(held, alias_of):
+            yield
     finally:
         for table, name, parameter in slots:
             table[name] = parameter

@@ -1,0 +1,111 @@
+"""Where a module keeps its parameters a second time: in lists, dicts and objects of its own.
+
+Keras's layers read them from objects, and some modules from a list that their constructor makes.
+There, too, the aliases of a sharded call must stand in for the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from instep.unedited.sharded_call.plan.object_graph import (
+    HOOK_TABLES,
+    MAX_NODES,
+    MODULE_TABLES,
+    PLAIN,
+    has_contents,
+)
+
+MOVED = (
+    "the script has replaced an object in which it keeps parameters since its calls were first "
+    "divided"
+)
+
+Link = tuple[Any, Any, Any, int]
+"""A namespace, dict or list, a name or index in it, what is there, and the length of a
+dict or list; -1 for a namespace."""
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter in a list, dict or object to which an attribute of a module leads."""
+
+    links: tuple[Link, ...]
+    """From the module's namespace to the parameter."""
+
+    def is_current(self) -> bool:
+        """Whether the same objects still lead to the same parameter, and none holds more.
+
+        `higher` appends other parameters to a list, and its next forward reads those.
+        """
+        try:
+            return all(
+                where[key] is value and length in (-1, len(where))
+                for where, key, value, length in self.links
+            )
+        except (KeyError, IndexError):
+            return False
+
+
+def find_held_parameters(module: nn.Module) -> tuple[HeldParameter, ...]:
+    """All such places of the parameters that require a gradient; the nearest MAX_NODES objects are
+    searched."""
+    parameters = {
+        id(p)
+        for p in nn.Module.parameters(module)
+        if isinstance(p, nn.Parameter) and p.requires_grad
+    }
+    found: list[HeldParameter] = []
+    known: set[int] = set()
+    waiting: deque[tuple[Link, ...]] = deque(
+        ((part.__dict__, name, value, -1),)
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if name not in HOOK_TABLES and name not in MODULE_TABLES
+    )
+    while waiting and len(known) < MAX_NODES:
+        links = waiting.popleft()
+        value = links[-1][2]
+        if isinstance(value, Tensor):
+            if id(value) in parameters:
+                found.append(HeldParameter(links))
+        elif id(value) not in known and not isinstance(value, nn.Module) and has_contents(value):
+            known.add(id(value))
+            waiting += [(*links, link) for link in _links(value)]
+    return tuple(found)
+
+
+def _links(value: Any) -> Iterator[Link]:
+    """What an object holds, where something else can be put in its place."""
+    where: Any = value
+    items: Any = ()
+    length = -1
+    if isinstance(value, dict):
+        items, length = dict.items(value), len(value)
+    elif isinstance(value, list | deque):
+        items, length = enumerate(value), len(value)
+    elif not isinstance(value, type):
+        where = getattr(value, "__dict__", {})
+        items = where.items()
+    for key, each in items:
+        if not isinstance(each, PLAIN):
+            yield where, key, each, length
+
+
+@contextmanager
+def replaced(held: Sequence[HeldParameter], alias_of: Mapping[int, Tensor]) -> Iterator[None]:
+    """Inside, aliases stand in these places; `alias_of` has them by the parameter's id."""
+    places = [each.links[-1] for each in held if id(each.links[-1][2]) in alias_of]
+    for where, key, parameter, _ in places:
+        where[key] = alias_of[id(parameter)]
+    try:
+        yield
+    finally:
+        for where, key, parameter, _ in places:
+            where[key] = parameter
