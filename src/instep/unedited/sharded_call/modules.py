@@ -22,7 +22,6 @@ from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
-from instep.unedited.sharded_call.plan.held_parameters import MOVED
 from instep.unedited.sharded_call.plan.module_properties import (
     find_hooks,
     has_work,
@@ -31,6 +30,7 @@ from instep.unedited.sharded_call.plan.module_properties import (
     is_lazy,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.stored_parameters import MOVED
 from instep.unedited.sharded_call.plan.whole_calls import WholeCall
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.backward import start_work
@@ -105,7 +105,7 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         return call.run_whole()
     entry = plan_cache.lookup(call, transport.size)
     entry.calls += 1
-    if entry.plan is not None and not all(each.is_current() for each in entry.plan.held):
+    if entry.plan is not None and not all(each.is_current() for each in entry.plan.stored):
         entry.plan, entry.why_whole = None, MOVED
     hooked, hooks = find_hooks(call.module)
     if why := entry.why_whole or hooked:

@@ -23,7 +23,6 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
-from instep.unedited.sharded_call.plan.held_parameters import find_held_parameters
 from instep.unedited.sharded_call.plan.module_properties import (
     allow_repeated_backward,
     is_compiled,
@@ -33,6 +32,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
     ShardingPlan,
     candidate_outputs,
 )
+from instep.unedited.sharded_call.plan.stored_parameters import find_stored_parameters
 from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
 from instep.unedited.sharded_call.run.execution import (
     gather_arguments,
@@ -84,7 +84,7 @@ def verify_plan(
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
-    reference.held = plan.held
+    reference.stored = plan.stored
     if not why:
         if gradients:
             reference.compute_gradients(call)
@@ -110,9 +110,9 @@ def _try(
         reference.note_draws(call)
         if reference.drawn:
             return _try(call, division, reference, transport)
-    if reference.held is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
-        reference.held = find_held_parameters(call.module)
-        if reference.held:
+    if reference.stored is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
+        reference.stored = find_stored_parameters(call.module)
+        if reference.stored:
             return _try(call, division, reference, transport)
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
@@ -133,7 +133,7 @@ def _compare(
             transport,
             is_random=reference.is_random,
             without_rows=DrawsWithoutRows(reference.drawn),
-            held=reference.held or (),
+            stored=reference.stored or (),
         )
     compiles = is_compiled(call.module.modules())  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
@@ -143,7 +143,7 @@ def _compare(
     after = Snapshot(call.module, call.leaves)
     if why := reference.find_difference(after):
         raise ShardedCallError(why)
-    if reference.held:  # then the leaves are looked at in each call, and there must be none
+    if reference.stored:  # then the leaves are looked at in each call, and there must be none
         reference.has_foreign_leaf = find_leaves(local, start) != []
     else:
         reference.has_foreign_leaf = _has_foreign_leaf(local, start, call, reference.outputs)
@@ -164,7 +164,7 @@ def _compare(
         generators,
         frozenset(region.without_rows.found),
         reference.changes_attributes,
-        reference.held or (),
+        reference.stored or (),
     )
     tag_outputs(local, region)
     if not reference.matches_gradients(_join(local, plan, region)):

@@ -24,9 +24,9 @@ from instep.unedited.sharded_call.compare.rounding import (
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
-from instep.unedited.sharded_call.plan.held_parameters import HeldParameter
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
+from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 
@@ -83,7 +83,7 @@ class Reference:
         """Whether a sharded call was so near that rounding may be what separates them."""
         self.has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
-        self.held: tuple[HeldParameter, ...] | None = None
+        self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from instep.training.blocks import Block
 from instep.training.pytree import Structure
 from instep.unedited.sharded_call.plan.division import Division
-from instep.unedited.sharded_call.plan.held_parameters import HeldParameter
+from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ShardingPlan:
     """Its draws of random numbers that have no rows, though their shape looks so."""
     changes_attributes: bool = False
     """Whether its forward changes plain values that it keeps."""
-    held: tuple[HeldParameter, ...] = ()
+    stored: tuple[StoredParameter, ...] = ()
     """Its parameters in lists and objects, if its forward uses some from there."""
 
     @property

@@ -17,8 +17,8 @@ from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
-from instep.unedited.sharded_call.plan.held_parameters import HeldParameter, replaced
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
+from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter, replaced
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
@@ -50,7 +50,7 @@ def run_sharded(
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
-    start = next_sequence_number() if plan.held else 0
+    start = next_sequence_number() if plan.stored else 0
     region, local, structure = run_planned(call, plan, transport)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
@@ -67,7 +67,7 @@ def run_sharded(
             "number of outputs, or others). Run this script with --plain, or keep what it returns "
             "the same for the same kind of arguments."
         )
-    if plan.held and find_leaves(local, start) != []:
+    if plan.stored and find_leaves(local, start) != []:
         raise ShardedCallError(
             f"{name} began to use a parameter from an object or list that it did not use when its "
             "calls were first divided. Run this script with --plain, or let its forward read "
@@ -91,7 +91,7 @@ def run_planned(
         transport,
         is_random=plan.is_random,
         without_rows=known,
-        held=plan.held,
+        stored=plan.stored,
     )
 
 
@@ -102,7 +102,7 @@ def run_local(
     *,
     is_random: bool,
     without_rows: DrawsWithoutRows,
-    held: Sequence[HeldParameter],
+    stored: Sequence[StoredParameter],
 ) -> tuple[Region, list[Any], Structure]:
     """Call the module with this rank's rows; returns its outputs, flat, and their structure.
 
@@ -121,7 +121,7 @@ def run_local(
     args, kwargs = unflatten(leaves, call.structure)
     watch = ArgumentWatch(args, kwargs)
     before = versions(call.leaves)
-    with region.entered(), _aliased_parameters(call.module, region, held):
+    with region.entered(), _aliased_parameters(call.module, region, stored):
         output = call.original(call.module, *args, **kwargs)
     if watch.has_other_changes() or before != versions(call.leaves):
         raise ShardedCallError(
@@ -149,7 +149,7 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Any:
 
 @contextmanager
 def _aliased_parameters(
-    module: nn.Module, region: Region, held: Sequence[HeldParameter]
+    module: nn.Module, region: Region, stored: Sequence[StoredParameter]
 ) -> Iterator[None]:
     """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
     if not torch.is_grad_enabled():
@@ -173,7 +173,7 @@ def _aliased_parameters(
     recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
     _refresh_flat_weights(recurrent)
     try:
-        with replaced(held, alias_of):
+        with replaced(stored, alias_of):
             yield
     finally:
         for table, name, parameter in slots:

@@ -33,7 +33,7 @@ dict or list; -1 for a namespace."""
 
 
 @dataclass(frozen=True)
-class HeldParameter:
+class StoredParameter:
     """A parameter in a list, dict or object to which an attribute of a module leads."""
 
     links: tuple[Link, ...]
@@ -53,7 +53,7 @@ class HeldParameter:
             return False
 
 
-def find_held_parameters(module: nn.Module) -> tuple[HeldParameter, ...]:
+def find_stored_parameters(module: nn.Module) -> tuple[StoredParameter, ...]:
     """All such places of the parameters that require a gradient; the nearest MAX_NODES objects are
     searched."""
     parameters = {
@@ -61,7 +61,7 @@ def find_held_parameters(module: nn.Module) -> tuple[HeldParameter, ...]:
         for p in nn.Module.parameters(module)
         if isinstance(p, nn.Parameter) and p.requires_grad
     }
-    found: list[HeldParameter] = []
+    found: list[StoredParameter] = []
     known: set[int] = set()
     waiting: deque[tuple[Link, ...]] = deque(
         ((part.__dict__, name, value, -1),)
@@ -74,7 +74,7 @@ def find_held_parameters(module: nn.Module) -> tuple[HeldParameter, ...]:
         value = links[-1][2]
         if isinstance(value, Tensor):
             if id(value) in parameters:
-                found.append(HeldParameter(links))
+                found.append(StoredParameter(links))
         elif id(value) not in known and not isinstance(value, nn.Module) and has_contents(value):
             known.add(id(value))
             waiting += [(*links, link) for link in _links(value)]
@@ -99,9 +99,9 @@ def _links(value: Any) -> Iterator[Link]:
 
 
 @contextmanager
-def replaced(held: Sequence[HeldParameter], alias_of: Mapping[int, Tensor]) -> Iterator[None]:
+def replaced(stored: Sequence[StoredParameter], alias_of: Mapping[int, Tensor]) -> Iterator[None]:
     """Inside, aliases stand in these places; `alias_of` has them by the parameter's id."""
-    places = [each.links[-1] for each in held if id(each.links[-1][2]) in alias_of]
+    places = [each.links[-1] for each in stored if id(each.links[-1][2]) in alias_of]
     for where, key, parameter, _ in places:
         where[key] = alias_of[id(parameter)]
     try:
