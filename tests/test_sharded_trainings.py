@@ -1438,6 +1438,7 @@ def test_what_cannot_be_sharded_is_whole_on_every_rank(training: Training) -> No
         twice_in_one_backward_by_buckets,
         losses_inside_of_forward,
         gradients_that_are_detached_in_place,
+        parameters_in_objects_and_lists,
     ],
 )
 def test_over_gloo_as_well(training: Training) -> None:
