@@ -273,6 +273,33 @@ def test_a_parameter_in_another_list_than_before_makes_the_module_whole() -> Non
             assert "has replaced an object in which it keeps parameters" in log.getvalue()
 
 
+class FlipsAtOneRounding(nn.Module):
+    """Has a unit that is on if its parameter is the next number after 1, and a little more
+    rounding where it has few rows."""
+
+    def __init__(self, rounding: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.rounding = rounding
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_on = (self.weight - 1) == torch.finfo(torch.float32).eps
+        return x * self.weight * (1 + 1e-4 * is_on) * (1 + self.rounding * (len(x) < 6))
+
+
+@ranks(2)
+@pytest.mark.parametrize(("rounding", "is_sharded"), [(3e-5, True), (3e-3, False)])
+def test_rounding_is_known_from_several_perturbations(rounding: float, is_sharded: bool) -> None:
+    """The unit is off in the first perturbation and on in the second."""
+    model, x = FlipsAtOneRounding(rounding), torch.arange(1.0, 7.0).view(6, 1)
+    with sharding() as log:
+        model(x).sum().backward()
+        assert cast(Tensor, model.weight.grad).item() == pytest.approx(x.sum().item(), rel=1e-4)
+        assert modules.call_counts.sharded == int(is_sharded)
+        if instep.rank == 0:
+            assert ("is not that of the whole batch" in log.getvalue()) is not is_sharded
+
+
 @ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])

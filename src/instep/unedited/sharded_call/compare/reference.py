@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.compare.rounding import (
     tolerance,
 )
 from instep.unedited.sharded_call.compare.side_effects import observed
-from instep.unedited.sharded_call.compare.snapshot import Snapshot
+from instep.unedited.sharded_call.compare.snapshot import BufferKey, Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
@@ -30,26 +30,38 @@ from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 
+_PERTURBATIONS = 3
+
 
 class Noise:
-    """How far a call is from itself when its parameters are one rounding error away."""
+    """How far a call is from itself when its parameters are one rounding error away.
+
+    Units that flip by rounding make it differ from one perturbation to the next (by 8 times, in a
+    U-Net over a ResNet), so the largest of several counts.
+    """
 
     def __init__(self, call: BoundCall, reference: Reference) -> None:
-        reference.before.restore()
-        with perturbed(call.module):
-            outputs = leaves_of(run_whole(call))
-            self.outputs = [
-                relative_error(again, out) if isinstance(out, Tensor) else 0.0
-                for again, out in zip(outputs, reference.outputs, strict=True)
-            ]
-            after = Snapshot(call.module, call.leaves)
-            self.buffers = {
-                key: error.to_spread for key, error in after.buffer_errors(reference.after).items()
-            }
-            self.gradients: list[float] = []
-            if reference.vjp is not None:
-                grads = reference.vjp.grads(outputs)
-                self.gradients = gradient_errors(grads, reference.gradients)
+        self.outputs = [0.0] * len(reference.outputs)
+        self.buffers: dict[BufferKey, float] = {}
+        self.gradients: list[float] = []
+        for seed in range(_PERTURBATIONS):
+            reference.before.restore()
+            with perturbed(call.module, seed):
+                self._add(call, reference)
+
+    def _add(self, call: BoundCall, reference: Reference) -> None:
+        outputs = leaves_of(run_whole(call))
+        errors = [
+            relative_error(again, out) if isinstance(out, Tensor) else 0.0
+            for again, out in zip(outputs, reference.outputs, strict=True)
+        ]
+        self.outputs = list(map(max, self.outputs, errors))
+        after = Snapshot(call.module, call.leaves)
+        for key, error in after.buffer_errors(reference.after).items():
+            self.buffers[key] = max(self.buffers.get(key, 0.0), error.to_spread)
+        if reference.vjp is not None:
+            grads = gradient_errors(reference.vjp.grads(outputs), reference.gradients)
+            self.gradients = list(map(max, self.gradients or grads, grads))
 
 
 class Reference:

@@ -81,12 +81,12 @@ def allowed_error(limit: float, noise: float, max_error: float) -> float:
 
 
 @contextmanager
-def perturbed(module: nn.Module) -> Iterator[None]:
+def perturbed(module: nn.Module, seed: int) -> Iterator[None]:
     """Inside, the module's parameters are one rounding error away; the same on all ranks.
 
     Autograd does not see it: what it has saved before is in order again afterwards.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     parameters = [p for p in nn.Module.parameters(module) if p.is_floating_point()]
     saved = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
