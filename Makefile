@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly mutants bench unedited compat lint clean
+.PHONY: demo test quick nightly mutants bench unedited compat docs dist lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,17 @@ PAIRS ?= 3.11:2.11.0 3.12:2.12.0 3.13:2.14.1
 compat:
 	"$(PYTHON)" scripts/compat $(PAIRS)
 
+# The site, in English and Chinese: build/site/index.html.
+docs: .venv-docs/ready
+	.venv-docs/bin/python scripts/site_pages.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+# The source distribution and the wheel, in dist; CONTRIBUTING.md tells how to release them.
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -58,9 +69,13 @@ lint: .venv/ready
 	scripts/horovod .venv-peers/bin/python || true
 	touch $@
 
+.venv-docs/ready: pyproject.toml constraints.txt scripts/docs_venv
+	scripts/docs_venv "$(PYTHON)"
+	touch $@
+
 .venv-unedited/ready: constraints.txt scripts/unedited_packages benchmarks/unedited_cases/requirements.txt
 	scripts/unedited_packages "$(PYTHON)"
 	touch $@
 
 clean:
-	rm -rf .venv .venv-peers .venv-unedited .venv-compat build dist demo
+	rm -rf .venv .venv-docs .venv-peers .venv-unedited .venv-compat build dist demo

@@ -1,3 +1,3 @@
-"""The version, as pyproject.toml has it."""
+"""The version, which pyproject.toml reads from here."""
 
 __version__ = "0.1.0"
