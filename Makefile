@@ -40,13 +40,14 @@ PAIRS ?= 3.11:2.11.0 3.12:2.12.0 3.13:2.14.1
 compat:
 	"$(PYTHON)" scripts/compat $(PAIRS)
 
-# The site, in English and Chinese: build/site/index.html.
+# The site, in English and Chinese; python3 -m http.server -d build/site shows it, with its search.
 docs: .venv-docs/ready
 	.venv-docs/bin/python scripts/site_pages.py
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 # The source distribution and the wheel, in dist; CONTRIBUTING.md tells how to release them.
 dist: .venv/ready
+	@! grep OWNER pyproject.toml || { echo "write the repository's account in place of OWNER"; exit 1; }
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*

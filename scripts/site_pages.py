@@ -41,8 +41,12 @@ API = {
 
 PUBLIC_MODULES = {"precision": "Mixed precision", "shm": "The backend of torch.distributed"}
 
+CSS = ".md-typeset td code { word-break: normal; }\n"
+"""A word of code in a table is not divided; the table scrolls where it is too wide."""
+
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
 OTHER_LANGUAGE = re.compile(r"[(（]\[(?:中文|English)\]\([^)]*\)[)）]\s?")
+CHINESE = re.compile("[\u3000-\u9fff\uff00-\uffef]")
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -80,10 +84,24 @@ def rewrite_link(source: Path, link: str) -> str:
     return os.path.relpath(there, place_of(source).parent) + mark + fragment
 
 
+def join_chinese_lines(text: str) -> str:
+    """Join the lines of each paragraph: browsers show a space for the end of a line."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        goes_on = lines and not lines[-1].startswith(("#", "|"))
+        if goes_on and CHINESE.match(lines[-1][-1:]) and CHINESE.match(line):
+            lines[-1] += line
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def rewrite(source: Path) -> str:
     """The text of a page for the site. It has no link to its translation: the menu leads there."""
     parts = FENCED.split(source.read_text())
     for at in range(0, len(parts), 2):
+        if source.name.endswith(".zh.md"):
+            parts[at] = join_chinese_lines(parts[at])
         parts[at] = LINK.sub(
             lambda found: found[1] + rewrite_link(source, found[2]) + found[3],
             OTHER_LANGUAGE.sub("", parts[at]),
@@ -132,6 +150,7 @@ def main() -> None:
             target.write_text(rewrite(source))
         else:
             shutil.copyfile(source, target)
+    (TARGET / "site.css").write_text(CSS)
     for name, text in api_pages().items():
         (TARGET / name).parent.mkdir(exist_ok=True)
         (TARGET / name).write_text(text)
