@@ -25,6 +25,7 @@ from instep.training.blocks import Block
 from instep.training.random_ops import draws_nothing
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.compare import equivalence
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
 from instep.unedited.sharded_call.plan import division, plan_cache
@@ -801,3 +802,58 @@ def test_a_mean_over_rows_is_told_from_one_over_tokens_though_not_every_mask_is_
         found = [model(x, mask) for mask in (full, ragged, full)]
     assert modules.call_counts.sharded == sharded
     torch.testing.assert_close(found, expected)
+
+
+class Wrapper(nn.Module):
+    """Holds another module, as odeint's own wrapper of the function that it integrates."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) * 2
+        return y
+
+
+@ranks(2)
+def test_of_modules_that_are_made_anew_in_each_step_only_their_parts_are_sharded() -> None:
+    model, x = mlp(), torch.randn(8, 6)
+    with sharding() as log:
+        counts = []
+        for _ in range(5):
+            Wrapper(model)(x).sum().backward()
+            counts.append((modules.call_counts.sharded, modules.call_counts.whole))
+        if instep.rank == 0:
+            assert "Wrapper whole: the script makes a new one in each step" in log.getvalue()
+    assert counts == [(1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
+
+
+class SumsRows(nn.Linear):
+    """Cannot be sharded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(0)
+
+
+@ranks(2)
+def test_after_some_that_were_found_whole_others_like_them_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[nn.Module] = []
+
+    def compare(call: Any, *rest: Any) -> Any:
+        compared.append(call.module)
+        return equivalence.find_plan(call, *rest)
+
+    monkeypatch.setattr(modules, "find_plan", compare)
+    x = torch.randn(8, 6)
+    made = [SumsRows(6, 3) for _ in range(6)]
+    others = [SumsRows(6, 2), nn.Linear(6, 3)]
+    with sharding() as log:
+        for model in [*made, *others]:
+            model(x).sum().backward()
+        assert modules.call_counts.sharded == 1
+        if instep.rank == 0:
+            assert log.getvalue().count("SumsRows whole") == 2  # by the shape of its output
+    assert compared == [*made[:4], *others]

@@ -18,7 +18,7 @@ from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
-from instep.unedited.sharded_call.plan import plan_cache, whole_calls
+from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
@@ -140,6 +140,8 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
             entry.why_whole = ""  # many print or write in their first call only
             _count_whole(call)
             return output
+        if entry.why_whole != _FEW_ROWS:
+            temporary_modules.note(call.module, entry.why_whole)
     elif is_new or entry.is_sampled():
         output, entry.why_whole = verify_plan(call, entry.plan, transport, gradients=is_new)
         if entry.why_whole:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from instep.process import settings
 from instep.training.pytree import is_cache, is_column, is_value
-from instep.unedited.sharded_call.plan import attribute_changes
+from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_due
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
@@ -140,6 +140,8 @@ class CacheEntry:
 
 
 _entries: WeakKeyDictionary[nn.Module, list[CacheEntry]] = WeakKeyDictionary()
+_temporary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Modules of whose calls none is compared, and why."""
 
 
 def lookup(call: BoundCall, size: int) -> CacheEntry:
@@ -158,7 +160,11 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
         attributes.update()
         if attributes.flags:
             key = (*key, attributes.flags)
-    entries = _entries.setdefault(call.module, [])
+    entries = _entries.get(call.module)
+    if entries is None:
+        entries = _entries[call.module] = []
+        if why := temporary_modules.find_reason(call.module):
+            _temporary[call.module] = why
     for entry in entries:
         if entry.key == (key, texts):
             return entry
@@ -166,7 +172,7 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
         return CacheEntry((), why_whole=_TOO_MANY_ENTRIES)
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
-    entries.append(CacheEntry((key, texts)))
+    entries.append(CacheEntry((key, texts), why_whole=_temporary.get(call.module, "")))
     if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
         entries[-1].why_whole = (
             f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "
@@ -179,6 +185,8 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
 def clear() -> None:
     """Forget all plans."""
     _entries.clear()
+    _temporary.clear()
+    temporary_modules.clear()
     all_tuners.clear()
     attribute_changes.clear()
 

@@ -1,0 +1,68 @@
+"""Modules that a script makes anew in each step, as odeint wraps its function and higher copies a
+network: to compare each one's calls would cost more than sharding them can gain.
+
+All ranks make the same modules in the same order, so they decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+TEMPORARY = "the script makes a new one in each step"
+_WRAPPERS, _COPIES = 2, 4
+"""After so many others around the same parameters, or with others of the same shapes that were
+found to be whole, a module is not compared any more."""
+
+
+@dataclass
+class _ModuleKind:
+    """Modules with parameters of the same shapes, whose classes have the same name."""
+
+    compared: int = 0
+    why_whole: str = ""
+    """Of the last one."""
+    was_sharded: bool = False
+
+
+_wrappers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By a module's first parameter: how many there were, by the name of their class."""
+_kinds: dict[tuple[Any, ...], _ModuleKind] = {}
+
+
+def find_reason(module: nn.Module) -> str:
+    """Why a module that was never called before is not even compared; "" if it is."""
+    first = next(iter(nn.Module.parameters(module)))
+    names: Counter[str] = _wrappers.setdefault(first, Counter())
+    name = _name_of(module)
+    names[name] += 1
+    if names[name] > _WRAPPERS:
+        return TEMPORARY
+    kind = _kinds.get(_key_of(module))
+    return "" if kind is None or kind.was_sharded or kind.compared < _COPIES else kind.why_whole
+
+
+def note(module: nn.Module, why_whole: str) -> None:
+    """Remember what a module's first comparison has found."""
+    kind = _kinds.setdefault(_key_of(module), _ModuleKind())
+    kind.compared += 1
+    kind.why_whole = why_whole
+    kind.was_sharded |= not why_whole
+
+
+def clear() -> None:
+    """Forget them all."""
+    _wrappers.clear()
+    _kinds.clear()
+
+
+def _name_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _key_of(module: nn.Module) -> tuple[Any, ...]:
+    return _name_of(module), *(tuple(p.shape) for p in nn.Module.parameters(module))
