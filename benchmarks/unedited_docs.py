@@ -70,7 +70,7 @@ def table(rows: Mapping[str, Row], page: str) -> str:
             number(row["noise"].get("parameters")),
             *(number(f and f["parameters"]) for f in found),
             f"{row['step_ms']:.0f}" if row["step_ms"] else "",
-            f"{row['ratio']['2']:.2f}" if row["ratio"].get("2") else "",
+            f"{row['ratio']:.2f}" if row["ratio"] else "",
             words.get(verdict) or DIFFERENT[page],
         ]
         lines.append("| " + " | ".join(cells) + " |")

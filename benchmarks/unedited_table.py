@@ -4,7 +4,9 @@
 
 A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
 with its parameters moved by 1e-7 in each step (its own noise), and under `instep run` with 2 and 3
-ranks, each process with one thread. Its docstring names the package or repository, and what is run.
+ranks, where all that can be divided is (INSTEP_DIVIDE=always); then under plain python and with 2
+ranks as users run it, which are compared and timed. Each process has one thread. A case's docstring
+names the package or repository, and what is run.
 """
 
 from __future__ import annotations
@@ -77,9 +79,9 @@ class Result:
     noise: dict[str, float] = field(default_factory=dict)
     differences: dict[str, dict[str, float]] = field(default_factory=dict)
     step_ms: float = 0
-    ratio: dict[str, float] = field(default_factory=dict)
-    """Time of a step over that of plain python, in the second half of the run."""
-    ratio_of_all: dict[str, float] = field(default_factory=dict)
+    ratio: float = 0
+    """Time of a step over that of plain python, in the second half of the run; 0: no steps."""
+    ratio_of_all: float = 0
     """The same of all steps from the first one on, with all comparisons."""
     lines: list[str] = field(default_factory=list)
     problem: str = ""
@@ -87,7 +89,14 @@ class Result:
     """Where the difference is larger than the noise: the largest with floats of 64 bits."""
 
 
-def run(case: Path, ranks: int, move: float = 0, limit: float = 300, double: bool = False) -> Run:
+def run(
+    case: Path,
+    ranks: int,
+    move: float = 0,
+    limit: float = 300,
+    double: bool = False,
+    divide: str = "always",
+) -> Run:
     with tempfile.TemporaryDirectory() as scratch:
         seen, work = Path(scratch, "seen"), Path(scratch, "work")
         seen.mkdir()
@@ -98,6 +107,7 @@ def run(case: Path, ranks: int, move: float = 0, limit: float = 300, double: boo
             "OBSERVER_FOLDER": str(seen),
             "OBSERVER_MOVE": str(move),
             "OBSERVER_DOUBLE": "1" if double else "",
+            "INSTEP_DIVIDE": divide,
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
             "HF_HUB_OFFLINE": "1",
@@ -195,10 +205,14 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
         "parameters": distance(plain.parameters, moved.parameters),
         "printed": difference_printed(plain.printed, moved.printed),
     }
-    result.step_ms = 1e3 * step_time(plain.times)
     for size in sizes:
         many = run(case, size, limit=limit)
         add(result, plain, many, str(size))
+    result.calls = shared_calls(result) if result.verdict != "error" else ""
+    timed = [run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")]
+    add(result, timed[0], timed[1], "2, auto")
+    if result.verdict != "error":
+        add_times(result, *timed)
     if result.verdict in ("different: parameters", "different: printed", "different: " + BOTH):
         result.double = distance_in_double(case, sizes, limit)
         if result.double < DOUBLE:
@@ -235,8 +249,6 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
     }
     result.differences[size] = found
     result.counts[size] = {name: many.calls.get(name, 0) for name in CALLS}
-    if many.others:
-        result.calls = shared_calls(result)
     limits = {
         "parameters": max(NOISE * result.noise["parameters"], 2e-6),
         "printed": max(NOISE * result.noise["printed"], 1e-4),
@@ -254,10 +266,14 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
         result.problem += first_other_line(plain.printed, many.printed)
     if wrong and result.verdict != "error":
         result.verdict = "different: " + ", ".join(wrong)
+
+
+def add_times(result: Result, plain: Run, many: Run) -> None:
     if len(plain.times) > 2 and len(many.times) > 2:
-        result.ratio[size] = step_time(many.times) / step_time(plain.times)
+        result.step_ms = 1e3 * step_time(plain.times)
+        result.ratio = step_time(many.times) / step_time(plain.times)
         spans = [times[-1] - times[1] for times in (many.times, plain.times)]
-        result.ratio_of_all[size] = spans[0] / spans[1]
+        result.ratio_of_all = spans[0] / spans[1]
 
 
 def end_of(errors: str) -> str:
@@ -330,7 +346,7 @@ def main() -> None:
             rows[case.stem] = asdict(result)
             print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
             print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)
-            print("   ", {n: round(r, 2) for n, r in result.ratio.items()}, *result.lines[:4])
+            print("   ", f"{result.ratio:.2f}, {result.ratio_of_all:.2f}", *result.lines[:4])
             if result.problem:
                 print("   ", result.problem, flush=True)
             if args.json:
