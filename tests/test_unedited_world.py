@@ -601,3 +601,17 @@ def test_every_row_of_the_table_says_why_and_stands_once() -> None:
     rows = [(patch.owner, patch.name) for patch in patch_table.PATCHES]
     assert len({(id(o) if not isinstance(o, str) else o, name) for o, name in rows}) == len(rows)
     assert all(patch.reason for patch in patch_table.PATCHES)
+
+
+@pytest.mark.launch
+def test_a_script_without_a_call_that_can_be_seen_is_told_so(place: Place) -> None:
+    script = place.script("""
+        import torch
+        weight = torch.ones(3, requires_grad=True)
+        (weight * torch.arange(6.0).view(2, 3)).sum().backward()
+        print(weight.grad.tolist())
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout) == (0, "[3.0, 5.0, 7.0]\n")
+    assert done.stderr.startswith("instep: every rank computed all of this script: ")
+    assert done.stderr.count("\n") == 1

@@ -39,6 +39,7 @@ from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
+from instep.unedited.sharded_call.modules import call_counts
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward
@@ -47,6 +48,10 @@ PATIENCE = 1.5
 """Seconds. If all ranks fail in the same way, rank 0 has reported it by then."""
 LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
+_NO_CALLS = (
+    "every rank computed all of this script: its backward() reached no call of a torch.nn.Module "
+    "that instep sees (not those of a class with a __call__ of its own, nor of torch.func)."
+)
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 
 
@@ -177,12 +182,18 @@ class MultiRankSession:
             wait_at_exit(lambda: self._store.wait(all_done, settings.timeout()))
 
     def _print_gain(self) -> None:
-        """Print on rank 0 what several ranks have gained, unless the run was short."""
+        """Print on rank 0 what several ranks have gained, unless the run was short; or that
+        nothing could be divided."""
+        if self.world.rank != 0:
+            return
         seconds = monotonic() - self._started
-        if self.world.rank == 0 and seconds >= LONG_RUN:
+        line = ""
+        if self.has_begun and not (call_counts.sharded or call_counts.whole):
+            line = _NO_CALLS
+        elif seconds >= LONG_RUN:
             line = format_gain(plan_cache.all_tuners, self.world.size, seconds)
-            if line:
-                print(f"instep: {line}", file=sys.stderr, flush=True)
+        if line:
+            print(f"instep: {line}", file=sys.stderr, flush=True)
 
     def _show_non_finite(self, error: NonFiniteGradError) -> None:
         """On a rank other than 0, whose warnings nobody sees."""
