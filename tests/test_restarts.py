@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -222,6 +223,36 @@ def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is
     outcome = kills.run(count, targets, 1, count, lambda line: None)
     assert outcome.wrong == []
     assert sum(outcome.kills.values()) >= count
+
+
+STEP = "        checkpoint.step()\n"
+DIES_ONCE = """\
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_first and instep.rank == 1 and checkpoint.steps == 17:
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_a_rank_that_dies_under_torchrun_is_restarted_from_the_checkpoint(tmp_path: Path) -> None:
+    folders = tmp_path / "undisturbed", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    expected = kills.undisturbed(folders[0])
+    script = folder / "train.py"
+    script.write_text("import os\n" + kills.SCRIPT.replace(STEP, STEP + DIES_ONCE))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "--max-restarts", "1", script, folder],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(epoch 0, step 15)" in done.stderr
+    assert kills.fingerprint(folder) == expected
 
 
 @pytest.mark.parametrize(
