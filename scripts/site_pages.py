@@ -28,9 +28,13 @@ MOVED = {
 API = {
     "training": (
         "Models, data and metrics",
-        "replicate shard weight no_sync Checkpoint Mean Accuracy Metric PowerSGD",
+        "replicate shard weight no_sync Checkpoint Mean Accuracy Metric gather_rows PowerSGD",
     ),
-    "ranks": ("Ranks", "rank world_size local_rank in_mpi world World init spawn"),
+    "ranks": (
+        "Ranks",
+        "rank world_size local_rank in_mpi world World init spawn is_main_process on_main_process "
+        "print",
+    ),
     "collectives": (
         "Collectives",
         "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send recv "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,8 +84,7 @@ class Scene(SimpleNamespace):
             prepare_data=lambda: (instep.world_size, instep.rank),
             correct_nums=torch.ones(1),
             value=None,
-            said=(said := []),
-            print=said.append,
+            said=StringIO(),
         )
 
     def batch(self) -> None:
@@ -97,12 +98,13 @@ class Scene(SimpleNamespace):
         if code.startswith("@"):
             code += "\ndef value(): return instep.world_size, instep.rank"
         self.before = copy.deepcopy([p.grad for p in self.model.parameters()])
-        try:
-            program = compile(code, "<row>", "eval")
-        except SyntaxError:
-            exec(code, vars(self))
-        else:
-            self.value = eval(program, vars(self))
+        with redirect_stdout(self.said):
+            try:
+                program = compile(code, "<row>", "eval")
+            except SyntaxError:
+                exec(code, vars(self))
+            else:
+                self.value = eval(program, vars(self))
 
     def expected_gradients(self, times: float = 1.0) -> None:
         """`.grad` has grown by `times` the gradient of the whole batch in one process."""
@@ -305,7 +307,7 @@ def prepared(scene: Scene) -> None:
 
 
 def printed(scene: Scene) -> None:
-    assert scene.said == ["done"] * (instep.rank == 0)
+    assert scene.said.getvalue() == "done\n" * (instep.rank == 0)
 
 
 def same_model(scene: Scene) -> None:

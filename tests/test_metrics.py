@@ -20,9 +20,12 @@ def evaluate(n, batch_size):
     generator = torch.Generator().manual_seed(3)
     scores, target = torch.randn(n, 7, generator=generator), torch.arange(n) % 7
     accuracy, mean = instep.Accuracy(topk=(1, 5)), instep.Mean()
+    predicted = []
     for s, t in instep.shard(DataLoader(TensorDataset(scores, target), batch_size)):
         accuracy.update(s, t)
         mean.update(s.sum(1))
+        predicted += instep.gather_rows(s.argmax(1)).tolist()
+    assert predicted == scores.argmax(1).tolist()
     return (*accuracy.compute(), mean.compute())
 
 
@@ -32,6 +35,17 @@ def test_evaluation_is_that_of_one_process(n):
     for size in (2, 3, 4):
         for theirs in run(size, evaluate, n, 4):
             assert theirs == pytest.approx(whole, rel=1e-12)
+
+
+@ranks(1, 2)
+def test_rows_are_gathered_without_gradient_and_a_scalar_has_none() -> None:
+    rows = torch.full((1 + instep.rank, 2), float(instep.rank), requires_grad=True)
+    gathered = instep.gather_rows(rows)
+    assert gathered.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]][: len(gathered)]
+    assert len(gathered) == (3 if instep.world_size == 2 else 1)
+    assert not gathered.requires_grad
+    with pytest.raises(ValueError, match="one row for each sample; got a scalar"):
+        instep.gather_rows(rows.sum())
 
 
 def add_up(n, how):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 
@@ -35,6 +37,24 @@ def test_the_value_reaches_every_rank_and_only_one_ran():
         assert ran == ([result["pid"]] if outer == root else [])
         assert len(set(instep.all_gather_object(result["pid"]))) == 1
         assert evaluate.__name__ == "evaluate"
+
+
+@ranks(1, 2)
+def test_a_function_of_the_main_process_runs_on_rank_0_alone():
+    @instep.on_main_process
+    def log(value):
+        if value < 0:
+            raise ValueError("negative")
+        return value + 1
+
+    assert instep.is_main_process == (instep.rank == 0)
+    assert log(1) == (2 if instep.is_main_process else None)
+    assert log.__name__ == "log"
+    if instep.rank != 0:
+        assert log(-1) is None
+    with redirect_stdout(StringIO()) as out:
+        instep.print("loss", 0.5, sep="=", end=";")
+    assert out.getvalue() == ("loss=0.5;" if instep.is_main_process else "")
 
 
 @ranks(1, 2, 3)

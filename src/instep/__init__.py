@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         gather_object,
     )
     from instep.distributed.communication.point_to_point import recv, send
-    from instep.distributed.communication.scopes import single_process_scope
+    from instep.distributed.communication.scopes import on_main_process, single_process_scope
+    from instep.distributed.communication.scopes import print as print  # noqa: A004
     from instep.distributed.identity.world import World
     from instep.distributed.rendezvous.bootstrap import init
     from instep.errors import InstepError
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from instep.training.buckets.compression import PowerSGD
     from instep.training.checkpoint.checkpoint import Checkpoint
     from instep.training.gradients import no_sync, weight
-    from instep.training.metrics import Accuracy, Mean, Metric
+    from instep.training.metrics import Accuracy, Mean, Metric, gather_rows
     from instep.training.replicas import replicate
     from instep.training.shards import shard
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     """The number of this process in the job, from 0."""
     world_size: int
     """The number of processes in the job."""
+    is_main_process: bool
+    """Whether this is rank 0."""
     in_mpi: bool
     """Whether the job has several processes (Jittor's name; any launcher will do)."""
     local_rank: int
@@ -73,9 +76,12 @@ _MODULES = {
     "broadcast_object": "distributed.communication.objects",
     "gather": "distributed.communication.exchanges",
     "gather_object": "distributed.communication.objects",
+    "gather_rows": "training.metrics",
     "group": "distributed.communication.groups",
     "init": "distributed.rendezvous.bootstrap",
     "no_sync": "training.gradients",
+    "on_main_process": "distributed.communication.scopes",
+    "print": "distributed.communication.scopes",
     "recv": "distributed.communication.point_to_point",
     "reduce": "distributed.communication.collectives",
     "reduce_scatter": "distributed.communication.collectives",
@@ -90,12 +96,13 @@ _MODULES = {
 _PUBLIC_MODULES = ("errors", "precision")
 _WORLD_ATTRIBUTES = {
     "in_mpi": "parallel",
+    "is_main_process": "is_main_process",
     "local_rank": "local_rank",
     "rank": "rank",
     "world_size": "size",
 }
 
-__all__ = [
+__all__ = [  # not print: `from instep import *` must not replace Python's
     "Accuracy",
     "Checkpoint",
     "Group",
@@ -113,11 +120,14 @@ __all__ = [
     "broadcast_object",
     "gather",
     "gather_object",
+    "gather_rows",
     "group",
     "in_mpi",
     "init",
+    "is_main_process",
     "local_rank",
     "no_sync",
+    "on_main_process",
     "rank",
     "recv",
     "reduce",
@@ -153,4 +163,4 @@ else:  # type checkers would take any name for one of these
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *_PUBLIC_MODULES]
+    return [*__all__, "__version__", "print", *_PUBLIC_MODULES]

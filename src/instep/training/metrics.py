@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.exchanges import all_gather
 from instep.distributed.communication.transport import get_transport
 from instep.training.batches import find_candidates
 from instep.training.forward_calls import last
@@ -159,6 +160,29 @@ class Accuracy(Metric):
         """The fraction for each k, over all ranks; NaN where nothing was counted. Collective."""
         totals = self.all_reduce()
         return tuple((totals[:-1] / totals[-1]).tolist())
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """The rows of the whole batch, in its order, on every rank: each once, none padded.
+
+        for x, y in loader:                     # from instep.shard
+            predicted += instep.gather_rows(model(x).argmax(1)).tolist()
+
+    It is called once for each batch: rows of several batches would be ordered by rank first.
+
+    Args:
+        rows: (n, ...), one row for each sample of this rank's part of the batch, of any dtype. A
+            rank without samples, which runs a placeholder, may pass what that gave.
+
+    Returns:
+        (N, ...), detached, on the device of `rows`; N is the number of samples of the batch.
+
+    Collective. Raises ValueError for a tensor without dimensions, and what `all_gather` raises.
+    """
+    if rows.dim() == 0:
+        raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")
+    own = rows[:0] if _is_placeholder(rows) else rows
+    return torch.cat(all_gather(own.detach()))
 
 
 def _is_placeholder(values: Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""single_process_scope: one rank runs a piece of the script, and all ranks get its result."""
+"""What one rank does alone: single_process_scope, on_main_process, print."""
 
 from __future__ import annotations
 
+import builtins
 import functools
 import pickle
 import time
@@ -66,6 +67,30 @@ def single_process_scope(rank: int = 0) -> Scope:
     Collective: every rank calls this. Raises ValueError for a rank that does not exist.
     """
     return Scope(rank)
+
+
+def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
+    """The function, run by rank 0 alone; on other ranks a call does nothing and returns None.
+
+        @instep.on_main_process
+        def log(loss):
+            writer.add_scalar("loss", loss)
+
+    No rank waits, and an exception is raised on rank 0 only. It must call nothing that all ranks
+    have to call; `single_process_scope` is for values that all ranks need.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if bootstrap.current().rank == 0 else None
+
+    return run
+
+
+@on_main_process
+def print(*values: object, **options: Any) -> None:  # noqa: A001
+    """Python's print, on rank 0 alone; the same arguments."""
+    builtins.print(*values, **options)
 
 
 class Scope:

@@ -50,6 +50,11 @@ class World:
         return self.size > 1
 
     @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks run on one machine."""
         return self.local_size == self.size
