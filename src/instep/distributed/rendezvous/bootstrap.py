@@ -245,8 +245,6 @@ class _GroupState:
     key: bytes
     store: VerifiedStore
     """For instep's own values."""
-    store_of_torch: dist.Store | None
-    """Kept for torch, whose C++ does not keep a Python object."""
     one_host: bool
     """Whether all ranks share one loopback interface, as far as is known."""
 
@@ -295,8 +293,9 @@ def _group_state() -> _GroupState:
 def _add_state(key: bytes, one_host: bool, store_of_torch: dist.Store | None = None) -> None:
     assert dist.group.WORLD is not None
     below = dist.distributed_c10d._get_default_store()
-    store = VerifiedStore(below, derive_key(key, "store"))
-    _states[dist.group.WORLD] = _GroupState(key, store, store_of_torch, one_host)
+    # Whoever has the store can use it after the group was destroyed, as threads that write do.
+    store = VerifiedStore(below, derive_key(key, "store"), keeps=store_of_torch)
+    _states[dist.group.WORLD] = _GroupState(key, store, one_host)
 
 
 def _agreed_key(secret: bytes | None) -> bytes:

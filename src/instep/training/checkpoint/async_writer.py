@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
 from instep.training.checkpoint.resume_point import ResumePoint
+from instep.training.checkpoint.state_shards import ShardedWrite
 
 
 class AsyncWriter:
@@ -21,16 +22,20 @@ class AsyncWriter:
         self._error: CheckpointError | None = None
         self._last: storage.EncodedState | None = None
 
-    def start(self, step: int, state: dict[str, Any]) -> None:
+    def start(
+        self, step: int, state: storage.EncodedState, shards: ShardedWrite | None = None
+    ) -> None:
         """Copy `state`, and begin to write it. Waits until the last one is written.
 
-        Raises CannotSaveError.
+        `shards`: this rank writes a part of it, together with others.
         """
         self.wait()
-        self._last = storage.EncodedState.copy(state, self._last)
+        if shards is not None:
+            state = shards.own_part(state)
+        self._last = state.copy(self._last)
         # No daemon: a script that ends, or fails, lets its last checkpoint be written.
         self._thread = threading.Thread(
-            target=self._write, args=(step, self._last), name="instep-checkpoint"
+            target=self._write, args=(step, self._last, shards), name="instep-checkpoint"
         )
         self._thread.start()
 
@@ -50,9 +55,14 @@ class AsyncWriter:
         error, self._error = self._error, None
         return error
 
-    def _write(self, step: int, state: storage.EncodedState) -> None:
+    def _write(self, step: int, state: storage.EncodedState, shards: ShardedWrite | None) -> None:
         try:
-            path = storage.write_encoded(self._folder, step, state)
+            if shards is None:
+                path = storage.write_encoded(self._folder, step, state)
+            elif (published := shards.write(state)) is None:
+                return  # rank 0 does the rest
+            else:
+                path = published
             ResumePoint(step, str(path)).note()
             if self._keep is not None:
                 others = [each for each in storage.list_checkpoints(self._folder) if each != path]
@@ -62,3 +72,5 @@ class AsyncWriter:
             path = storage.checkpoint_path(self._folder, step)
             self._error = CheckpointError.of_write(path, error)
             self._error.__cause__ = error
+            if not threading.main_thread().is_alive():  # no call comes that would raise it
+                print(f"instep: {self._error}", file=sys.stderr, flush=True)

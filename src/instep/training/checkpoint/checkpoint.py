@@ -23,6 +23,8 @@ from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.random_states import gather_states, restore_states
 from instep.training.checkpoint.resume_point import ResumePoint
 from instep.training.checkpoint.saved_objects import each_object, load_state, prepare, state_of
+from instep.training.checkpoint.state_shards import ShardedDraft
+from instep.training.checkpoint.storage import EncodedState
 from instep.training.checkpoint.time_limit import SignalFlag
 from instep.training.metrics import Metric
 
@@ -44,9 +46,9 @@ class Checkpoint:
 
     The loop begins where the last checkpoint was saved, in mid-epoch too, with the same samples in
     the same batches, the same random numbers and the same parameters: bit for bit at the same
-    number of ranks, up to the rounding of sums at another. Rank 0 writes in the background; the
-    training waits for the copy only. A checkpoint is whole or absent, and what is damaged later
-    is noticed by a checksum and passed over with a warning.
+    number of ranks, up to the rounding of sums at another. Rank 0 writes in the background, and
+    all ranks where the state is large; the training waits for the copy only. A checkpoint is whole
+    or absent, and what is damaged later is noticed by a checksum and passed over with a warning.
 
     When SIGUSR1 or SIGTERM comes (and the script does not handle it), the next `step` saves and
     ends the script with the exit code 75.
@@ -62,6 +64,8 @@ class Checkpoint:
         metrics: `instep.Metric`s, whose totals so far are saved; or a list or dict of them.
         every: save after so many calls of `step`. None: at the end of each epoch.
         keep: how many checkpoints are left; None: all.
+        shard_bytes: a model, or another object, whose tensors have so many bytes is written by all
+            ranks that see the folder, each its shard; a smaller one by rank 0.
         others: more objects with state_dict and load_state_dict, by names of their own.
 
     Raises CannotSaveError, FolderInUseError, CheckpointError. Collective, as are all its methods.
@@ -79,9 +83,10 @@ class Checkpoint:
         metrics: Any = None,
         every: int | None = None,
         keep: int | None = None,
+        shard_bytes: int = 1 << 30,
         **others: Any,
     ) -> None:
-        for name, value in (("every", every), ("keep", keep)):
+        for name, value in (("every", every), ("keep", keep), ("shard_bytes", shard_bytes)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is None or a number from 1 on, not {value!r}.")
         for name in (_TRAINING, *(name for name in others if name.startswith("_"))):
@@ -89,6 +94,7 @@ class Checkpoint:
                 raise ValueError(f"{name} cannot be the name of an object; use another one.")
         self.folder = Path(folder).absolute()
         self.every = every
+        self.shard_bytes = shard_bytes
         entries = {
             "model": model,
             "optimizer": optimizer,
@@ -167,16 +173,26 @@ class Checkpoint:
         with phase("checkpoint"):
             state = self._state()
             error: CheckpointError | None = None
+            proposed: ShardedDraft | None = None
             transport = get_transport()
             if transport.rank == 0:
                 try:
                     self._check_order()
                     self._writer.wait()
                     error = self._writer.pop_error()  # of the last one
-                    self._writer.start(self._step, state)
+                    encoded = EncodedState.encode(state)
+                    proposed = self._propose(encoded)
+                    if proposed is None:
+                        self._writer.start(self._step, encoded)
                 except CheckpointError as raised:
                     error = raised
-            self._raise_on_all_ranks(error)
+            error, proposed = transport.broadcast_object((error, proposed), 0)
+            if proposed is not None:
+                if transport.rank != 0:
+                    encoded = _encode_what_can_be(state)
+                self._writer.start(self._step, encoded, proposed.share(encoded))
+            if error is not None:
+                raise error
 
     def resume(self) -> bool:
         """Load the latest undamaged checkpoint; False if there is none.
@@ -244,6 +260,16 @@ class Checkpoint:
             storage.remove_drafts(self.folder)
         except OSError as error:
             raise CheckpointError.of_folder(self.folder, error) from error
+
+    def _propose(self, state: EncodedState) -> ShardedDraft | None:
+        """To write `state` together with the other ranks; None if it is small."""
+        if get_transport().size == 1:
+            return None
+        try:
+            return ShardedDraft.make(self.folder, self._step, state, self.shard_bytes)
+        except OSError as error:
+            path = storage.checkpoint_path(self.folder, self._step)
+            raise CheckpointError.of_write(path, error) from error
 
     def _state(self) -> dict[str, Any]:
         """Everything as it is now; on rank 0 complete. Collective."""
@@ -330,6 +356,14 @@ class Checkpoint:
                 flush=True,
             )
         raise SystemExit(REQUEUE)
+
+
+def _encode_what_can_be(state: dict[str, Any]) -> EncodedState:
+    """The state of a rank other than 0: whatever it cannot save itself, rank 0 does."""
+    try:
+        return EncodedState.encode(state)
+    except CannotSaveError:
+        return EncodedState({}, {})
 
 
 def _end_epoch(loader: Any) -> None:

@@ -30,10 +30,13 @@ class CheckpointError(TrainingError):
     @classmethod
     def of_write(cls, path: Path, error: BaseException) -> CheckpointError:
         """A write that failed; `path`: the checkpoint that there is not."""
-        return cls(
-            f"{path} could not be written: {type(error).__name__}: {error}. Older checkpoints are "
-            "as they were."
-        )
+        why = str(error) if isinstance(error, cls) else f"{type(error).__name__}: {error}"
+        return cls(f"{path} could not be written: {why}. Older checkpoints are as they were.")
+
+    @classmethod
+    def of_shard(cls, rank: int, error: str) -> CheckpointError:
+        """The part of a large state that another rank could not write."""
+        return cls(f"rank {rank} could not write its part: {error}")
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -44,7 +44,9 @@ class FolderLock:
             os.close(self._file)
             self._file = None
 
-    __del__ = release
+    def __del__(self) -> None:
+        if os is not None:  # Python has taken modules apart, and closes the file itself
+            self.release()
 
 
 def _lock(file: int) -> bool:

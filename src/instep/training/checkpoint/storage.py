@@ -4,6 +4,12 @@
                               model.safetensors       the model's state dict, by its own names
                               optimizer.safetensors   and one for each other entry with tensors
 
+A large entry, which several ranks write, has files of the names that Hugging Face gives them:
+
+                              model-00001-of-00002.safetensors
+                              model-00002-of-00002.safetensors
+                              model.safetensors.index.json    which file has which tensor
+
 Nothing is unpickled. A checkpoint is written to a draft, whose name begins with a dot, and gets its
 name when all of it is on the disk.
 """
@@ -17,7 +23,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +35,7 @@ from torch import Tensor
 from instep.errors import InstepWarning
 from instep.training.checkpoint.errors import DamagedCheckpointError, NewerFormatError
 from instep.training.checkpoint.state_trees import decode, encode
-from instep.training.checkpoint.tensor_files import read_tensors, verify_tensors, write_tensors
+from instep.training.checkpoint.tensor_files import read_tensors, verify_file, write_tensors
 from instep.version import __version__
 
 FORMAT = 1
@@ -38,6 +45,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 _AT_CWD = -100
 _RENAME_EXCHANGE = 2
 T = TypeVar("T")
+FileRecord = dict[str, Any]
+"""What is written of a file, to know it again: its size in bytes, and its SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +63,14 @@ class EncodedState:
         trees = {name: encode(value, name, tensors[name]) for name, value in state.items()}
         return cls(trees, tensors)
 
-    @classmethod
-    def copy(cls, state: dict[str, Any], memory: EncodedState | None = None) -> EncodedState:
-        """The tensors are copies on the CPU, in the memory of those of `memory` where they fit.
-
-        Raises CannotSaveError.
-        """
-        encoded = cls.encode(state)
+    def copy(self, memory: EncodedState | None = None) -> EncodedState:
+        """With copies of the tensors on the CPU, in the memory of those of `memory` that fit."""
         known = {} if memory is None else memory.tensors
         copies = {
             entry: {name: _copy(t, known.get(entry, {}).get(name)) for name, t in tensors.items()}
-            for entry, tensors in encoded.tensors.items()
+            for entry, tensors in self.tensors.items()
         }
-        return cls(encoded.trees, copies)
+        return EncodedState(self.trees, copies)
 
 
 def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
@@ -87,19 +91,86 @@ def write(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def write_encoded(folder: Path, step: int, state: EncodedState) -> Path:
     """As `write`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = checkpoint_path(folder, step)
-    draft = folder / f".{path.name}.{os.getpid()}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
+    with new_draft(folder, step) as draft:
+        files = {
+            f"{name}.safetensors": write_file(draft / f"{name}.safetensors", tensors)
+            for name, tensors in state.tensors.items()
+            if tensors
+        }
+        return publish(draft, step, state.trees, files)
+
+
+@contextmanager
+def new_draft(folder: Path, step: int) -> Iterator[Path]:
+    """An empty folder in which the checkpoint of a step is written. Raises OSError."""
+    draft = make_draft(folder, step)
     try:
-        draft.mkdir()
-        _write_files(draft, step, state)
-        _sync_directory(draft)
-        if not _exchange(draft, path):
-            os.replace(draft, path)
-        _sync_directory(folder)
+        yield draft
     finally:
-        shutil.rmtree(draft, ignore_errors=True)  # of a failure, or the replaced checkpoint
+        remove_draft(draft)  # of a failure, or the replaced checkpoint
+
+
+def make_draft(folder: Path, step: int) -> Path:
+    """As `new_draft`, until `remove_draft`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{checkpoint_path(folder, step).name}.{os.getpid()}.draft"
+    remove_draft(draft)
+    draft.mkdir()
+    return draft
+
+
+def remove_draft(draft: Path) -> None:
+    """Remove a folder that may have got its name, and what is in it."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write a new file of tensors and wait until it is on the disk. Raises OSError."""
+    sha256 = write_tensors(path, tensors)
+    return {"bytes": path.stat().st_size, "sha256": sha256}
+
+
+def write_weight_map(path: Path, files: Mapping[str, str], total_bytes: int) -> FileRecord:
+    """Write in which file each tensor is, as Hugging Face does. Raises OSError."""
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
+    text = json.dumps(content, indent=2, sort_keys=True).encode()
+    _write_new(path, text)
+    return {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+
+
+def publish(
+    draft: Path,
+    step: int,
+    trees: dict[str, Any],
+    files: dict[str, FileRecord],
+    shards: dict[str, list[str]] | None = None,
+) -> Path:
+    """Give a draft its name, when all of it is on the disk; returns its path.
+
+    Args:
+        draft: of `make_draft`.
+        step: the checkpoint's.
+        trees: of the state.
+        files: all that are in the draft.
+        shards: the files of tensors of an entry that has several.
+
+    Raises OSError.
+    """
+    path = checkpoint_path(draft.parent, step)
+    index = {
+        "format": FORMAT,
+        "instep": __version__,
+        "torch": torch.__version__,
+        "step": step,
+        "files": files,
+        "shards": shards or {},
+        "state": trees,
+    }
+    _write_new(draft / _INDEX, _index_text(json.dumps(index, allow_nan=False).encode()))
+    _sync_directory(draft)
+    if not _exchange(draft, path):
+        os.replace(draft, path)
+    _sync_directory(draft.parent)
     return path
 
 
@@ -120,22 +191,28 @@ def read(path: Path) -> dict[str, Any]:
     Raises DamagedCheckpointError, NewerFormatError, OSError.
     """
     index = _read_index(path)
+    files = dict(index["files"])
     state = {}
     for name, value in index["state"].items():
         tensors: dict[str, Tensor] = {}
-        file = f"{name}.safetensors"
-        if file in index["files"]:
-            _check_size(path / file, index["files"][file]["bytes"])
-            tensors = read_tensors(path / file, index["files"][file]["sha256"])
+        for file in index.get("shards", {}).get(name, [f"{name}.safetensors"]):
+            if (record := files.pop(file, None)) is not None:
+                _check_size(path / file, record["bytes"])
+                tensors |= read_tensors(path / file, record["sha256"])
         state[name] = decode(value, tensors)
+    _verify_files(path, files)  # those without tensors
     return state
 
 
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint and keep nothing. Raises as `read` does."""
-    for name, file in _read_index(path)["files"].items():
-        _check_size(path / name, file["bytes"])
-        verify_tensors(path / name, file["sha256"])
+    _verify_files(path, _read_index(path)["files"])
+
+
+def _verify_files(path: Path, files: dict[str, FileRecord]) -> None:
+    for name, record in files.items():
+        _check_size(path / name, record["bytes"])
+        verify_file(path / name, record["sha256"])
 
 
 def checksum(path: Path) -> str | None:
@@ -212,25 +289,11 @@ def _check_size(file: Path, expected: int) -> None:
         raise DamagedCheckpointError(file, f"it has {size} bytes of {expected}")
 
 
-def _write_files(draft: Path, step: int, state: EncodedState) -> None:
-    files = {}
-    for name, tensors in state.tensors.items():
-        if tensors:
-            file = f"{name}.safetensors"
-            sha256 = write_tensors(draft / file, tensors)
-            files[file] = {"bytes": (draft / file).stat().st_size, "sha256": sha256}
-    index = {
-        "format": FORMAT,
-        "instep": __version__,
-        "torch": torch.__version__,
-        "step": step,
-        "files": files,
-        "state": state.trees,
-    }
-    with open(draft / _INDEX, "xb") as index_file:
-        index_file.write(_index_text(json.dumps(index, allow_nan=False).encode()))
-        index_file.flush()
-        os.fsync(index_file.fileno())
+def _write_new(path: Path, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _index_text(content: bytes) -> bytes:

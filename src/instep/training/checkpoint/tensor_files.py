@@ -91,7 +91,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     return tensors
 
 
-def verify_tensors(path: Path, sha256: str) -> None:
+def verify_file(path: Path, sha256: str) -> None:
     """Read a file and keep nothing. Raises DamagedCheckpointError if its checksum is another."""
     memory = memoryview(bytearray(_CHUNK))
     with _FileReader(path) as file:
