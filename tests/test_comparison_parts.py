@@ -94,7 +94,26 @@ def test_a_flag_with_too_many_values_is_a_number() -> None:
     assert changes.due == 0
     module.mode = "one more"
     changes.update()
-    assert (changes.flags, changes.due) == ((), 1)
+    assert (changes.flags, changes.due) == (frozenset(), 1)
+
+
+def test_a_flag_with_its_first_value_tells_no_calls_apart() -> None:
+    module = nn.Dropout()
+    changes = AttributeChanges(module)
+    for training in (False, True, False, True):
+        module.train(training)
+        changes.update()
+        assert changes.flags == (frozenset() if training else {(("", 0, "training"), False)})
+
+
+def test_a_flag_that_changes_together_with_an_object_is_seen() -> None:
+    module = Keeps()
+    module.settings = types.SimpleNamespace(rate=1)
+    changes = AttributeChanges(module)
+    module.mode = "other"
+    module.settings = types.SimpleNamespace(rate=1)
+    changes.update()
+    assert changes.flags == {(("", 0, "mode"), "other")}
 
 
 def test_each_of_the_first_changes_of_a_number_calls_for_a_comparison() -> None:
@@ -103,7 +122,7 @@ def test_each_of_the_first_changes_of_a_number_calls_for_a_comparison() -> None:
     for k in range(1, attribute_changes.FEW_CHANGES + 1):
         module.total = 0.5 * k
         changes.update()
-        assert (changes.due, changes.flags) == (k, ())
+        assert (changes.due, changes.flags) == (k, frozenset())
 
 
 def test_what_is_known_of_a_module_stays_known() -> None:

@@ -33,6 +33,7 @@ STABLE_CALLS = 8
 """A number that stays for this many calls calls for a comparison whenever it changes, as an epoch
 does; a step counter only ever more seldom."""
 
+_ABSENT = object()
 Key = tuple[str, int, str]
 """The path of a namespace, which of those of this path it is, and a name in it."""
 
@@ -69,15 +70,16 @@ class AttributeChanges:
         self._tables: list[_Table] = []
         self._known: dict[Key, Any] = {}
         self._changed: dict[Key, Any] = {}
-        """The flags that the script has changed, and their values."""
+        """The flags that are not as they were at first, and their values."""
         self._values: dict[Key, set[Any]] = {}
         self._changes: dict[Key, int] = {}
         self.calls = 0
-        self.flags: tuple[Any, ...] = ()
+        self.flags: frozenset[tuple[Key, Any]] = frozenset()
         """What tells calls apart that must not share a plan."""
         self.due = 0
         """How often numbers have changed in a way that calls for a comparison."""
         self._look_anew()
+        self._first = dict(self._known)
 
     def update(self) -> None:
         """Before a call: note what the script has changed since the last one."""
@@ -106,7 +108,7 @@ class AttributeChanges:
                     if old != new:
                         found[*table.key, name] = self._known[*table.key, name] = new
                 elif by_script:  # other objects, with other values in them
-                    return self._look_anew()
+                    return found | self._look_anew()
             table.values = now
         return found
 
@@ -138,12 +140,14 @@ class AttributeChanges:
         if not isinstance(value, int | float | complex) or isinstance(value, bool):
             values = self._values.setdefault(key, set())
             values.add(value)
-            if len(values) <= MAX_VALUES:
+            is_flag = len(values) <= MAX_VALUES
+            if is_flag and self._first.get(key, _ABSENT) != value:
                 self._changed[key] = value
-                self.flags = tuple(self._changed.items())
+            else:
+                self._changed.pop(key, None)
+            self.flags = frozenset(self._changed.items())
+            if is_flag:
                 return
-            if self._changed.pop(key, None) is not None:
-                self.flags = tuple(self._changed.items())
         self._changes[key] = self._changes.get(key, 0) + 1
         self.due += is_due(self._changes[key], self.calls)
 
