@@ -26,6 +26,7 @@ from instep.errors import (
 )
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
+from instep.training.checkpoint.time_limit import SignalFlag
 from pool import run
 
 SAMPLES = 22
@@ -559,6 +560,20 @@ def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path, number):
     assert storage.step_of(storage.latest(tmp_path / "parts")) == STEPS + 1
     rest = run(2, train, str(tmp_path / "parts"))
     assert exactly(rest[1], whole[1])
+
+
+@pytest.mark.parametrize("where", ["a forked child", "nothing would be saved"])
+def test_a_signal_that_cannot_save_ends_the_process(where):
+    flag = SignalFlag() if where == "a forked child" else None
+    child = os.fork()
+    if not child:
+        flag = flag or SignalFlag(lambda frame: False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if flag:
+        flag.remove()
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
 # ------------------------------------------------------------------------------ older files

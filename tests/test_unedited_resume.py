@@ -30,6 +30,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 def fail_at(turn):
+    if turn == 2 and os.path.exists("ends"):
+        os.remove("ends")
+        with open("/proc/self/environ", "rb") as environ:
+            if b"RANK=0" not in environ.read().split(bytes(1)):
+                os.kill(os.getpid(), signal.SIGTERM)
     if turn == 5 and os.path.exists("fails"):
         os.remove("fails")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -222,8 +227,11 @@ def at_night(*texts: str):
 def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     alone, killed = place(tmp_path / "alone", text), place(tmp_path / "killed", text)
     assert run(alone) == 0
+    (killed / "ends").touch()
     (killed / "fails").touch()
+    assert run(killed) == 75
     assert run(killed) == -signal.SIGKILL
+    assert "goes on after iteration 3 " in (killed / "errors.txt").read_text()
     assert not (killed / "final.pt").exists()
     assert run(killed) == 0
     assert "goes on after iteration" in (killed / "errors.txt").read_text()
@@ -231,6 +239,12 @@ def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     for name in ("log.txt", "log.csv"):
         if (alone / name).exists():
             assert (killed / name).read_text() == (alone / name).read_text()
+
+
+@pytest.mark.nightly
+def test_a_signal_after_the_loop_ends_the_script(tmp_path) -> None:
+    folder = place(tmp_path, f"{MODULE_LEVEL}os.kill(os.getpid(), signal.SIGTERM)\n")
+    assert run(folder) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -296,7 +310,11 @@ def test_a_killed_job_goes_on_with_the_numbers_of_one_process(tmp_path, commands
         place(tmp_path / "killed", MODULE_LEVEL),
     )
     assert run(alone) == 0
+    (killed / "ends").touch()
     (killed / "fails").touch()
+    ended = launch(killed, "-n", "2")  # SIGTERM comes to rank 1 only
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stderr.count("was left after iteration 3 on a signal") == 1
     for options in commands:
         ran = launch(killed, *options)
         assert (ran.returncode == 0) == (options is commands[-1]), ran.stderr

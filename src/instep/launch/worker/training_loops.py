@@ -217,8 +217,7 @@ class _Rewriting(ast.NodeTransformer):
     def visit_For(self, loop: ast.For) -> ast.AST:  # the name that ast looks for
         self.generic_visit(loop)
         if loop.lineno in self._lines:
-            line = ast.Constant(loop.lineno)
-            loop.iter = ast.copy_location(_call("each", loop.iter, line), loop.iter)
+            loop.iter = ast.copy_location(_call("each", loop.iter, *_lines(loop)), loop.iter)
         return loop
 
     def visit_While(self, loop: ast.While) -> ast.AST | list[ast.stmt]:
@@ -226,12 +225,15 @@ class _Rewriting(ast.NodeTransformer):
         if loop.lineno not in self._lines:
             return loop
         name = f"__instep_while_{loop.lineno}__"
-        iterations = ast.Assign(
-            [ast.Name(name, ast.Store())], _call("tests", ast.Constant(loop.lineno))
-        )
+        iterations = ast.Assign([ast.Name(name, ast.Store())], _call("tests", *_lines(loop)))
         following = ast.Call(ast.Attribute(ast.Name(name, ast.Load()), "next", ast.Load()), [], [])
         loop.test = ast.copy_location(ast.BoolOp(ast.And(), [following, loop.test]), loop.test)
         return [ast.copy_location(iterations, loop), loop]
+
+
+def _lines(loop: Loop) -> tuple[ast.Constant, ast.Constant]:
+    """The first line, and the last one of the body."""
+    return ast.Constant(loop.lineno), ast.Constant(loop.body[-1].end_lineno)
 
 
 def _call(method: str, *arguments: ast.expr) -> ast.Call:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -13,8 +15,14 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 class SignalFlag:
     """Whether such a signal has come. Signals that the script handles, or ignores, stay its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, can_save: Callable[[FrameType | None], bool] = lambda frame: True) -> None:
+        """`can_save` is called with the frame that a signal interrupts.
+
+        If it returns False, nothing would be saved any more, and the signal ends this process.
+        """
         self.is_set = False
+        self._can_save = can_save
+        self._process = os.getpid()
         self._kept: list[signal.Signals] = []
         if threading.current_thread() is threading.main_thread():
             self._kept = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
@@ -29,4 +37,8 @@ class SignalFlag:
         self._kept = []
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        self.is_set = True
+        if os.getpid() == self._process and self._can_save(frame):
+            self.is_set = True
+        else:  # in a forked child too: Pool.terminate() sends SIGTERM
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from instep.distributed.communication.transport import get_transport
+from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.resume_point import ResumePoint
+from instep.training.checkpoint.time_limit import SignalFlag
 from instep.training.random_streams import RNGStates
 from instep.unedited import launcher_env, seeds
 from instep.unedited.checkpoint.encoding import encode
@@ -42,22 +44,36 @@ class LoopIterations:
         self._files = WrittenFiles(folder)
         self._entered = 0
         self._lock: FolderLock | None = None
+        self._flag: SignalFlag | None = None
+        self._lines: set[tuple[types.CodeType, int, int]] = set()
+        """Of each loop that was entered: the code, the first line and the last one of the body."""
 
-    def each(self, values: Iterable[Any], line: int) -> Iterable[Any]:
-        """The values of a `for` loop that begins at `line`."""
-        return _ForIterations(iter(values), self._enter(line))
+    def each(self, values: Iterable[Any], line: int, last_line: int) -> Iterable[Any]:
+        """The values of a `for` loop in these lines."""
+        return _ForIterations(iter(values), self._enter(sys._getframe(1), line, last_line))
 
-    def tests(self, line: int) -> WhileIterations:
-        """For a `while` loop that begins at `line`."""
-        return WhileIterations(self._enter(line))
+    def tests(self, line: int, last_line: int) -> WhileIterations:
+        """For a `while` loop in these lines."""
+        return WhileIterations(self._enter(sys._getframe(1), line, last_line))
 
-    def _enter(self, line: int) -> _Loop:
+    def _enter(self, frame: types.FrameType, line: int, last_line: int) -> _Loop:
         self._entered += 1
+        self._lines.add((frame.f_code, line, last_line))
+        if self._flag is None:
+            self._flag = SignalFlag(self._is_in_loop)
         if self._lock is None and get_transport().rank == 0:
             with bypass_overlay():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(self._folder)
-        return _Loop(self._folder / f"loop-{self._entered}", line, self._files)
+        return _Loop(self._folder / f"loop-{self._entered}", line, self._files, self._flag)
+
+    def _is_in_loop(self, frame: types.FrameType | None) -> bool:
+        while frame is not None:
+            for code, line, last_line in self._lines:
+                if frame.f_code is code and line <= (frame.f_lineno or 0) <= last_line:
+                    return True
+            frame = frame.f_back
+        return False
 
 
 class _ForIterations:
@@ -100,9 +116,9 @@ class WhileIterations:
 class _Loop:
     """One run of a loop, and its folder of checkpoints."""
 
-    def __init__(self, folder: Path, line: int, files: WrittenFiles) -> None:
+    def __init__(self, folder: Path, line: int, files: WrittenFiles, flag: SignalFlag) -> None:
         self.has_begun = False
-        self._folder, self._line, self._files = folder, line, files
+        self._folder, self._line, self._files, self._flag = folder, line, files, flag
         self._rank = get_transport().rank
         self._before: ScriptObjects | None = None
         self._iteration = 0
@@ -144,14 +160,34 @@ class _Loop:
     def end_iteration(self, frame: types.FrameType, *, is_last: bool) -> None:
         """Called after each iteration: rank 0 saves, unless that would take too much of the time.
 
-        Raises CannotSaveScriptError after the first iteration, if the script cannot be saved.
+        If a signal has come to any rank, rank 0 saves in any case, and all ranks exit. Raises
+        CannotSaveScriptError after the first iteration, if the script cannot be saved. Collective.
         """
         self._iteration += 1
-        if self._rank != 0:
-            return
+        must_end = self._agree()
+        if self._rank == 0:
+            pause = self._cost * (1 - SHARE) / SHARE
+            if is_last or must_end or monotonic() - self._saved_at >= pause:
+                self._try_to_save(frame)
+        if must_end:
+            get_transport().broadcast_object(None, 0)  # the first rank that exits ends the others
+            if self._rank == 0:
+                _print(
+                    f"the loop at line {self._line} was left after iteration {self._iteration} on "
+                    f"a signal, and {self._folder} holds it; exit code {REQUEUE} asks for another "
+                    "turn"
+                )
+            raise SystemExit(REQUEUE)
+
+    def _agree(self) -> bool:
+        """Whether a signal has come to any rank."""
+        transport = get_transport()
+        flag = torch.tensor([self._flag.is_set], dtype=torch.int32, device=transport.control_device)
+        transport.all_reduce(flag, "max").wait()
+        return bool(flag.item())
+
+    def _try_to_save(self, frame: types.FrameType) -> None:
         started = monotonic()
-        if not is_last and started - self._saved_at < self._cost * (1 - SHARE) / SHARE:
-            return
         try:
             self._save(frame)
         except CannotSaveScriptError as error:
