@@ -1,4 +1,4 @@
-"""The position of a loop in a DataLoader of torch's own, which is not sharded."""
+"""The position of a loop in a DataLoader that is not sharded: torch's own, or one with a state."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training.errors import OtherDataError
+from instep.training.loaders.generators import (
+    get_states,
+    set_states,
+)
 from instep.training.random_streams import RNGStates
 
 _positions: WeakKeyDictionary[DataLoader[Any], PlainLoaderPosition] = WeakKeyDictionary()
@@ -55,7 +58,7 @@ class PlainLoaderPosition:
         if not self._resumes:
             self._begin = {
                 "global": dict(vars(RNGStates.capture())),
-                "loader": [generator.get_state() for generator in _generators(loader)],
+                "loader": get_states(loader),
             }
             self._batches, self._has_ended = 0, False
             return CountedBatches(self, original(loader), self._iteration)
@@ -63,8 +66,7 @@ class PlainLoaderPosition:
         assert self._begin is not None
         now = RNGStates.capture()
         RNGStates(**self._begin["global"]).restore()
-        for generator, state in zip(_generators(loader), self._begin["loader"], strict=True):
-            generator.set_state(state)
+        set_states(loader, self._begin["loader"])
         batches = original(loader)
         try:
             _skip(batches, self._batches, loader)
@@ -97,6 +99,25 @@ class PlainLoaderPosition:
             raise OtherDataError.of_loader(self._batches, state["loader"], self._described)
 
 
+class StatefulLoader:
+    """A DataLoader with a state of its own, such as torchdata's StatefulDataLoader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, with the states of its generators."""
+        return {"loader": self._loader.state_dict(), "generators": get_states(self._loader)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on where it was."""
+        self._loader.load_state_dict(state["loader"])
+        # torchdata makes the iterator now, and not when the global generators have been restored:
+        # it draws from them, as the iterator before the checkpoint has done.
+        self._loader.state_dict()
+        set_states(self._loader, state["generators"])
+
+
 class CountedBatches:
     """An iterator over batches that counts those that the loop has taken."""
 
@@ -125,16 +146,6 @@ def _describe(loader: DataLoader[Any]) -> str:
     """What must be the same for the rest of an epoch to be known."""
     samples = "?" if isinstance(loader.dataset, IterableDataset) else len(loader.dataset)  # type: ignore[arg-type]
     return f"{samples} samples in batches of {loader.batch_size}"
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The loader's own generators."""
-    found = [loader.generator, getattr(loader.sampler, "generator", None)]
-    kept: list[torch.Generator] = []
-    for generator in found:
-        if isinstance(generator, torch.Generator) and all(generator is not k for k in kept):
-            kept.append(generator)
-    return kept
 
 
 def _skip(batches: Any, count: int, loader: DataLoader[Any]) -> None:

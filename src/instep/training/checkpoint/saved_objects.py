@@ -11,7 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from instep.training.checkpoint.errors import CannotSaveError, OtherModelError
-from instep.training.checkpoint.plain_loaders import track
+from instep.training.checkpoint.plain_loaders import StatefulLoader, track
+from instep.training.shards import ShardedLoader
 
 
 def prepare(value: Any, name: str) -> Any:
@@ -28,7 +29,8 @@ def prepare(value: Any, name: str) -> Any:
     if callable(getattr(value, "persistent", None)):  # torchmetrics saves nothing otherwise
         value.persistent(True)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return value
+        is_own = isinstance(value, DataLoader) and not isinstance(value, ShardedLoader)
+        return StatefulLoader(value) if is_own else value
     if isinstance(value, DataLoader):
         return track(value)
     advice = "instep.shard(loader) has them." if name == "loader" else "give it both."

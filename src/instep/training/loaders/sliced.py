@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
@@ -15,6 +16,11 @@ from instep.training.batches import BatchTracker, register
 from instep.training.blocks import Block, count_rows, slice_rows
 from instep.training.errors import OtherDataError
 from instep.training.loaders.block_batches import empty_block, is_yielded
+from instep.training.loaders.generators import (
+    broadcast_states,
+    get_states,
+    set_states,
+)
 from instep.training.loaders.position import LoaderPosition
 from instep.training.random_streams import (
     RNGStates,
@@ -34,8 +40,11 @@ class SlicedLoader(Generic[T]):
 
     def __init__(self, whole: Iterable[T]) -> None:
         self._whole = whole
+        broadcast_states(whole)
         self._seed = broadcast_seed()
         self._position = LoaderPosition()
+        self._begin: list[Tensor] = []
+        """The states of the loader's own generators before the epoch."""
         self._resumed: dict[str, Any] | None = None
         """The state at which the next iteration goes on."""
         self._stream: SharedRandomStream | None = None
@@ -48,7 +57,8 @@ class SlicedLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         resumed, self._resumed = self._resumed, None
-        if bootstrap.is_world_of_one():  # a run-once scope: no epoch of the job's
+        in_scope = bootstrap.is_world_of_one()  # a run-once scope: no epoch of the job's
+        if in_scope:
             position = LoaderPosition(self._position.epoch)
         elif resumed is None:
             position = self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False)
@@ -57,9 +67,13 @@ class SlicedLoader(Generic[T]):
         if torch.is_grad_enabled():
             set_epoch(position.epoch)
         stream = SharedRandomStream(derive_seed(self._seed, position.epoch))
+        if resumed is not None and resumed["loader"] is None:
+            set_states(self._whole, resumed["generators"])
+        begin = get_states(self._whole)
         with stream.activate():
             batches = iter(self._whole)
-        self._stream = stream
+        if not in_scope:
+            self._begin, self._stream = begin, stream
         if resumed is not None:
             self._skip(batches, stream, resumed)
         return SlicedIterator(batches, stream, empty_block(), position)
@@ -70,6 +84,7 @@ class SlicedLoader(Generic[T]):
         """Pass over what was taken before a checkpoint, unless the loader itself has done so."""
         if state["loader"] is not None:
             stream.states = RNGStates(**state["stream"])
+            set_states(self._whole, state["generators"])
             return
         seen = 0
         with stream.activate():
@@ -81,13 +96,22 @@ class SlicedLoader(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the loop in the data; with the loader's own state if it has one."""
-        saves = hasattr(self._whole, "state_dict") and not self._position.has_ended
+        loader = self._state_of_whole()
+        goes_on = loader is not None or self._position.has_ended
         return {
             "seed": self._seed,
             **self._position.state_dict(None, None),
-            "loader": self._whole.state_dict() if saves else None,  # type: ignore[attr-defined]
-            "stream": dict(vars(self._stream.states)) if saves and self._stream else None,
+            "loader": loader,
+            "generators": get_states(self._whole) if goes_on else self._begin,
+            "stream": dict(vars(self._stream.states)) if loader and self._stream else None,
         }
+
+    def _state_of_whole(self) -> Any:
+        """The loader's own state; None if it has none, or none that is of use."""
+        if self._position.epoch < 0 or not hasattr(self._whole, "state_dict"):
+            return None
+        state = self._whole.state_dict()
+        return None if self._position.has_ended and not _is_finished(state) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration go on at a position. Raises OtherDataError at that iteration.
@@ -97,12 +121,23 @@ class SlicedLoader(Generic[T]):
         self._position = LoaderPosition.from_state_dict(state, None)
         self._seed = state["seed"]
         self._resumed = None if self._position.has_ended else state
-        if self._resumed is not None and state["loader"] is not None:
+        if state["loader"] is not None:
             self._whole.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            if self._resumed is None:
+                # Its iterator draws from the global generators, as the one that ended did: now,
+                # and not in the next epoch's stream.
+                self._whole.state_dict()  # type: ignore[attr-defined]
+        if self._resumed is None:
+            set_states(self._whole, state["generators"])
 
     def end_epoch(self) -> None:
         """Let the next iteration begin a new epoch, wherever the last one was left."""
         self._position.has_ended, self._resumed = True, None
+
+
+def _is_finished(state: Any) -> bool:
+    """Whether torchdata's loader has come to the end of its epoch, and will begin the next one."""
+    return isinstance(state, dict) and state.get("_iterator_finished") is True
 
 
 class SlicedIterator(Generic[T]):
