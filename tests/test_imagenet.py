@@ -113,7 +113,7 @@ WAYS = {
         [*INSTEP, "horovodrun", "-np", "2", *PYTHON, "horovod_distributed.py", "--same"], 2, (), (),
     ),
     "Horovod itself": ([*HOROVODRUN, "horovod_distributed.py", "--same"], 2, ("Horovod",), nightly),
-    "Apex's file": ([*INSTEP, "run", "-n", "2", "apex_distributed.py", "--same"], 2, (), ()),
+    "Apex's file": ([*INSTEP, "run", "-n", "2", "apex_distributed.py", "--same"], 2, (), nightly),
     "Apex's file, 3": (
         [*INSTEP, "run", "-n", "3", "apex_distributed.py", "--same"], 3, (), nightly,
     ),
