@@ -180,11 +180,11 @@ class OtherDataError(TrainingError):
         )
 
     @classmethod
-    def of_batches(cls, samples: int, seen: int) -> OtherDataError:
-        """Batches that do not end where the position is."""
+    def of_batches(cls, saved: int, seen: int, unit: str = "samples") -> OtherDataError:
+        """Batches that do not end where the position is, counted in `unit`."""
         return cls(
-            f"the checkpoint was saved after {samples} samples of an epoch, and no batch of this "
-            f"loader ends there: {seen} samples were passed over. Use the same batch size and "
+            f"the checkpoint was saved after {saved} {unit} of an epoch, and no batch of this "
+            f"loader ends there: {seen} {unit} were passed over. Use the same batch size and "
             "sampler, or resume from a checkpoint at the end of an epoch."
         )
 

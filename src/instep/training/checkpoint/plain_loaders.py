@@ -158,6 +158,6 @@ def _skip(batches: Any, count: int, loader: DataLoader[Any]) -> None:
         try:
             batches._next_index() if by_index else next(batches)
         except StopIteration:
-            raise OtherDataError.of_batches(count, seen) from None
+            raise OtherDataError.of_batches(count, seen, "batches") from None
     if by_index:
         batches._num_yielded += count
