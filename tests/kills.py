@@ -2,6 +2,9 @@
 
     python tests/kills.py --kills 300 --json kills.json
 
+The file is written after each training. If it exists, the command goes on from it until there are
+as many kills in all; `--minutes` limits the time of one such piece.
+
 The training is a small one of digits with noise and dropout, and saves an `instep.Checkpoint`
 every few steps. SIGKILL comes to a rank, to rank 0 while it writes a checkpoint, to the supervisor
 (the command is then given again), or to a whole host, which is a network and process namespace.
@@ -25,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -104,6 +108,27 @@ class Outcome:
     """Each thing that is not as in the undisturbed run."""
     seconds_until_step: list[float] = field(default_factory=list)
     """From the death of a rank until the job's next step."""
+    drafts_left: int = 0
+    """How many kills have left a draft of a checkpoint: the writer was in mid-write."""
+    oracle: dict[str, str] = field(default_factory=dict)
+    """The fingerprint of the undisturbed training."""
+
+    @property
+    def count(self) -> int:
+        """How many kills there were."""
+        return sum(self.kills.values())
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Outcome:
+        """Of the file of an earlier piece."""
+        return cls(
+            Counter(found["kills"]),
+            found["trainings"],
+            found["wrong"],
+            found["seconds from a rank's death to the next step"]["all"],
+            found["kills that left a draft"],
+            found["undisturbed"],
+        )
 
     def as_json(self) -> dict[str, object]:
         """For the file."""
@@ -111,11 +136,14 @@ class Outcome:
         return {
             "machine": machine(),
             "kills": dict(self.kills),
+            "kills that left a draft": self.drafts_left,
             "trainings": self.trainings,
             "wrong": self.wrong,
+            "undisturbed": self.oracle,
             "seconds from a rank's death to the next step": {
                 "median": round(waits[len(waits) // 2], 2) if waits else None,
                 "longest": round(waits[-1], 2) if waits else None,
+                "all": [round(wait, 2) for wait in waits],
             },
         }
 
@@ -223,6 +251,7 @@ def disturb(training: Training, target: str, numbers: random.Random, outcome: Ou
         outcome.wrong.append(f"no step for {LIMIT:.0f} s")
         training.kill_command()
         return False
+    ranks = training.ranks()  # first, because it takes longer than a checkpoint is written
     if target == "writer" and not _wait_until(
         lambda: training.is_writing() or training.is_over(), 5.0
     ):
@@ -231,13 +260,15 @@ def disturb(training: Training, target: str, numbers: random.Random, outcome: Ou
     if training.is_over():
         return False
     if target in ("rank", "writer"):
-        ranks = training.ranks()
         if len(ranks) < RANKS:
             return not training.is_over()
         seen = training.steps()
-        ranks[0 if target == "writer" else numbers.randrange(RANKS)].kill()
+        victim = ranks[0 if target == "writer" else numbers.randrange(RANKS)]
+        victim.kill()
         killed = time.monotonic()
         outcome.kills[target] += 1
+        psutil.wait_procs([victim], timeout=LIMIT)
+        outcome.drafts_left += training.is_writing()
         if _wait_until(lambda: training.steps() > seen + 1 or training.is_over()):
             outcome.seconds_until_step.append(time.monotonic() - killed)
         return not training.is_over()
@@ -287,17 +318,31 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def run(
-    kills: int, targets: Sequence[str], seed: int, per_training: int, told: Callable[[str], None]
+    kills: int,
+    targets: Sequence[str],
+    seed: int,
+    per_training: int,
+    after_each: Callable[[Outcome], None],
+    *,
+    so_far: Outcome | None = None,
+    seconds: float = float("inf"),
 ) -> Outcome:
-    """Kill so many times, in trainings of `per_training` kills each."""
-    numbers = random.Random(seed)
-    outcome = Outcome()
+    """Kill so many times, in trainings of `per_training` kills each.
+
+    Goes on from the outcome `so_far`. No training begins after `seconds`.
+    """
+    outcome = so_far or Outcome()
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         oracle = undisturbed(_new(folder / "oracle"))
-        while sum(outcome.kills.values()) < kills and not outcome.wrong:
+        if outcome.oracle not in ({}, oracle):
+            raise ValueError("the undisturbed training is not that of the file")
+        outcome.oracle = oracle
+        while outcome.count < kills and not outcome.wrong and time.monotonic() < end:
+            numbers = random.Random(f"{seed} {outcome.trainings}")
             place = _new(folder / f"training{outcome.trainings}")
-            if "host" in targets and numbers.random() < 0.15:
+            if "host" in targets and (targets == ["host"] or numbers.random() < 0.15):
                 with networks.TwoHosts() as hosts:
                     training = Training(place, hosts)
                     _disturb_often(training, ["host"], numbers, outcome, per_training)
@@ -308,7 +353,7 @@ def run(
                 _disturb_often(training, others, numbers, outcome, per_training)
                 verify(training, oracle, outcome)
             outcome.trainings += 1
-            told(f"{sum(outcome.kills.values())} kills, {outcome.trainings} trainings")
+            after_each(outcome)
     return outcome
 
 
@@ -345,18 +390,33 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     asked = parser.parse_args()
     targets = [*asked.targets]
     if "host" in targets and (why := networks.missing()):
         print(f"no hosts are killed: {why}")
         targets.remove("host")
+
+    def write(outcome: Outcome) -> None:
+        print(f"{outcome.count} kills, {outcome.trainings} trainings", flush=True)
+        if asked.json:
+            draft = asked.json.with_suffix(".draft")
+            draft.write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+            draft.replace(asked.json)
+
+    so_far = None
+    if asked.json and asked.json.exists():
+        so_far = Outcome.from_json(json.loads(asked.json.read_text()))
     outcome = run(
-        asked.kills, targets, asked.seed, asked.per_training, lambda line: print(line, flush=True)
+        asked.kills,
+        targets,
+        asked.seed,
+        asked.per_training,
+        write,
+        so_far=so_far,
+        seconds=60 * asked.minutes,
     )
-    text = json.dumps(outcome.as_json(), indent=2)
-    print(text)
-    if asked.json:
-        asked.json.write_text(text + "\n")
+    print(json.dumps(outcome.as_json(), indent=2))
     return bool(outcome.wrong)
 
 

@@ -220,7 +220,7 @@ def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is
     targets: list[str], count: int
 ) -> None:
     """The short form of tests/kills.py."""
-    outcome = kills.run(count, targets, 1, count, lambda line: None)
+    outcome = kills.run(count, targets, 1, count, lambda outcome: None)
     assert outcome.wrong == []
     assert sum(outcome.kills.values()) >= count
 
