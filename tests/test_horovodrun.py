@@ -49,6 +49,37 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
 
 
 @pytest.mark.launch
+def test_any_command_may_be_the_program_of_each_rank(launch: Launch) -> None:
+    """A shell starts Python twice on each rank, and both find Horovod's names and the job."""
+    script = launch.script(
+        """
+        import horovod.torch as hvd
+        import torch
+        hvd.init()
+        tell(rank, hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(), sys.argv[1])
+        """
+    )
+    line = f"python {script} one && python {script} two && exit 4"
+    done = launch.run("-np", 2, "--verbose", "bash", "-c", line)
+    assert sorted(launch.events(4)) == [[r, [2, 2], n] for r in range(2) for n in ("one", "two")]
+    assert done.returncode == 4
+    assert f"bash -c {line}\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("python", "a.py", "-v"), ("a.py", "-v")),
+        (("python3", "-u", "-m", "pkg"), ("-m", "pkg")),
+        (("python", "-c", "1"), (*horovodrun._ANY_COMMAND, sys.executable, "-c", "1")),
+        (("a.py",), ("a.py",)),
+    ],
+)
+def test_a_script_runs_in_the_rank_and_anything_else_by_a_module_that_becomes_it(words, command):
+    assert horovodrun._command(words) == command
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize("by", ["flag", pytest.param("variable", marks=pytest.mark.nightly)])
 def test_a_timeline_by_horovods_names_has_the_collectives(
     launch: Launch, tmp_path: Path, by: str
@@ -153,8 +184,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
             f"-np 2 --host-discovery-script ./s.sh python {__file__}",
             "--host-discovery-script ./s.sh does not run",
         ),
-        ("-np 2 bash a.sh", "`python train.py`, not 'bash'"),
-        ("-np 2 python -c 1", "the ranks' Python takes no -c"),
+        ("-np 2 nonsense a.sh", "there is no command 'nonsense'"),
         ("-np 2 python nowhere.py", "cannot run nowhere.py: there is no such file"),
         ("-np 2", "nothing to run"),
         ("-np 2 --spam python a.py", "there is no option --spam"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import socket
 import sys
 from collections import Counter
@@ -23,7 +24,8 @@ from instep.launch.job import Job
 from instep.process import settings
 
 DESCRIPTION = """\
-Run a Python program on N processes of this host, as Horovod's command of the same name does.
+Run a program on N processes of this host, as Horovod's command of the same name does: a Python
+script, or any command (pytest, bash) that starts Python.
 
 In the program `import horovod.torch as hvd` imports instep.compat.horovod, unless Horovod is
 installed. Each line of output of ranks other than 0 begins with the rank; with --output-filename
@@ -68,6 +70,7 @@ _ABSENT_VALUES = ("--config-file",)
 WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES, *elastic_flags.WITH_VALUE)
 """Options that take the next word as their value."""
 WITH_TWO_VALUES = elastic_flags.WITH_TWO_VALUES
+_ANY_COMMAND = ("-m", "instep.launch.worker.any_command")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
 
 
@@ -77,7 +80,7 @@ def add_command(commands: Any) -> None:
         "horovodrun",
         help="run a Horovod script on several processes of this host",
         description=DESCRIPTION,
-        usage="instep horovodrun -np N [-H localhost:N] [flags] python script.py [args ...]",
+        usage="instep horovodrun -np N [-H localhost:N] [flags] command [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
@@ -123,7 +126,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     size = _number_of_ranks(asked) if elastic else _size(asked)
     options = elastic_flags.parse(asked, size) if elastic else None
     variables = _variables(given)
-    command = _script(program)
+    command = _command(program)
     job = Job(
         size,
         command,
@@ -132,7 +135,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         variables=lambda rank: worker_variables(rank, size) | variables,
     )
     if asked.verbose:
-        print(f"instep: {size} ranks on this host: {' '.join(command)}", file=sys.stderr)
+        words = command[2:] if command[:2] == _ANY_COMMAND else command
+        print(f"instep: {size} ranks on this host: {' '.join(words)}", file=sys.stderr)
     if options is not None:
         find_hosts = partial(_find_hosts, asked, size)
         return Driver(command, asked.output_filename, variables, options, find_hosts).run()
@@ -220,21 +224,29 @@ def _read_hosts(path: str) -> list[tuple[str, str]]:
     return [(line[0], line[-1].partition("slots=")[2]) for line in lines if line]
 
 
-def _script(program: Sequence[str]) -> tuple[str, ...]:
-    """`python [-u] script.py args…` or `python -m module args…` without the interpreter."""
+def _command(program: Sequence[str]) -> tuple[str, ...]:
+    """`python [-u] script.py args…` or `python -m module args…` without the interpreter, and any
+    other command by way of a module that becomes it. Raises CommandLineError for unknown ones."""
     words = list(program)
-    if words and (_PYTHON.match(os.path.basename(words[0])) or words[0] == sys.executable):
+    is_python = bool(words) and (
+        _PYTHON.match(os.path.basename(words[0])) is not None or words[0] == sys.executable
+    )
+    if is_python:
         words.pop(0)
         while words[:1] == ["-u"]:  # every line is flushed anyway
             words.pop(0)
         if words and words[0].startswith("-") and words[0] != "-m":
-            raise CommandLineError(
-                f"the ranks' Python takes no {words[0]}; write: python script.py, or python -m."
-            )
+            return (*_ANY_COMMAND, sys.executable, *words)
     elif words and not words[0].endswith(".py"):
-        raise CommandLineError(
-            f"the program is a Python script, as in `python train.py`, not {words[0]!r}."
-        )
+        own = os.path.dirname(sys.executable)  # its pytest comes first, as it stands for `python`
+        path = os.pathsep.join((own, os.environ.get("PATH", os.defpath)))
+        found = shutil.which(words[0], path=path)
+        if found is None:
+            raise CommandLineError(
+                f"there is no command {words[0]!r}. The program is a Python script, as in "
+                "`python train.py`, or a command that can be executed."
+            )
+        return (*_ANY_COMMAND, found, *words[1:])
     return tuple(words)
 
 
