@@ -184,9 +184,9 @@ class ShardedWrite:
         finally:
             storage.remove_draft(self._draft)
 
-    def _own_shard(self, entry: str) -> _Shard:
+    def _own_shard(self, entry: str) -> _ShardFile:
         own = [shard for shard in self._shards[entry] if shard.rank == self._rank]
-        return own[0] if own else _Shard(self._rank, "", [])
+        return own[0] if own else _ShardFile(self._rank, "", [])
 
     def _write_files(self, part: EncodedState) -> dict[str, FileRecord]:
         files = {}
@@ -228,7 +228,7 @@ class ShardedWrite:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _ShardFile:
     """A file with the tensors of an entry that one rank writes."""
 
     rank: int
@@ -236,10 +236,10 @@ class _Shard:
     names: list[str]
 
 
-def _named_files(entry: str, names: dict[int, list[str]]) -> list[_Shard]:
+def _named_files(entry: str, names: dict[int, list[str]]) -> list[_ShardFile]:
     if len(names) == 1:
-        return [_Shard(rank, f"{entry}.safetensors", each) for rank, each in names.items()]
+        return [_ShardFile(rank, f"{entry}.safetensors", each) for rank, each in names.items()]
     return [
-        _Shard(rank, f"{entry}-{k:05d}-of-{len(names):05d}.safetensors", names[rank])
+        _ShardFile(rank, f"{entry}-{k:05d}-of-{len(names):05d}.safetensors", names[rank])
         for k, rank in enumerate(sorted(names), start=1)
     ]
