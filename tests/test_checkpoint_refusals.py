@@ -57,10 +57,10 @@ def test_a_loader_of_other_data_in_mid_epoch(tmp_path, kind, text):
         assert re.search(text, raised)
 
 
-def test_a_loader_without_an_order():
+def test_a_loader_without_an_order(tmp_path):
     loader = DataLoader(TensorDataset(torch.arange(4)), 2, in_order=False)
     with pytest.raises(ValueError, match="gives its batches in no order"):
-        instep.Checkpoint("unused", loader=loader)
+        instep.Checkpoint(tmp_path, loader=loader)
 
 
 def save_or_resume(folder, key):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 import instep.precision
+from instep.compat.apex import amp
 from instep.errors import NewerFormatError
 from instep.training.checkpoint import random_states, storage
 from pool import run
@@ -27,6 +28,9 @@ def mixed_training(folder, kind, stop_at):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if kind == "GradScaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    elif kind == "Apex":
+        scaler = amp
+        amp.initialize(model, optimizer, "O2", loss_scale="dynamic", verbosity=0)
     else:
         scaler = instep.precision.prepare(model, optimizer, kind, loss_scale="dynamic")
     model = instep.replicate(model)
@@ -51,7 +55,11 @@ def mixed_training(folder, kind, stop_at):
                     scaler.step(optimizer)
                     scaler.update()
                 else:
-                    with scaler.scale(loss) as scaled:
+                    with (
+                        amp.scale_loss(loss, optimizer)
+                        if kind == "Apex"
+                        else scaler.scale(loss) as scaled
+                    ):
                         scaled.backward()
                     optimizer.step()
             ema.update_parameters(model)
@@ -66,7 +74,7 @@ def mixed_training(folder, kind, stop_at):
     return scales, [*(v for s in states for v in s.values()), *masters, *moments]
 
 
-@pytest.mark.parametrize("kind", ["GradScaler", "O1", "O2"])
+@pytest.mark.parametrize("kind", ["GradScaler", "O1", "O2", "Apex"])
 def test_loss_scales_master_weights_and_averages_go_on_bit_for_bit(tmp_path, kind):
     whole = run(2, mixed_training, str(tmp_path / "whole"), kind, None)
     begin = run(2, mixed_training, str(tmp_path / "parts"), kind, STOP)
