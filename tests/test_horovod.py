@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import instep.compat.horovod as hvd
 from horovod_ranks import initialized
 from instep.compat.horovod.errors import NotInitializedError
 from instep.errors import NameInFlightError, NotAMemberError, OverflowedError
+from instep.launch.timeline.events import read_events
 from pool import ranks
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -78,15 +82,32 @@ def test_what_is_built_is_what_torch_has():
 
 
 def test_what_is_not_there_says_so():
-    with pytest.raises(
-        NotImplementedError, match=r"timeline is not supported.*=FILE.*torch\.profiler"
-    ):
-        hvd.start_timeline("timeline.json")
     with pytest.raises(NotImplementedError, match="communicators are not supported"):
         hvd.init(comm=[0])
     with pytest.raises(AttributeError, match="no attribute 'spam'"):
         _ = hvd.spam
     assert all(getattr(hvd, name) is not None for name in hvd.__all__)
+
+
+@ranks(2)
+def test_a_timeline_has_what_rank_0_does_between_its_start_and_its_stop():
+    with initialized(), tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "part.json")
+        hvd.stop_timeline()  # none is written yet
+        for part in range(2):
+            hvd.allreduce(torch.ones(1), name=f"before.{part}")
+            hvd.start_timeline(path, mark_cycles=True)
+            if hvd.rank() == 0:
+                with pytest.raises(ValueError, match="is writing a timeline already"):
+                    hvd.start_timeline(path)
+            for name in ("first", "second"):
+                hvd.allreduce(torch.ones(1), name=f"{name}.{part}")
+            hvd.stop_timeline()
+            hvd.allreduce(torch.ones(1), name=f"after.{part}")
+            if hvd.rank() == 0:
+                sums = [e for e in read_events(Path(path)) if e["name"].startswith("all_reduce")]
+                assert [event["pid"] for event in sums] == [0, 0], sums
+            hvd.barrier()
 
 
 # ----------------------------------------------------------------------------------- reductions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import instep.compat.horovod as hvd
 from horovod_ranks import initialized
 from instep.errors import CommandLineError
+from instep.launch.elastic import flags as elastic_flags
 from instep.launch.elastic.hosts import ATTEMPTS, HostTable, run_script
 from instep.launch.elastic.worlds import plan_slots
 from launching import Launch
@@ -112,6 +114,16 @@ def test_horovods_modules_have_these_names(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # --------------------------------------------------------------------------- hosts and worlds
+
+
+@pytest.mark.parametrize(("flags", "seconds"), [((), 7.0), (("--elastic-timeout", "9"), 9.0)])
+def test_horovods_variable_sets_how_long_a_job_waits_unless_the_flag_does(
+    flags: tuple[str, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
+    parser = argparse.ArgumentParser()
+    elastic_flags.add_flags(parser)
+    assert elastic_flags.parse(parser.parse_args(flags), 2).timeout == seconds
 
 
 def test_a_failure_excludes_its_host_or_its_slot_or_nothing() -> None:

@@ -4,13 +4,11 @@
 
 Names and arguments are those of Horovod 0.28, the implementation is instep's. Collectives are
 matched by name, not by the order of calls, and an average counts every rank alike, as in Horovod.
-HOROVOD_TIMELINE names the file of a timeline for the whole job. The functions that start and stop
-a timeline are not supported and raise an error.
+HOROVOD_TIMELINE names the file of a timeline for the whole job; `start_timeline` and
+`stop_timeline` write one of a part of it, with the collectives of rank 0.
 """
 
 from __future__ import annotations
-
-from typing import NoReturn
 
 from instep.compat.horovod import elastic
 from instep.compat.horovod.basics import (
@@ -40,7 +38,6 @@ from instep.compat.horovod.basics import (
     size,
 )
 from instep.compat.horovod.compression import Compression
-from instep.compat.horovod.errors import UnsupportedFeatureError
 from instep.compat.horovod.functions import (
     allgather_object,
     broadcast_object,
@@ -78,17 +75,26 @@ from instep.compat.horovod.reductions import (
     sparse_allreduce_async,
 )
 from instep.compat.horovod.sync_batch_norm import SyncBatchNorm
+from instep.distributed.flight_record import timeline_file
 from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
-    """Raises UnsupportedFeatureError."""
-    raise UnsupportedFeatureError.timeline()
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write a timeline of rank 0's collectives from now on; other ranks do nothing.
+
+    Args:
+        file_path: replaced if it exists. `instep timeline FILE` shows it.
+        mark_cycles: has no meaning here: there are no cycles.
+
+    Raises ValueError if rank 0 writes a timeline already, OSError if it cannot write there.
+    """
+    if rank() == 0:
+        timeline_file.start_part(file_path, 0)
 
 
-def stop_timeline() -> NoReturn:
-    """Raises UnsupportedFeatureError."""
-    raise UnsupportedFeatureError.timeline()
+def stop_timeline() -> None:
+    """End the timeline that was started; does nothing without one."""
+    timeline_file.stop_part()
 
 
 __all__ = [

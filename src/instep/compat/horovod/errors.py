@@ -32,14 +32,6 @@ class UnsupportedFeatureError(InstepError, NotImplementedError, AttributeError):
     """A part of Horovod that instep does not have."""
 
     @classmethod
-    def timeline(cls) -> UnsupportedFeatureError:
-        """`start_timeline` or `stop_timeline` was called."""
-        return cls(
-            "Starting or stopping hvd's timeline is not supported. HOROVOD_TIMELINE=FILE records "
-            "the whole job; torch.profiler records the times of the collectives of a part."
-        )
-
-    @classmethod
     def communicator(cls) -> UnsupportedFeatureError:
         """An argument is a communicator of mpi4py."""
         return cls(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -52,6 +53,8 @@ class TimelineWriter:
     def __init__(self, path: Path, rank: int, source: FlightRecorder = recorder) -> None:
         # Open from the start: an unedited script's ranks may not write there later.
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # Not in close(): another thread may be writing then.
+        weakref.finalize(self, os.close, self._fd).atexit = False
         self._rank, self._process = rank, os.getpid()
         self._slots: deque[bytes] = deque()
         self._phases: deque[tuple[int, int, int]] = deque()
@@ -114,9 +117,31 @@ def start(rank: int, node: int) -> None:
     """Write this rank's events from now on, if INSTEP_TIMELINE is set; after the ranks have met."""
     path = str(settings.TIMELINE)
     if path and not _writers:
-        writer = TimelineWriter(path_of_node(path, node), rank)
-        _writers.append(writer)
-        atexit.register(writer.close)
+        _add_writer(TimelineWriter(path_of_node(path, node), rank))
+
+
+def start_part(path: str, rank: int) -> None:
+    """Write the events of this rank alone from now on, to a new file.
+
+    Raises ValueError if this rank writes a timeline already, OSError if it cannot write there.
+    """
+    if _writers:
+        raise ValueError("this rank is writing a timeline already")
+    Path(path).write_text("[\n")
+    _add_writer(TimelineWriter(Path(path), rank))
+
+
+def stop_part() -> None:
+    """Write what there is to the file of `start_part`. Does nothing without one."""
+    while _writers:
+        writer = _writers.pop()
+        atexit.unregister(writer.close)
+        writer.close()
+
+
+def _add_writer(writer: TimelineWriter) -> None:
+    _writers.append(writer)
+    atexit.register(writer.close)
 
 
 def _take(items: deque[T]) -> Iterator[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from instep.errors import CommandLineError
 from instep.launch.elastic.driver import ElasticOptions
@@ -46,6 +47,8 @@ def parse(asked: argparse.Namespace, size: int) -> ElasticOptions:
             f"an elastic job begins with -np {size} ranks: --min-np is at most as many, and "
             "--max-np at least."
         )
+    if asked.elastic_timeout is None:
+        asked.elastic_timeout = os.environ.get("HOROVOD_ELASTIC_TIMEOUT")
     timeout = _number(asked, "--elastic-timeout")
     return ElasticOptions(
         size,
