@@ -230,6 +230,17 @@ def test_an_installed_horovod_comes_first(tmp_path: Path) -> None:
     assert seen.stdout == "True\n"
 
 
+def test_a_folder_without_a_package_is_no_installed_horovod(tmp_path: Path) -> None:
+    (tmp_path / "horovod" / "examples").mkdir(parents=True)
+    code = (
+        "from instep.compat import finder; finder.install(); import importlib.util, sys;"
+        f"sys.path.insert(0, {str(tmp_path)!r});"
+        "print(importlib.util.find_spec('horovod.torch') is not None)"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert seen.stdout == "True\n"
+
+
 def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"

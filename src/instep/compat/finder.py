@@ -48,7 +48,9 @@ class _Finder(MetaPathFinder):
 
     def _is_installed(self, package: str) -> bool:
         others = (finder for finder in sys.meta_path if finder is not self)
-        return any(finder.find_spec(package, None) is not None for finder in others)
+        found = (finder.find_spec(package, None) for finder in others)
+        # A mere folder has no origin: Horovod's source tree, beside the script, hid these names.
+        return any(spec is not None and spec.origin is not None for spec in found)
 
 
 def _implementation(name: str) -> str | None:
