@@ -173,12 +173,13 @@ from torch import distributed as dist, nn
 from instep.training.checkpoint import storage
 
 def write(path, tensors, original=storage.write_tensors):
-    while instep.rank == 1 and dist.is_initialized():
+    while is_slow and dist.is_initialized():
         pass  # until the script has ended
     return original(path, tensors)
 
 storage.write_tensors = write
 model = instep.replicate(nn.Linear(8, 8))
+is_slow = instep.rank == 1
 instep.Checkpoint(sys.argv[1], model=model, shard_bytes=64).save()
 dist.destroy_process_group()
 """
@@ -190,6 +191,7 @@ def test_a_script_that_ends_lets_all_ranks_write_their_shards(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Exception" not in done.stderr
+    assert "could not be written" not in done.stderr
     assert set(storage.read(tmp_path / "saved" / "step-00000000")["model"]) == {"weight", "bias"}
 
 
