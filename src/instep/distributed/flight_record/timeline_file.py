@@ -104,6 +104,9 @@ class TimelineWriter:
 
 
 _writers: list[TimelineWriter] = []
+"""That of the whole job, if there is one."""
+_parts: list[TimelineWriter] = []
+"""That of a part of the job, if one was started."""
 
 
 def create(local_rank: int, node: int) -> None:
@@ -117,7 +120,7 @@ def start(rank: int, node: int) -> None:
     """Write this rank's events from now on, if INSTEP_TIMELINE is set; after the ranks have met."""
     path = str(settings.TIMELINE)
     if path and not _writers:
-        _add_writer(TimelineWriter(path_of_node(path, node), rank))
+        _add(TimelineWriter(path_of_node(path, node), rank), _writers)
 
 
 def start_part(path: str, rank: int) -> None:
@@ -125,22 +128,22 @@ def start_part(path: str, rank: int) -> None:
 
     Raises ValueError if this rank writes a timeline already, OSError if it cannot write there.
     """
-    if _writers:
+    if _writers or _parts:
         raise ValueError("this rank is writing a timeline already")
     Path(path).write_text("[\n")
-    _add_writer(TimelineWriter(Path(path), rank))
+    _add(TimelineWriter(Path(path), rank), _parts)
 
 
 def stop_part() -> None:
     """Write what there is to the file of `start_part`. Does nothing without one."""
-    while _writers:
-        writer = _writers.pop()
+    while _parts:
+        writer = _parts.pop()
         atexit.unregister(writer.close)
         writer.close()
 
 
-def _add_writer(writer: TimelineWriter) -> None:
-    _writers.append(writer)
+def _add(writer: TimelineWriter, writers: list[TimelineWriter]) -> None:
+    writers.append(writer)
     atexit.register(writer.close)
 
 
