@@ -281,8 +281,10 @@ with instep.single_process_scope() as here:
     if here:
         here.value = 1
 record = record_format.read(fd)
-print(instep.rank, *phases, "|", record.epoch, record.step, record.phase or "none", "|",
-      *sorted({e.op for e in record.entries if "gradients" in e.op}), flush=True)
+words = [instep.rank, *phases, "|", record.epoch, record.step, record.phase or "none", "|",
+         *sorted({e.op for e in record.entries if "gradients" in e.op})]
+# In one write: where PYTHONUNBUFFERED is set, print() makes one for each word, and lines mix.
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 

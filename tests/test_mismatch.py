@@ -139,6 +139,7 @@ def test_both_sides_are_named_with_ranks_and_lines(tmp_path, fault, backend) -> 
         check=False,
     )
     assert finished.returncode != 0
+    assert "the ranks disagree about" in finished.stderr
     message = next(
         line for line in finished.stderr.splitlines() if "the ranks disagree about" in line
     )

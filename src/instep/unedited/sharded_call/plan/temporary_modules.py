@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 TEMPORARY = "the script makes a new one in each step"
@@ -65,4 +66,5 @@ def _name_of(module: nn.Module) -> str:
 
 
 def _key_of(module: nn.Module) -> tuple[Any, ...]:
-    return _name_of(module), *(tuple(p.shape) for p in nn.Module.parameters(module))
+    shapes = (None if is_lazy(p) else tuple(p.shape) for p in nn.Module.parameters(module))
+    return _name_of(module), *shapes
