@@ -9,18 +9,22 @@ is wrong: no traceback of instep's, and no silence.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from instep import cli
 from launching import LAUNCHER_VARIABLES
 from machine import machine
 
@@ -82,7 +86,44 @@ CASES = (
     ),
     Case("trian.py", "there is no such script. Did you mean train.py?"),
     Case("run train.py -n 2", "-n comes before the script: instep run -n 2 train.py"),
-    Case("run train.py", "say how many ranks: instep run -n 2 train.py"),
+    Case(
+        "run train.py --nproc=4 -x", "--nproc comes before the script: instep run -n 4 train.py -x"
+    ),
+    Case(
+        "run train.py x",
+        "say how many ranks: instep run -n 2 train.py x (there is no GPU here, and ",
+        environ={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    Case(
+        "run train.py",
+        "say how many ranks: instep run -n 4 train.py takes all 4 GPUs of this host.",
+        environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+    ),
+    Case(
+        "run -n train.py", "-n takes the number of ranks, a whole number from 1 up, not 'train.py'"
+    ),
+    Case("run -n 0 train.py", "a whole number from 1 up, not '0'"),
+    Case("run -n 2", "nothing to run: name a script.py, or -m and a module"),
+    Case("run -n 2 trian.py", "there is no such file. Did you mean train.py?"),
+    Case("run -n 2 package/trian.py", "Did you mean package/train.py?"),
+    Case("run -n 2 -m train.py", "Leave -m out, or write -m train."),
+    Case("-n 2 train.py", "run is missing: instep run -n 2 train.py"),
+    Case("python train.py x", "leave python out: instep run -n 2 train.py x"),
+    Case("package.train x", "If the module is meant: instep run -n 2 -m package.train x"),
+    Case("version", "Did you mean --version?"),
+    Case("--verison", "did you mean --version?"),
+    Case("verify train.py", "say at which numbers of ranks: instep verify -n 1,2 train.py"),
+    Case("verify -n two train.py", "-n takes numbers of ranks such as 1,2,3, not 'two'"),
+    Case("verify -n 1,2 --step 20 train.py", "did you mean --steps?"),
+    Case("check", "no script given: instep check train.py"),
+    Case("check trian.py", "trian.py: No such file or directory"),
+    Case("check --selct INS1 train.py", "did you mean --select?"),
+    Case("check --select XYZ train.py", "no rule begins with 'XYZ'"),
+    Case("check --explain INS999", "there is no rule 'INS999'"),
+    Case(
+        "slurm train.py", "instep slurm --gpus-per-node 4 train.py; without GPUs, --tasks-per-node"
+    ),
+    Case("slurm --gpus-per-nod 4 train.py", "did you mean --gpus-per-node?"),
     Case("run -np 2 train.py", "trained", 0, slow=True),
     Case("run --nproc 2 train.py", "trained", 0, slow=True),
     Case("run -n 2 --pllain train.py", "did you mean --plain?"),
@@ -156,6 +197,17 @@ def attempt(case: Case, folder: Path) -> Outcome:
         return Outcome(case.name, "HUNG", "")
     output = ended.stdout + ended.stderr
     return Outcome(case.name, _verdict(case, ended.returncode, output), output)
+
+
+def attempt_here(case: Case) -> Outcome:
+    """Do it in this process, whose working directory was prepared; nothing may start ranks."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            code = cli.main(shlex.split(case.words))
+        except SystemExit as ended:  # --help, --version
+            code = ended.code if isinstance(ended.code, int) else 1
+    return Outcome(case.name, _verdict(case, code, output.getvalue()), output.getvalue())
 
 
 def _verdict(case: Case, code: int, output: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from bad_inputs import CASES, Case, attempt, prepare
+from bad_inputs import CASES, Case, attempt, attempt_here, prepare
 from instep.launch.worker import static_opt_out
+from launching import LAUNCHER_VARIABLES
 
 
 @pytest.fixture(scope="module")
@@ -17,16 +19,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.nightly] if case.slow else [], id=case.name)
-        for case in CASES
-    ],
-)
-def test_what_is_wrong_is_said(case: Case, folder: Path) -> None:
+QUICK = [case for case in CASES if not case.slow]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_what_is_wrong_is_said(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: none of them starts another."""
+    monkeypatch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        monkeypatch.delenv(name)
+    for name, value in ({"COLUMNS": "100"} | case.environ).items():
+        monkeypatch.setenv(name, value)
+    outcome = attempt_here(case)
+    assert outcome.verdict == "as expected", outcome.output
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_wrong_is_said_by_a_process(case: Case, folder: Path) -> None:
     outcome = attempt(case, folder)
     assert outcome.verdict == "as expected", outcome.output
+
+
+def test_thirty_wrong_command_lines_are_among_them() -> None:
+    assert len({case.words for case in QUICK if case.code == 2}) >= 30
 
 
 def test_functions_that_call_each_other_a_thousand_deep_are_followed(folder: Path) -> None:

@@ -428,7 +428,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     (launch.folder / "note.ipynb").touch()
     (launch.folder / "folder" / "module.py").parent.mkdir()
     (launch.folder / "folder" / "module.py").touch()
-    result = launch.run(*arguments)
+    result = launch.run(*arguments, environ={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith("instep: ")

@@ -50,6 +50,7 @@ def test_a_job_that_goes_on_after_its_limit() -> None:
         (["--gpus-per-node", "2", "--tasks-per-node", "2", __file__], "not allowed with"),
         (["--submit"], "nothing to run"),
         (["no-such.py"], "cannot run no-such.py"),
+        (["--nodes", "2", __file__, "x"], f"instep slurm --gpus-per-node 4 {__file__} x"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -63,7 +64,7 @@ def test_without_slurm_nothing_is_submitted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli.main(["slurm", "--submit", __file__]) == 2
+    assert cli.main(["slurm", "--tasks-per-node", "2", "--submit", __file__]) == 2
     assert "--submit needs sbatch" in capsys.readouterr().err
 
 
@@ -96,7 +97,8 @@ def test_a_submitted_job_that_is_queued_again_starts_cleanly_under_its_id(
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     told = environ | cluster.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ran = subprocess.run(
-        [sys.executable, "-m", "instep", "slurm", "--nodes", "2", "--submit", "train.py", tmp_path],
+        [sys.executable, "-m", "instep", "slurm", "--nodes", "2",
+         "--tasks-per-node", "1", "--submit", "train.py", tmp_path],
         cwd=tmp_path, env=told, capture_output=True, text=True, timeout=20, check=True,
     )  # fmt: skip
     job = ran.stdout.split()[-1]
@@ -158,7 +160,7 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on_with_another_number_o
     alone, queued = folders
 
     def submit(nodes: int) -> str:
-        options = ["--nodes", str(nodes), "--requeue-at-limit", "--submit"]
+        options = ["--nodes", str(nodes), "--tasks-per-node", "1", "--requeue-at-limit", "--submit"]
         ran = subprocess.run(
             [sys.executable, "-m", "instep", "slurm", *options, "train.py", queued],
             cwd=queued, env=told, capture_output=True, text=True, timeout=20, check=True,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -41,14 +42,19 @@ class _Parser(argparse.ArgumentParser):
         """As argparse does, but an unknown option is an error that names the nearest known one."""
         asked, unknown = super().parse_known_args(*given, **named)
         if unknown and unknown[0].startswith("-"):
-            word = unknown[0].partition("=")[0]
-            near = get_close_matches(word, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
-            raise CommandLineError(f"there is no option {word}{hint} See {self.prog} --help.")
+            raise _unknown_option(
+                unknown[0].partition("=")[0], self._option_string_actions, self.prog
+            )
         return asked, unknown
 
     def error(self, message: str) -> NoReturn:
         raise CommandLineError(f"{message}. See {self.prog} --help.")
+
+
+def _unknown_option(word: str, known: Iterable[str], command: str) -> CommandLineError:
+    near = get_close_matches(word, [*known], n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return CommandLineError(f"there is no option {word}{hint} See {command} --help.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (len(words) > 1 and name == "-m") or (name not in COMMANDS and os.path.isfile(name)):
         return _run_here(words, plain)
     try:
-        if name not in COMMANDS and not name.startswith("-"):
-            raise _neither_command_nor_script(name)
+        if name not in COMMANDS:
+            _check_first_word(name, words)
         ours, theirs = _split(words) if name in WITH_PROGRAM else (words, ())
         asked = _parser(name).parse_args(ours)
         code: int = asked.command(asked, tuple(theirs))
@@ -80,14 +86,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _neither_command_nor_script(word: str) -> CommandLineError:
-    near = get_close_matches(
-        word, [*COMMANDS, *(name for name in os.listdir() if name.endswith(".py"))]
-    )
+def _check_first_word(word: str, words: Sequence[str]) -> None:
+    """Raise CommandLineError, with the right line, unless this is an option of instep's own."""
+    from instep.launch.command import RANKS
+    from instep.launch.job import is_module, is_python
+
+    if word.partition("=")[0] in RANKS:
+        raise CommandLineError(f"run is missing: {shlex.join(['instep', 'run', *words])}")
+    if word.startswith("-"):
+        own = ("--help", "--version")
+        if word != "-h" and not any(name.startswith(word) for name in own):
+            raise _unknown_option(word, own, "instep")
+        return
+    if is_python(word) and len(words) > 1:
+        line = shlex.join(["instep", "run", "-n", "2", *words[1:]])
+        raise CommandLineError(f"leave {word} out: {line}")
+    wrong = f"{word} is no command of instep's, and there is no such script."
+    if is_module(word):
+        line = shlex.join(["instep", "run", "-n", "2", "-m", *words])
+        raise CommandLineError(f"{wrong} If the module is meant: {line}")
+    known = [*COMMANDS, "--version", *(name for name in os.listdir() if name.endswith(".py"))]
+    near = get_close_matches(word, known)
     hint = f"Did you mean {near[0]}?" if near else "See instep --help."
-    return CommandLineError(
-        f"{word} is no command of instep's, and there is no such script. {hint}"
-    )
+    raise CommandLineError(f"{wrong} {hint}")
 
 
 def _open_missing_streams() -> None:

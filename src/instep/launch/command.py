@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -68,12 +69,12 @@ CHECKPOINT = """\
 save the training loop of an unedited script in this folder after each iteration (epoch), and go on
 from there if the folder holds one; at any number of ranks"""
 
-_RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
+RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
 """Ranks per core; with more of them the start takes long, and a line says why."""
 WITH_VALUE = (
-    *_RANKS,
+    *RANKS,
     "--output",
     "--load",
     "--checkpoint",
@@ -103,7 +104,7 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(command=run)
     parser.add_argument(
-        *_RANKS, dest="n", type=_number_of_ranks, metavar="N", help="number of ranks on this host"
+        *RANKS, dest="n", type=_number_of_ranks, metavar="N", help="number of ranks on this host"
     )
     parser.add_argument(
         "--plain", action="store_true", help="run the script as it is, and divide nothing"
@@ -163,10 +164,25 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
 
 def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
     """There is no -n, or it stands behind the script's name, where it is the script's."""
-    late = next((word for word in program[1:] if word in ("-n", "-np", "--nproc")), None)
-    script = program[0] if program and program[0] != "-m" else "train.py"
-    what = f"{late} comes before the script" if late else "say how many ranks"
-    return CommandLineError(f"{what}: instep run -n 2 {script}")
+    rest = list(program)
+    for at, word in enumerate(rest[1:], start=1):
+        name, equals, value = word.partition("=")
+        if name in RANKS:
+            number = value if equals else "".join(rest[at + 1 : at + 2])
+            if number.isdecimal():
+                del rest[at : at + 1 + (not equals)]
+                line = shlex.join(["instep", "run", "-n", number, *rest])
+                return CommandLineError(f"{name} comes before the script: {line}")
+    line = shlex.join(rest) or "train.py"
+    # Not at the top: a job with -n must start fast, and needs none of it.
+    from instep.unedited.launcher_env import device_files, visible_devices
+
+    gpus, cores = len(visible_devices(os.environ, device_files())), count_cores()
+    if gpus:
+        why = "the GPU of this host" if gpus == 1 else f"all {gpus} GPUs of this host"
+        return CommandLineError(f"say how many ranks: instep run -n {gpus} {line} takes {why}.")
+    why = f"there is no GPU here, and {cores} core{'s' * (cores != 1)}"
+    return CommandLineError(f"say how many ranks: instep run -n 2 {line} ({why})")
 
 
 def _check_restarts(asked: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.errors import CommandLineError
@@ -42,6 +43,11 @@ class Job:
             raise CommandLineError("nothing to run: name a script.py, or -m and a module.")
         if self.command[0] != "-m":
             check_script(self.command[0])
+        elif os.path.isfile(script := self.command[1]) and script.endswith(".py"):
+            raise CommandLineError(
+                f"-m takes a module, and {script} is a script. Leave -m out, or write "
+                f"-m {script.removesuffix('.py').replace(os.sep, '.')}."
+            )
 
 
 def check_script(path: str) -> None:
@@ -65,9 +71,22 @@ def _cannot_run(path: str, why: str, advice: str = "Name a Python script.") -> C
 
 def _advise(path: str) -> str:
     """Advice for a program that is not a file."""
-    if re.fullmatch(r"python[\d.]*", os.path.basename(path)):
+    if is_python(path):
         return f"Leave {path} out: the script's name comes first."
-    module = os.path.join(*path.split("."))
-    if "." in path and (os.path.isfile(f"{module}.py") or os.path.isdir(module)):
+    if is_module(path):
         return f"If the module is meant, write -m {path}."
-    return "Name a Python script."
+    folder, name = os.path.split(path)
+    files = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
+    near = get_close_matches(name, [file for file in files if file.endswith(".py")], n=1)
+    return f"Did you mean {os.path.join(folder, near[0])}?" if near else "Name a Python script."
+
+
+def is_python(word: str) -> bool:
+    """Whether this is the name of a Python interpreter."""
+    return re.fullmatch(r"python[\d.]*", os.path.basename(word)) is not None
+
+
+def is_module(word: str) -> bool:
+    """Whether this is the dotted name of a module below the working directory."""
+    path = os.path.join(*word.split("."))
+    return "." in word and (os.path.isfile(f"{path}.py") or os.path.isdir(path))

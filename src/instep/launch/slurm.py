@@ -44,7 +44,8 @@ def add_command(commands: Any) -> None:
         "slurm",
         help="print or submit a batch script for Slurm",
         description=SLURM,
-        usage="instep slurm [options] (script.py | -m module) [args ...]",
+        usage="instep slurm [--nodes N] (--gpus-per-node G | --tasks-per-node T) [options] "
+        "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
@@ -76,6 +77,9 @@ def add_command(commands: Any) -> None:
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Print or submit the batch script. Raises CommandLineError."""
     job = Job(1, tuple(program))
+    ranks = asked.gpus_per_node or asked.tasks_per_node
+    if ranks is None:
+        raise _no_size(job.command)
     name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
     text = format_script(
         Batch(
@@ -83,7 +87,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
             job.command,
             name=asked.name or name,
             nodes=asked.nodes,
-            tasks=asked.gpus_per_node or asked.tasks_per_node or 1,
+            tasks=ranks,
             gpus=asked.gpus_per_node is not None,
             cpus=asked.cpus_per_task,
             time=asked.time,
@@ -102,6 +106,14 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         raise CommandLineError(
             "--submit needs sbatch, which is not here. Submit from a login node."
         ) from None
+
+
+def _no_size(program: Sequence[str]) -> CommandLineError:
+    line = shlex.join(program)
+    return CommandLineError(
+        f"say how many ranks each host has: instep slurm --gpus-per-node 4 {line}; "
+        "without GPUs, --tasks-per-node 16."
+    )
 
 
 def _count(value: str) -> int:

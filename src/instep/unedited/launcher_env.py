@@ -47,7 +47,7 @@ def set_visible_device(world: World) -> None:
     if str(settings.DEVICE) == "cpu":
         os.environ[_DEVICES] = ""
         return
-    device = own_device(visible_devices(os.environ, _device_files()), world)
+    device = own_device(visible_devices(os.environ, device_files()), world)
     if device is not None:
         os.environ[_DEVICES] = device
 
@@ -68,5 +68,6 @@ def own_device(visible: list[str], world: World) -> str | None:
     return visible[world.local_rank]
 
 
-def _device_files() -> list[str]:
+def device_files() -> list[str]:
+    """The names of the device files of this host's NVIDIA GPUs."""
     return [path.name for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)]

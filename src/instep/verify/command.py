@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 from typing import Any
 
 from instep.errors import CommandLineError
@@ -41,7 +42,6 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(command=run)
     parser.add_argument(
         "-n",
-        required=True,
         type=_difference_cells,
         metavar="N,N",
         help="numbers of ranks; the others are compared with 1, which always runs too",
@@ -56,6 +56,9 @@ def add_command(commands: Any) -> None:
 def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
     """Verify the script and return the exit code. Raises CommandLineError, VerificationError."""
     settings.check_variables()
+    if asked.n is None:
+        line = shlex.join(program) or "train.py"
+        raise CommandLineError(f"say at which numbers of ranks: instep verify -n 1,2 {line}")
     job = Job(max(asked.n), program)
     for path in (asked.json, asked.plot):
         _check_writable(path)
