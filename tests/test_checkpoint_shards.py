@@ -29,9 +29,9 @@ class Training:
     """A model with buffers that differ between ranks, and its optimizer."""
 
     def __init__(self, folder, **options):
-        # Equal random states are stored once: how large the state is depends on them.
+        # Random states that are equal on all ranks are stored once, and shards depend on sizes.
         for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(3)
+            seed(3 + instep.rank)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.model = instep.replicate(self.model, batch_statistics="rank")
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
