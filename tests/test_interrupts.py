@@ -85,7 +85,12 @@ def until(process: subprocess.Popen[str], word: str) -> None:
     [
         pytest.param(UNEDITED, "interrupted\nall at the same step: ", id="unedited"),
         pytest.param(UNEDITED | {"before": HANDLER}, "all at the same step: ", id="handler"),
-        pytest.param(TWO_LINES, "all at the same step: True\n", id="two lines"),
+        pytest.param(
+            TWO_LINES,
+            "all at the same step: True\n",
+            id="two lines",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_script_goes_on_after_ctrl_c(launch: Launch, parts: dict[str, str], said: str) -> None:

@@ -114,7 +114,7 @@ FAULTS = {
 BY_DAY = (
     *(("shape", "shm"), ("op", "shm"), ("instep", "shm"), ("barrier", "shm")),
     ("scatter", "shm"),
-    *(("dtype", "gloo"), ("one too many", "gloo"), ("root", "its own group")),
+    *(("dtype", "gloo"), ("root", "its own group")),
 )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.launch]
+pytestmark = [pytest.mark.nightly, pytest.mark.launch]
 
 CLASSIFIER = """
 import argparse, os, shutil
@@ -198,12 +198,10 @@ def run(folder: Path, ranks: int, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("script", "file"),
-    [
-        (CLASSIFIER, "checkpoint.pth.tar"),
-        pytest.param(LANGUAGE_MODEL, "ckpt.pt", marks=pytest.mark.nightly),
-    ],
+    [(CLASSIFIER, "checkpoint.pth.tar"), (LANGUAGE_MODEL, "ckpt.pt")],
     ids=["classifier", "language model"],
 )
 def test_its_own_checkpoint_of_two_ranks_is_resumed_by_three_and_by_one(

@@ -23,8 +23,8 @@ WHOLE = {"gcn"}
 RANDOM = {"cifar", "siamese"}
 """What is random in their samples is drawn from a stream of each sample's own."""
 LONG = {
-    *("amp_accumulation", "char_transformer", "cifar", "contrastive", "dcgan", "time_series"),
-    *("siamese", "vae", "wgan_gp"),
+    *("amp_accumulation", "char_transformer", "cifar", "contrastive", "data_parallel", "dcgan"),
+    *("time_series", "siamese", "vae", "wgan_gp"),
 }
 """Their whole trainings are compared at night."""
 FEW = {"cifar": ["--epochs", "1", "--workers", "1"], "mnist": ["--epochs", "1"]}
