@@ -442,7 +442,9 @@ for step in range(5):
 """
 
 
-@pytest.mark.parametrize(("mode", "status"), [("warn", 0), ("error", 1)])
+@pytest.mark.parametrize(
+    ("mode", "status"), [pytest.param("warn", 0, marks=pytest.mark.nightly), ("error", 1)]
+)
 def test_in_an_unedited_script_the_rank_is_named_too(tmp_path, mode, status):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -159,7 +159,7 @@ def _path():
         pytest.param([*OPEN_MPI, "-n", "2", *PYTHON, "-m", "instep"], "env://",
                      id="Open MPI", marks=components.needs("Open MPI")),
         pytest.param([*MPICH, "-n", "2", *PYTHON, "-m", "instep"], "env://",
-                     id="MPICH", marks=components.needs("MPICH")),
+                     id="MPICH", marks=[components.needs("MPICH"), NIGHTLY]),
         pytest.param([*LAUNCH, "--nproc_per_node", "2", "-m", "instep"], "env://", id="launch"),
         pytest.param([*LAUNCH, "--use-env", "--nproc_per_node", "2", "-m", "instep"], "env://",
                      id="launch --use-env", marks=NIGHTLY),
@@ -223,7 +223,7 @@ def toy(tmp_path_factory):
         pytest.param(["srun", "-n2", "--ntasks-per-node=2", *PYTHON], [], id="srun -n",
                      marks=[components.needs("Slurm"), NIGHTLY]),
         pytest.param(["srun", "-N2", *PYTHON], ["--dist-file", "dist_file"], id="srun -N2",
-                     marks=components.needs("Slurm")),
+                     marks=[components.needs("Slurm"), NIGHTLY]),
         pytest.param([*LAUNCH, "--nproc_per_node", "2"], [], id="launch", marks=NIGHTLY),
     ],
 )  # fmt: skip

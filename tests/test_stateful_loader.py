@@ -101,7 +101,12 @@ def batches(results):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "workers", "persistent workers", "noise", "stream", "generator"]
+    "kind",
+    [
+        *("plain", "workers", "noise", "stream"),
+        pytest.param("persistent workers", marks=pytest.mark.nightly),
+        pytest.param("generator", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize("stop", [{"stop_at": 2}, {"epochs": 1}])
 def test_a_sharded_one_goes_on_at_any_number_of_ranks(tmp_path, kind, stop):
