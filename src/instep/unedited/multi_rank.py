@@ -49,8 +49,9 @@ PATIENCE = 1.5
 LONG_RUN = 20.0
 """Seconds. After a shorter run nothing is printed about what was gained."""
 _NO_CALLS = (
-    "every rank computed all of this script: its backward() reached no call of a torch.nn.Module "
-    "that instep sees (not those of a class with a __call__ of its own, nor of torch.func)."
+    "every rank computed all of this script: it called no torch.nn.Module with parameters in a way "
+    "that instep sees. (Calls of a class that defines __call__ itself, and those by torch.func, "
+    "are not seen.)"
 )
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 

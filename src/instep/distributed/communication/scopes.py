@@ -21,6 +21,7 @@ from instep.distributed.communication.transport import Transport, get_transport,
 from instep.distributed.flight_record.record_format import group_text
 from instep.distributed.flight_record.recorder import enter, leave, phase
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
 from instep.process.procfs import ProcessHandle, process_address
@@ -28,8 +29,6 @@ from instep.process.procfs import ProcessHandle, process_address
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2
-"""Seconds between two looks at the store; in between a tenth of the time waited so far."""
 _count = 0
 """The number of scopes that all ranks have entered; it names the next one in the store."""
 
@@ -265,17 +264,13 @@ class _SharedScope:
                 runner.close()
 
     def _is_set(self, key: str) -> bool:
-        """Whether `key` is set; waits a little if it is not.
-
-        A wait with a timeout would do, but torch's store prints two warnings at each timeout.
-        """
+        """Whether `key` is set; waits a little if it is not."""
         try:
             is_set = self._store.check([key])
         except RuntimeError as error:
             raise self._lost(f"the ranks' store does not answer ({error})") from error
         if not is_set:
-            waited = time.monotonic() - self._began
-            time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 10)))
+            time.sleep(poll_interval(time.monotonic() - self._began))
         return bool(is_set)
 
     def _lost(self, why: str) -> RunOnceError:

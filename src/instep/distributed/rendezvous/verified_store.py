@@ -17,6 +17,14 @@ import torch.distributed as dist
 from instep.distributed.identity.authentication import sign, verify
 
 
+def poll_interval(waited: float) -> float:
+    """Seconds between two looks at a store for a key for which so many were waited already.
+
+    A wait with a timeout would do, but torch's store prints two warnings at each timeout.
+    """
+    return min(0.2, max(0.001, waited / 10))
+
+
 class VerifiedStore(dist.Store):
     """`store`, with values that are signed with `key`.
 

@@ -10,10 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training.errors import OtherDataError
-from instep.training.loaders.generators import (
-    get_states,
-    set_states,
-)
+from instep.training.loaders.generators import get_states, set_states
 from instep.training.random_streams import RNGStates
 
 _positions: WeakKeyDictionary[DataLoader[Any], PlainLoaderPosition] = WeakKeyDictionary()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.process.procfs import ProcessHandle, process_address
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.errors import CheckpointError
@@ -28,8 +29,6 @@ from instep.training.checkpoint.storage import EncodedState, FileRecord
 from instep.training.drift.bit_sums import bit_sums, is_comparable
 
 _TOKEN = ".token"
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.2
-"""Seconds between two looks at the store; in between a tenth of the time waited so far."""
 Key = tuple[str, str]
 """An entry of the state, and the name of one of its tensors."""
 
@@ -216,8 +215,7 @@ class ShardedWrite:
                 # Read before the store: what an ended process has reported is there.
                 if process.has_ended() and not self._store.check([key]):
                     return {"error": "its process has ended"}
-                waited = time.monotonic() - began
-                time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 10)))
+                time.sleep(poll_interval(time.monotonic() - began))
             report: dict[str, Any] = json.loads(self._store.get(key))
             self._store.delete_key(key)
             return report

@@ -16,11 +16,7 @@ from instep.training.batches import BatchTracker, register
 from instep.training.blocks import Block, count_rows, slice_rows
 from instep.training.errors import OtherDataError
 from instep.training.loaders.block_batches import empty_block, is_yielded
-from instep.training.loaders.generators import (
-    broadcast_states,
-    get_states,
-    set_states,
-)
+from instep.training.loaders.generators import broadcast_states, get_states, set_states
 from instep.training.loaders.position import LoaderPosition
 from instep.training.random_streams import (
     RNGStates,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +26,7 @@ class _ModuleKind:
     """Modules with parameters of the same shapes, whose classes have the same name."""
 
     compared: int = 0
+    """How many of them."""
     why_whole: str = ""
     """Of the last one."""
     was_sharded: bool = False
@@ -33,6 +35,7 @@ class _ModuleKind:
 _wrappers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """By a module's first parameter: how many there were, by the name of their class."""
 _kinds: dict[tuple[Any, ...], _ModuleKind] = {}
+_counted: WeakSet[nn.Module] = WeakSet()
 
 
 def find_reason(module: nn.Module) -> str:
@@ -48,17 +51,20 @@ def find_reason(module: nn.Module) -> str:
 
 
 def note(module: nn.Module, why_whole: str) -> None:
-    """Remember what a module's first comparison has found."""
+    """Remember what a comparison has found; several of one module count once."""
     kind = _kinds.setdefault(_key_of(module), _ModuleKind())
-    kind.compared += 1
-    kind.why_whole = why_whole
     kind.was_sharded |= not why_whole
+    if module not in _counted:
+        _counted.add(module)
+        kind.compared += 1
+        kind.why_whole = why_whole
 
 
 def clear() -> None:
     """Forget them all."""
     _wrappers.clear()
     _kinds.clear()
+    _counted.clear()
 
 
 def _name_of(module: nn.Module) -> str:
