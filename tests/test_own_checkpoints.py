@@ -22,12 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--resume", default="", metavar="PATH")
-best_acc1 = 0.0
-
-def save_checkpoint(state, is_best, filename="checkpoint.pth.tar"):
-    torch.save(state, filename)
-    if is_best:
-        shutil.copyfile(filename, "model_best.pth.tar")
+LATEST, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
 
 def validate(loader, model, criterion):
     model.eval()
@@ -38,26 +33,25 @@ def validate(loader, model, criterion):
             losses += criterion(output, y).item() * len(x)
             correct += output.argmax(1).eq(y).sum().item()
             count += len(x)
-    print(f" * Acc@1 {100 * correct / count:.2f} Loss {losses / count:.4f}")
+    print(f"accuracy {100 * correct / count:.2f}, loss {losses / count:.4f}")
     return 100 * correct / count
 
 def main():
-    global best_acc1
     args = parser.parse_args()
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-    start_epoch = 0
+    start_epoch, best = 0, 0.0
     if args.resume and os.path.isfile(args.resume):
         checkpoint = torch.load(args.resume)
         start_epoch = checkpoint["epoch"]
-        best_acc1 = checkpoint["best_acc1"]
+        best = checkpoint["best_acc1"]
         model.load_state_dict(checkpoint["state_dict"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         scheduler.load_state_dict(checkpoint["scheduler"])
-        print(f"=> loaded checkpoint '{os.path.basename(args.resume)}' (epoch {start_epoch})")
+        print(f"resumed from {os.path.basename(args.resume)} after epoch {start_epoch}")
     x = torch.randn(120, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x[:, :3].argmax(1))
     train_loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=0)
@@ -69,116 +63,107 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        acc1 = validate(val_loader, model, criterion)
+        accuracy = validate(val_loader, model, criterion)
         scheduler.step()
-        is_best = acc1 > best_acc1
-        best_acc1 = max(acc1, best_acc1)
-        save_checkpoint({
-            "epoch": epoch + 1, "state_dict": model.state_dict(), "best_acc1": best_acc1,
+        improved, best = accuracy > best, max(accuracy, best)
+        torch.save({
+            "epoch": epoch + 1, "state_dict": model.state_dict(), "best_acc1": best,
             "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-        }, is_best)
+        }, LATEST)
+        if improved:
+            shutil.copyfile(LATEST, BEST)
 
 if __name__ == "__main__":
     main()
 """
 LANGUAGE_MODEL = """
-import os, sys
+import sys
 from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-init_from = "resume" if "--resume" in sys.argv else "scratch"
-max_iters = int(sys.argv[sys.argv.index("--epochs") + 1]) * 6
-out_dir, eval_interval, block_size, batch_size = ".", 6, 12, 6
-accumulation = 2
-names = [k for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, str))]
-config = {k: globals()[k] for k in names}
+FILE, EVERY, LENGTH, ROWS, MICRO_STEPS = "ckpt.pt", 6, 12, 6, 2
+resumes = "--resume" in sys.argv
+last_step = EVERY * int(sys.argv[sys.argv.index("--epochs") + 1])
 
 @dataclass
-class GPTConfig:
-    vocab_size: int = 17
-    n_embd: int = 24
-    block_size: int = 12
+class Sizes:
+    tokens: int = 17
+    width: int = 24
+    length: int = LENGTH
 
-class GPT(nn.Module):
-    def __init__(self, config):
+class LanguageModel(nn.Module):
+    def __init__(self, sizes):
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.block = nn.TransformerEncoderLayer(
-            config.n_embd, 2, 48, 0.1, batch_first=True, norm_first=True, bias=False
+        self.embedding = nn.Embedding(sizes.tokens, sizes.width)
+        self.positions = nn.Parameter(torch.zeros(sizes.length, sizes.width))
+        self.layer = nn.TransformerEncoderLayer(
+            sizes.width, 2, 48, 0.1, batch_first=True, norm_first=True, bias=False
         )  # Adam would make steps of the rounding in a bias of keys, whose gradient is zero
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.wte.weight = self.lm_head.weight
+        self.head = nn.Linear(sizes.width, sizes.tokens, bias=False)
+        self.head.weight = self.embedding.weight
 
-    def forward(self, idx, targets=None):
-        t = idx.shape[1]
-        x = self.wte(idx) + self.wpe(torch.arange(t))
-        mask = nn.Transformer.generate_square_subsequent_mask(t)
-        logits = self.lm_head(self.block(x, src_mask=mask, is_causal=True))
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+    def forward(self, text):
+        given, wanted = text[:, :-1], text[:, 1:]
+        mask = nn.Transformer.generate_square_subsequent_mask(given.shape[1])
+        hidden = self.embedding(given) + self.positions[: given.shape[1]]
+        scores = self.head(self.layer(hidden, src_mask=mask, is_causal=True))
+        return F.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
-torch.manual_seed(1337)
-data = torch.arange(600) * 7 % 17
+torch.manual_seed(4)
+windows = (torch.arange(600) * 7 % 17).unfold(0, LENGTH + 1, 1)
 
-def get_batch():
-    ix = torch.randint(len(data) - block_size, (batch_size,))
-    x = torch.stack([data[i : i + block_size] for i in ix])
-    return x, torch.stack([data[i + 1 : i + 1 + block_size] for i in ix])
+def draw():
+    return windows[torch.randint(len(windows), (ROWS,))]
 
-@torch.no_grad()
-def estimate_loss():
+def validate():
     model.eval()
-    losses = torch.zeros(3)
-    for k in range(3):
-        losses[k] = model(*get_batch())[1].item()
+    with torch.no_grad():
+        losses = [model(draw()).item() for _ in range(3)]
     model.train()
-    return losses.mean()
+    return torch.tensor(losses).mean()
 
-iter_num, best_val_loss = 0, 1e9
-if init_from == "resume":
-    checkpoint = torch.load(os.path.join(out_dir, "ckpt.pt"))
-    model_args = checkpoint["model_args"]
-else:
-    model_args = asdict(GPTConfig(block_size=block_size))
-model = GPT(GPTConfig(**model_args))
-decay = [p for p in model.parameters() if p.dim() >= 2]
-rest = [p for p in model.parameters() if p.dim() < 2]
-groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+step, best, saved = 0, float("inf"), None
+if resumes:
+    saved = torch.load(FILE)
+sizes = Sizes(**saved["model_args"]) if resumes else Sizes()
+model = LanguageModel(sizes)
+groups = [
+    {"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix], "weight_decay": decay}
+    for is_matrix, decay in ((True, 0.1), (False, 0.0))
+]
 optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
-if init_from == "resume":
-    state_dict = checkpoint["model"]
-    for k in list(state_dict):
-        if k.startswith("_orig_mod."):
-            state_dict[k[len("_orig_mod."):]] = state_dict.pop(k)
-    model.load_state_dict(state_dict)
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    iter_num, best_val_loss = checkpoint["iter_num"], checkpoint["best_val_loss"]
-checkpoint = None
+if resumes:
+    consume_prefix_in_state_dict_if_present(saved["model"], "_orig_mod.")  # of torch.compile
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    step, best = saved["iter_num"], saved["best_val_loss"]
+    del saved
 
-x, y = get_batch()
+text = draw()
 while True:
-    if iter_num % eval_interval == 0:
-        loss = estimate_loss()
-        print(f"step {iter_num}: val loss {loss:.4f}")
-        if loss < best_val_loss and iter_num > 0:
-            best_val_loss = loss
+    if step % EVERY == 0:
+        loss = validate()
+        print(f"{step}: {loss:.4f}")
+        if step and loss < best:
+            best = loss
             torch.save({
                 "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                "model_args": model_args, "iter_num": iter_num,
-                "best_val_loss": best_val_loss, "config": config,
-            }, os.path.join(out_dir, "ckpt.pt"))
-    if iter_num >= max_iters:
+                "model_args": asdict(sizes), "iter_num": step, "best_val_loss": best,
+                "config": {"rows": ROWS, "micro_steps": MICRO_STEPS},
+            }, FILE)
+    if step >= last_step:
         break
-    for _ in range(accumulation):
-        loss = model(x, y)[1] / accumulation
-        x, y = get_batch()
+    for _ in range(MICRO_STEPS):
+        loss = model(text) / MICRO_STEPS
+        text = draw()  # while the device computes
         loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    iter_num += 1
+    optimizer.zero_grad()
+    step += 1
 """
 
 
