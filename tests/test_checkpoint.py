@@ -29,6 +29,8 @@ from instep.training.checkpoint.folder_lock import FolderLock
 from instep.training.checkpoint.time_limit import SignalFlag
 from pool import run
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 22
 BATCH = 6
 STEPS = 4

@@ -17,6 +17,8 @@ from instep.errors import NewerFormatError
 from instep.training.checkpoint import random_states, storage
 from pool import run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 9
 STOP = 4
 

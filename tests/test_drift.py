@@ -442,6 +442,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("mode", "status"), [pytest.param("warn", 0, marks=pytest.mark.nightly), ("error", 1)]
 )

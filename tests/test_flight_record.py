@@ -288,6 +288,7 @@ os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
+@pytest.mark.launch
 def test_the_record_follows_a_training(tmp_path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP)

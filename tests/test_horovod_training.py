@@ -16,6 +16,8 @@ import instep.compat.horovod as hvd
 from horovod_ranks import initialized
 from pool import ranks, run
 
+pytestmark = pytest.mark.slow
+
 ROWS, BATCH, EPOCHS = 46, 12, 2
 
 

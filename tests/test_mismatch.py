@@ -15,6 +15,8 @@ from instep.distributed.watchdog.mismatch import (
     format_mismatch,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def step(sequence, text, group="0:0-2"):
     return [group, sequence, hash(text) & 0xFFFF, f"{text} at train.py:{len(text)}"]

@@ -14,6 +14,8 @@ import pytest
 
 from instep.version import __version__
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import torch

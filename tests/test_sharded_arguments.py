@@ -25,6 +25,8 @@ from oracle import Log, same_as_one_process
 from pool import ranks
 from sharded_training import Around, sharding, train, unedited
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Output:

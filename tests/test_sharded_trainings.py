@@ -35,6 +35,8 @@ from sharded_training import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 # -------------------------------------------------------------------- sharded
 
 

@@ -427,6 +427,7 @@ def test_a_process_without_a_handler_gets_no_signal() -> None:
     assert 'File "<string>", line' in found[0][handles.pid]
 
 
+@pytest.mark.launch
 def test_a_job_answers_at_its_socket_and_is_found_by_process_and_name() -> None:
     loop = EventLoop()
     server = job_socket.JobSocket(

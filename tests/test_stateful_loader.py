@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import instep
 from pool import run
 
+pytestmark = pytest.mark.slow
+
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
 SAMPLES = 14

@@ -32,6 +32,8 @@ from instep.launch.multi_node.supervisor_rendezvous import Participant, join_ren
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
+pytestmark = pytest.mark.slow
+
 forked = multiprocessing.get_context("fork")
 KEY = authentication.make_secret()
 
