@@ -24,7 +24,9 @@ from typing import Any
 
 SECONDS = 50.0
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "instep.training.replicas"])
+_processes.set_forkserver_preload(
+    ["torch", "torch._dynamo", "numpy", "pytest", "instep.training.replicas"]
+)
 _pools: dict[tuple[int, str], Pool] = {}
 _backend = "auto"
 

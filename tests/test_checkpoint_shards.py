@@ -20,6 +20,8 @@ from instep.process.procfs import pid_space
 from instep.training.checkpoint import state_shards, storage
 from pool import run
 
+pytestmark = pytest.mark.slow
+
 TINY = 64
 """Bytes from which these tests take a state for a large one."""
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -21,6 +21,8 @@ from instep.training.drift.comparison import is_due
 from pool import ranks, run, talking_over
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def variable(name, value):

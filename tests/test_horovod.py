@@ -20,6 +20,8 @@ from instep.errors import NameInFlightError, NotAMemberError, OverflowedError
 from instep.launch.timeline.events import read_events
 from pool import ranks
 
+pytestmark = pytest.mark.slow
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.float32, torch.float64)
 SHAPES = ((7,), (3, 5), (2, 3, 4))

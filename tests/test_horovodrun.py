@@ -241,6 +241,7 @@ def test_a_folder_without_a_package_is_no_installed_horovod(tmp_path: Path) -> N
     assert seen.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"

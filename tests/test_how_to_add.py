@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from sklearn.metrics import f1_score
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -152,6 +151,8 @@ def evaluated(n):
 
 @pytest.mark.parametrize("n", [2, 9, 22])  # 9 and 22 leave a rank without rows at the end
 def test_an_added_metric_is_that_of_the_whole_data_set(n):
+    from sklearn.metrics import f1_score  # slow: each rank imports this file
+
     predicted, target = samples(n)
     expected = pytest.approx(f1_score(target, predicted), rel=1e-12)
     for size in (1, 2, 3):

@@ -56,7 +56,15 @@ def test_scripted_modules(folder: Path, save: str) -> None:
     assert torch.jit.load("run/module.pt")(torch.ones(1)).item() == 2
 
 
-def test_safetensors(folder: Path) -> None:
+@pytest.fixture
+def safetensors_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script imports it after the patches; in this process another test may have done so."""
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.usefixtures("safetensors_not_imported", "folder")
+def test_safetensors() -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for value in (1.0, 2.0):
         safetensors.save_file({"x": torch.full((1,), value)}, "run/model.safetensors")

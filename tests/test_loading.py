@@ -174,6 +174,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @ranks(1, 3)
 def test_samples_of_any_kind_arrive_as_they_were():
     for collate, size in product((None, list), (5, 2)):
@@ -274,6 +275,7 @@ def square(index):
     return {"x": torch.ones(3) * index**2, "name": str(index)}
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_workers_load_their_ranks_rows():
     warnings.filterwarnings("ignore", "'pin_memory'")  # there may be no device to pin for

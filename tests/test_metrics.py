@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
@@ -67,6 +66,8 @@ def by_hand(loader):
 
 
 def by_torchmetrics(loader):
+    import torchmetrics  # slow: each rank imports this file
+
     metric = torchmetrics.classification.MulticlassAccuracy(7, average="micro")
     for x, y in loader:
         metric.update(x, y)
@@ -77,7 +78,9 @@ ADDING_UP = {"by hand": by_hand, "by torchmetrics": by_torchmetrics}
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-@pytest.mark.parametrize("how", ADDING_UP)
+@pytest.mark.parametrize(
+    "how", ["by hand", pytest.param("by torchmetrics", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("n", [9, 22])
 def test_without_gradients_whatever_a_script_adds_up_counts_once(how, n):
     (whole,) = run(1, add_up, n, how)

@@ -21,6 +21,8 @@ from instep.process.failure import Failure
 from instep.training.checkpoint.resume_point import ResumePoint
 from launching import Launch
 
+pytestmark = pytest.mark.slow
+
 TWO_HOSTS = Attempt((2, 2), (0, 1))
 SAVED = ResumePoint(20, "run/step-00000020")
 

@@ -14,9 +14,12 @@ from torch.distributed import ReduceOp
 
 from pool import ranks
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs Linux on x86-64"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.uname().machine != "x86_64", reason="needs Linux on x86-64"
+    ),
+]
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),

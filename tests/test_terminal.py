@@ -13,6 +13,8 @@ import pytest
 from instep.unedited.std_streams import StdStreams, Terminal
 from test_unedited_world import RUN, Place
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
     import os, sys
     from view import view
