@@ -27,9 +27,29 @@ class ShardedTwiceError(TrainingError):
             "samples. Call instep.shard once."
         )
 
+    @classmethod
+    def of_optimizer(cls) -> ShardedTwiceError:
+        """An optimizer's steps are divided already."""
+        error = cls()
+        error.args = (
+            "the steps of this optimizer are already divided. Call instep.shard(optimizer) once.",
+        )
+        return error
+
 
 class CannotShardError(TrainingError, TypeError):
-    """This value has no rows that could be divided."""
+    """This value has no rows, or this optimizer no steps, that could be divided."""
+
+    @classmethod
+    def of_optimizer(cls, name: str) -> CannotShardError:
+        """An optimizer of which it is not known what an update depends on."""
+        return cls(
+            f"instep.shard does not know {name}. If it updates each element of a parameter from "
+            "that element's gradient and state alone, say so by a class attribute: "
+            f'`updates_by = "element"` in {name}; if from that parameter\'s alone, '
+            '`updates_by = "parameter"`. Otherwise leave it undivided: it then runs whole on '
+            "every rank."
+        )
 
 
 class MixedSumsError(TrainingError):

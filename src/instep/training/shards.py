@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,6 +24,7 @@ from instep.training.errors import CannotShardError, ShardedTwiceError
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block, is_yielded
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.sliced import SlicedLoader
+from instep.training.optimizer_shards.sharded_step import shard_optimizer
 from instep.training.random_streams import (
     RNGStates,
     SeededDataset,
@@ -39,7 +41,8 @@ def shard(what: DataLoader[T]) -> DataLoader[T]: ...
 @overload
 def shard(what: T) -> T: ...
 def shard(what: Any) -> Any:
-    """This rank's rows of every batch of a loader, or of one batch of tensors.
+    """This rank's rows of every batch of a loader, or of one batch; or its part of the steps of an
+    optimizer.
 
     The batch is that of the whole job: rank r of N gets the samples [r*n//N, (r+1)*n//N) of each
     batch of n, in the order in which one process would see them. No sample is padded, dropped or
@@ -54,12 +57,20 @@ def shard(what: Any) -> Any:
             sample depends on (seed, epoch, index) only. Or any other loader (an iterable dataset,
             batch_size=None, a class of its own): each rank loads every batch and keeps its rows;
             the batches must be the same on all ranks. Or one batch: tensors, or tuples, lists
-            and dicts of them, whose dimension 0 is the batch.
+            and dicts of them, whose dimension 0 is the batch. Or a torch.optim.Optimizer of the
+            parameters of a replicated model: from now on each rank keeps the state of, and
+            updates, 1/N of them and receives the others' (ZeRO stage 1), with the numbers that
+            the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad,
+            Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by whole parameters;
+            for others by their class attribute `updates_by = "element"` or `"parameter"`.
 
     Returns:
         For a loader, a loader that yields blocks; `len`, `dataset`, `batch_size`, `sampler` and
         `drop_last` stay those of the whole job, `total_len` is the number of samples, and each
-        epoch has an order of its own, the same on all ranks. For a batch, views of its rows.
+        epoch has an order of its own, the same on all ranks. For a batch, views of its rows. For an
+        optimizer, itself: its `step()` and `state_dict()` are collective from now on, its `state`
+        is empty, and its state dict is the undivided one's, whole on every rank, which any number
+        of ranks and plain PyTorch load.
 
     Raises ShardedTwiceError, CannotShardError. Collective for a loader (the ranks agree on a seed).
     """
@@ -67,6 +78,9 @@ def shard(what: Any) -> Any:
         raise ShardedTwiceError
     if isinstance(what, DataLoader):
         return _shard_loader(what)
+    if isinstance(what, Optimizer):
+        shard_optimizer(what)
+        return what
     return _shard_batch(what)
 
 

@@ -1,0 +1,127 @@
+"""A training step with `instep.shard(optimizer)`, without it, and without communication.
+
+    python benchmarks/sharded_optimizer.py --json sharded_optimizer.json
+
+All three are timed inside the same processes, in shuffled blocks of steps; ratios are those of a
+round. `none` is the same step, each rank for itself, and with the memory that ranks of instep keep.
+`state_share` is the state of the optimizer that a rank holds over that of the undivided one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import instep
+from instep.training.optimizer_shards.sharded_step import state_of_rank
+from machine import machine, ratios, shown
+from models import workload
+from step import Step, timed
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3),
+}
+
+
+STRATEGIES = ("none", "replicated", "sharded")
+
+
+def training_step(name: str, kind: str, strategy: str) -> tuple[Step, Optimizer]:
+    """A training step of the model `name`, and its optimizer."""
+    torch.manual_seed(0)
+    load = workload(name)
+    if strategy != "none":
+        instep.replicate(load.model)
+    optimizer = OPTIMIZERS[kind](load.model.parameters())
+    if strategy == "sharded":
+        instep.shard(optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(load.model(load.inputs), load.targets).backward()
+        optimizer.step()
+
+    return step, optimizer
+
+
+def measure(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians, and the quartiles of the ratios within each block."""
+    made = {strategy: training_step(name, kind, strategy) for strategy in STRATEGIES}
+    for step, _ in made.values():
+        timed(step, 2)
+    count = max(2, int(args.seconds / timed(made["none"][0], 3)))
+    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    order = list(STRATEGIES)
+    shuffler = random.Random(0)  # the same order on all ranks
+    for block in range(args.blocks + 1):
+        shuffler.shuffle(order)
+        for strategy in order:
+            milliseconds = timed(made[strategy][0], count) * 1e3
+            if block:  # the first is a warm-up
+                times[strategy].append(milliseconds)
+    result: dict[str, Any] = {
+        strategy: {"median_ms": statistics.median(values)} for strategy, values in times.items()
+    }
+    for strategy in STRATEGIES[1:]:
+        result[strategy]["over_none"] = ratios(times[strategy], times["none"])
+    held = sharded_bytes(made["sharded"][1])
+    result["sharded"]["state_share"] = held / sharded_bytes(made["replicated"][1])
+    return result
+
+
+def sharded_bytes(optimizer: Optimizer) -> int:
+    """The bytes of the optimizer's state that this rank holds."""
+    return sum(
+        value.nbytes
+        for entries in state_of_rank(optimizer).values()
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def rank_main(rank: int, args: argparse.Namespace, store: str) -> None:
+    """One rank's life."""
+    torch.set_num_threads(1)
+    instep.init(f"file://{store}", rank=rank, world_size=args.ranks)
+    result: dict[str, Any] = {"machine": machine(), "ranks": args.ranks, "models": {}}
+    for name in args.models:
+        for kind in OPTIMIZERS:
+            rows = measure(name, kind, args)
+            result["models"][f"{name}, {kind}"] = rows
+            if rank == 0:
+                print(f"{name}, {kind}: none {rows['none']['median_ms']:.2f} ms", end="")
+                for strategy in STRATEGIES[1:]:
+                    print(f", {strategy} {shown(rows[strategy]['over_none'])}", end="")
+                print(f"; {rows['sharded']['state_share']:.3f} of the state on each rank")
+    if rank == 0 and args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--models", nargs="+", default=["mlp", "resnet18"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=21, help="timed blocks of each strategy")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each block, about")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (args, str(Path(folder) / "store")), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

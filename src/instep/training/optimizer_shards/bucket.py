@@ -1,0 +1,154 @@
+"""Parameters that are updated together: each rank its parts, which then travel to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.training.errors import CannotShardError
+from instep.training.optimizer_shards.layout import Part
+
+Divide = Callable[[Sequence[Tensor], int], list[list[Part]]]
+State = dict[str, Any]
+
+
+class StepBucket:
+    """Parameters of one group, dtype and device, divided between the ranks.
+
+    `slices` are this rank's parts as the optimizer knows them: views of the parameters. A part
+    that is a whole parameter keeps its shape.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], divide: Divide, transport: Transport) -> None:
+        self.parameters = list(parameters)
+        self._transport = transport
+        self._parts = divide(self.parameters, transport.size)
+        self._own = self._parts[transport.rank]
+        self._addresses: list[int] = []
+        self.slices: list[Tensor] = []
+
+    def prepare(self, state: dict[Tensor, State]) -> None:
+        """Let the slices have the parameters' memory and gradients; `state`: the slices' state."""
+        for parameter in self.parameters:  # all, so that all ranks raise
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise CannotShardError(
+                    "a parameter has a sparse gradient, of which instep.shard(optimizer) cannot "
+                    "tell the ranks' parts. Use sparse=False, or leave this optimizer undivided."
+                )
+        addresses = [part.parameter.data_ptr() for part in self._own]
+        if addresses != self._addresses:  # the first step, or somebody has assigned `.data`
+            self._addresses = addresses
+            before, self.slices = self.slices, [self._slice(p, p.parameter) for p in self._own]
+            for old, new in zip(before, self.slices, strict=False):
+                if old in state:
+                    state[new] = state.pop(old)
+        for part, each in zip(self._own, self.slices, strict=True):
+            grad = part.parameter.grad
+            each.grad = None if grad is None else self._slice(part, self._dense(part, grad))
+
+    def gather(self) -> None:
+        """Let each parameter that has a gradient have its new value on every rank. Collective."""
+        sent = [part.view(part.parameter) for part in self._own if part.parameter.grad is not None]
+        for own in self.slices:
+            own.grad = None
+        stepped = [
+            [part for part in parts if part.parameter.grad is not None] for parts in self._parts
+        ]
+        for parts, received in self._exchange(sent, stepped, self.parameters[0].dtype):
+            torch._foreach_copy_([part.view(part.parameter) for part in parts], list(received))
+
+    def full_state(self, state: dict[Tensor, State]) -> dict[Tensor, State]:
+        """The state of whole parameters, on every rank. Collective."""
+        known = [state.get(each, {}) for each in self.slices]
+        described = self._transport.all_gather_object(
+            [
+                {name: _describe(value, each) for name, value in entries.items()}
+                for entries, each in zip(known, self.slices, strict=True)
+            ]
+        )
+        full: dict[Tensor, State] = {}
+        names: dict[tuple[str, torch.dtype], None] = {}
+        for parts, entries in zip(self._parts, described, strict=True):
+            for part, entry in zip(parts, entries, strict=True):
+                for name, value in entry.items():
+                    of_parameter = full.setdefault(part.parameter, {})
+                    if isinstance(value, torch.dtype):
+                        names[name, value] = None
+                        if name not in of_parameter:
+                            of_parameter[name] = torch.empty_like(part.parameter, dtype=value)
+                    else:
+                        of_parameter.setdefault(name, value[0])
+        for name, dtype in names:
+            having = [
+                [p for p, entry in zip(parts, entries, strict=True) if entry.get(name) is dtype]
+                for parts, entries in zip(self._parts, described, strict=True)
+            ]
+            sent = [
+                self._flat(part, entries[name])
+                for part, entries in zip(self._own, known, strict=True)
+                if part in having[self._transport.rank]
+            ]
+            exchanged = self._exchange(sent, having, dtype)
+            for stated, values in [(having[self._transport.rank], sent), *exchanged]:
+                for part, value in zip(stated, values, strict=True):
+                    part.view(full[part.parameter][name]).copy_(value)
+        return full
+
+    def own_state(self, full: dict[Tensor, State]) -> Iterator[tuple[Tensor, State]]:
+        """This rank's slices with their state, out of that of whole parameters."""
+        for part, each in zip(self._own, self.slices, strict=True):
+            if part.parameter in full:
+                yield (
+                    each,
+                    {
+                        name: self._own_value(part, value)
+                        for name, value in full[part.parameter].items()
+                    },
+                )
+
+    def _own_value(self, part: Part, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != part.parameter.shape:
+            return value
+        return self._slice(part, self._dense(part, value)).clone()
+
+    def _slice(self, part: Part, tensor: Tensor) -> Tensor:
+        return tensor.detach() if part.is_whole else part.view(tensor)
+
+    def _flat(self, part: Part, value: Tensor) -> Tensor:
+        """A value for each element of a slice, in the order of the parameter's memory."""
+        return part.view(self._dense(part, value)) if part.is_whole else value
+
+    def _dense(self, part: Part, tensor: Tensor) -> Tensor:
+        """`tensor` with the strides of the parameter."""
+        if tensor.stride() == part.parameter.stride():
+            return tensor
+        return torch.empty_like(part.parameter, dtype=tensor.dtype).copy_(tensor)
+
+    def _exchange(
+        self, sent: Sequence[Tensor], parts: Sequence[Sequence[Part]], dtype: torch.dtype
+    ) -> Iterator[tuple[Sequence[Part], Sequence[Tensor]]]:
+        """Each other rank's parts with the values that it sent for them. Collective.
+
+        `sent`: 1-D, this rank's values of `parts[rank]`.
+        """
+        sizes = [[part.numel for part in each] for each in parts]
+        longest = max(map(sum, sizes))
+        if longest == 0:
+            return
+        message = self.parameters[0].new_zeros(longest, dtype=dtype)
+        if sent:
+            torch.cat(list(sent), out=message[: sum(sizes[self._transport.rank])])
+        for rank, received in enumerate(self._transport.all_gather(message)):
+            if rank != self._transport.rank and parts[rank]:
+                yield parts[rank], received[: sum(sizes[rank])].split(sizes[rank])
+
+
+def _describe(value: Any, own: Tensor) -> Any:
+    """The dtype of a value for each element, or else the value in a tuple."""
+    if isinstance(value, Tensor) and value.shape == own.shape:
+        return value.dtype
+    return (value,)

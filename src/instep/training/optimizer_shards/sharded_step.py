@@ -1,0 +1,204 @@
+"""`instep.shard(optimizer)`: the optimizer's step, and how its whole state is had and loaded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from instep.distributed.communication.transport import Transport, get_transport
+from instep.training.buckets.reducer import reducer_of
+from instep.training.errors import CannotShardError, ShardedTwiceError
+from instep.training.optimizer_shards.bucket import Divide, State, StepBucket
+from instep.training.optimizer_shards.layout import (
+    check_dense,
+    divide_elements,
+    divide_parameters,
+)
+
+_BY_ELEMENT = {
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop),
+    *(optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.Rprop),
+}
+_BY_PARAMETER = {getattr(optim, name) for name in ("Adafactor", "Muon") if hasattr(optim, name)}
+_DIVISIONS: dict[object, Divide] = {"element": divide_elements, "parameter": divide_parameters}
+_PRECISION = "_instep_steps"
+"""The attribute of an optimizer that `instep.precision` has prepared."""
+_SHARDS = "_instep_shards"
+_OF_SCALER = ("grad_scale", "found_inf")
+"""What a GradScaler gives to a fused optimizer before its step."""
+
+
+def shard_optimizer(optimizer: Optimizer) -> None:
+    """Divide the steps of `optimizer` between the ranks from now on; see `instep.shard`.
+
+    Raises CannotShardError, ShardedTwiceError. Collective if it has a state already.
+    """
+    if hasattr(optimizer, _SHARDS):
+        raise ShardedTwiceError.of_optimizer()
+    divide = _division_of(optimizer)
+    transport = get_transport()
+    if transport.size > 1:
+        setattr(optimizer, _SHARDS, _ShardedSteps(optimizer, divide, transport))
+
+
+def state_of_rank(optimizer: Optimizer) -> dict[Tensor, State]:
+    """The state that this rank holds, by parameter, or by slices if the steps are divided."""
+    shards: _ShardedSteps | None = getattr(optimizer, _SHARDS, None)
+    state: dict[Tensor, State] = optimizer.state if shards is None else shards.local_state
+    return state
+
+
+def _division_of(optimizer: Optimizer) -> Divide:
+    kind = type(optimizer)
+    known = "element" if kind in _BY_ELEMENT else "parameter" if kind in _BY_PARAMETER else None
+    by = getattr(kind, "updates_by", known)
+    if by not in _DIVISIONS:
+        raise CannotShardError.of_optimizer(kind.__name__)
+    if hasattr(optimizer, _PRECISION):
+        raise CannotShardError(
+            "this optimizer has master weights or a loss scale of instep.precision, with which "
+            "instep.shard(optimizer) does not work yet. Leave it undivided."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise CannotShardError(f"{kind.__name__} with differentiable=True cannot be divided.")
+    return _DIVISIONS[by]
+
+
+class _ShardedSteps:
+    """An optimizer whose class's step runs on this rank's parts only.
+
+    `local` is an optimizer of the same class whose parameters are the slices; it has the state.
+    The script's optimizer keeps its parameters, hyper-parameters and hooks, and no state.
+    """
+
+    def __init__(self, optimizer: Optimizer, divide: Divide, transport: Transport) -> None:
+        self._optimizer = optimizer
+        self._kind = type(optimizer)
+        self._divide = divide
+        self._transport = transport
+        self._groups: list[list[StepBucket]] = []
+        self._known: set[Tensor] = set()
+        """The parameters in buckets."""
+        self._local = object.__new__(self._kind)
+        self._local.__dict__.update(vars(optimizer))
+        self._local.state = defaultdict(dict)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self._local, hooks, OrderedDict())
+        step = self._kind.step
+        self._step_of_class: Callable[..., Any] = getattr(step, "__wrapped__", step)
+        """Without the hooks on steps, which are called for the script's optimizer."""
+        self._take_state()
+        _replace(optimizer, "step", Optimizer.profile_hook_step(self._step))
+        _replace(optimizer, "state_dict", self._state_dict)
+        _replace(optimizer, "load_state_dict", self._load_state_dict)
+
+    @property
+    def local_state(self) -> dict[Tensor, State]:
+        """The state of this rank's slices."""
+        state: dict[Tensor, State] = self._local.state
+        return state
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._divide_new(lambda parameter: parameter.grad is not None)
+        buckets = [bucket for group in self._groups for bucket in group]
+        for bucket in buckets:
+            bucket.prepare(self.local_state)
+        self._local.param_groups = [
+            {**options, "params": [each for bucket in group for each in bucket.slices]}
+            for options, group in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        for name in _OF_SCALER:
+            vars(self._local).pop(name, None)
+            if hasattr(optimizer, name):
+                setattr(self._local, name, getattr(optimizer, name))
+        self._step_of_class(self._local)
+        for options, local in zip(optimizer.param_groups, self._local.param_groups, strict=True):
+            options.update({name: value for name, value in local.items() if name != "params"})
+        for bucket in buckets:
+            bucket.gather()
+        vars(optimizer)["_opt_called"] = True  # schedulers ask for it
+        return loss
+
+    def _divide_new(self, is_due: Callable[[Tensor], bool]) -> None:
+        """Divide the parameters that are due and not divided yet.
+
+        A parameter is due when it has its first gradient: then the ranks' parts are equal, even
+        if some layers are frozen.
+        """
+        groups = self._optimizer.param_groups
+        self._groups += [[] for _ in groups[len(self._groups) :]]
+        for buckets, group in zip(self._groups, groups, strict=True):
+            alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter not in self._known and is_due(parameter):
+                    self._check(parameter)
+                    alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+                    self._known.add(parameter)
+            for parameters in alike.values():
+                buckets.append(StepBucket(parameters, self._divide, self._transport))
+
+    @staticmethod
+    def _check(parameter: Tensor) -> None:
+        if parameter not in reducer_of:
+            raise CannotShardError(
+                f"a parameter of shape {tuple(parameter.shape)} is in no replicated model, so the "
+                "ranks' gradients of it differ. Call instep.replicate(model) before the first step."
+            )
+        check_dense(parameter)
+
+    def _take_state(self) -> None:
+        """Keep this rank's parts of the state that the script's optimizer has."""
+        full = self._optimizer.state
+        if not full:
+            return
+        self._divide_new(lambda parameter: bool(full.get(parameter)))
+        self._local.state = defaultdict(dict)
+        for group in self._groups:
+            for bucket in group:
+                bucket.prepare(self.local_state)
+                self.local_state.update(bucket.own_state(full))
+        self._optimizer.state = defaultdict(dict)
+
+    def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of the undivided optimizer, whole on every rank. Collective."""
+        full: dict[Tensor, State] = {}
+        for group in self._groups:
+            for bucket in group:
+                full.update(bucket.full_state(self.local_state))
+        optimizer.state = defaultdict(dict, _in_order(full, optimizer.param_groups))
+        try:
+            return self._kind.state_dict(optimizer)
+        finally:
+            optimizer.state = defaultdict(dict)
+
+    def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load the state dict of an undivided optimizer, the same on every rank."""
+        self._kind.load_state_dict(optimizer, state_dict)
+        self._local.state = defaultdict(dict)
+        self._take_state()
+
+
+def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
+    """Let `optimizer.name(…)` be `method(optimizer, …)`; a bound method, as schedulers expect."""
+
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    call.__name__ = name
+    setattr(optimizer, name, MethodType(call, optimizer))
+
+
+def _in_order(full: dict[Tensor, State], groups: Sequence[dict[str, Any]]) -> dict[Tensor, State]:
+    """States in the order of the parameters, in which the undivided optimizer makes them."""
+    return {each: full[each] for group in groups for each in group["params"] if each in full}

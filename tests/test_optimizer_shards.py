@@ -1,0 +1,275 @@
+"""`instep.shard(optimizer)` has the undivided optimizer's numbers, each rank 1/N of its state."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+import instep
+from instep.training.errors import CannotShardError, ShardedTwiceError
+from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
+from instep.training.optimizer_shards.sharded_step import state_of_rank
+from pool import ranks, run, talking_over
+
+OPTIMIZERS = {
+    "SGD": lambda p: optim.SGD(p, 0.1),
+    "momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "Adam": lambda p: optim.Adam(p, 1e-2),
+    "foreach": lambda p: optim.Adam(p, 1e-2, amsgrad=True, foreach=True),
+    "fused": lambda p: optim.Adam(p, 1e-2, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, torch.tensor(1e-2), capturable=False),
+    "NAdam": lambda p: optim.NAdam(p, 1e-2),
+    "RAdam": lambda p: optim.RAdam(p, 1e-2),
+    "RMSprop": lambda p: optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
+    "Adagrad": lambda p: optim.Adagrad(p, 1e-2),
+    "Adadelta": lambda p: optim.Adadelta(p, 1e-2),
+    "Adamax": lambda p: optim.Adamax(p, 1e-2),
+    "ASGD": lambda p: optim.ASGD(p, 1e-2),
+    "Rprop": lambda p: optim.Rprop(p, 1e-2),
+    "Adafactor": lambda p: optim.Adafactor(p, 1e-2),
+}
+
+
+def batches(n=6):
+    """Batches of images and classes, the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 3, 6, 6, generator=generator), torch.arange(5) % 4) for _ in range(n)]
+
+
+def network():
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(80, 4)
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+def both(make):
+    """The same replica twice, with an undivided and a divided optimizer."""
+    models = [instep.replicate(network()) for _ in range(2)]
+    plain, divided = (make(list(model.parameters())) for model in models)
+    assert instep.shard(divided) is divided
+    return models, (plain, divided)
+
+
+def backward(model, optimizer, batch, set_to_none=True):
+    x, y = instep.shard(batch)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def assert_equal(models, optimizers):
+    for (name, a), b in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    plain, divided = (optimizer.state_dict() for optimizer in optimizers)
+    assert plain["param_groups"] == divided["param_groups"]
+    assert plain["state"].keys() == divided["state"].keys()
+    for number, entries in plain["state"].items():
+        assert list(entries) == list(divided["state"][number])
+        for name, value in entries.items():
+            other = divided["state"][number][name]
+            assert other is value is None or torch.equal(value, other), (number, name)
+            if isinstance(value, torch.Tensor):
+                assert (value.dtype, value.stride()) == (other.dtype, other.stride()), name
+
+
+def train_both(make):
+    models, optimizers = both(make)
+    for batch in batches():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, optimizer, batch)
+            optimizer.step()
+    assert_equal(models, optimizers)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_every_optimizer_has_the_numbers_of_the_undivided_one(make, backend):
+    with talking_over(backend):
+        run(3 if backend == "shm" else 2, train_with, make)
+
+
+def train_with(make):
+    train_both(OPTIMIZERS[make])
+
+
+@ranks(1, 2, 3)
+def test_what_scripts_do_around_a_step() -> None:
+    """Groups, a scheduler made before and one made after, clipping, accumulation, hooks, a layer
+    that is frozen at first, a group that comes later, gradients that are kept as zeros."""
+    models = [instep.replicate(network()) for _ in range(2)]
+    optimizers, schedulers, heard = [], [], ([], [])
+    for model, log in zip(models, heard, strict=True):
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        groups = [{"params": [*model[0].parameters()], "lr": 3e-2}, {"params": [model[4].weight]}]
+        optimizers.append(optim.Adam(groups, 1e-2, betas=(0.8, 0.99)))
+        schedulers.append([optim.lr_scheduler.StepLR(optimizers[-1], 2, 0.5)])
+        optimizers[-1].register_step_pre_hook(lambda *_, log=log: log.append("before"))
+        optimizers[-1].register_step_post_hook(lambda *_, log=log: log.append("after"))
+    instep.shard(optimizers[1])
+    for optimizer, chain in zip(optimizers, schedulers, strict=True):
+        chain.append(optim.lr_scheduler.CosineAnnealingLR(optimizer, 6))
+    for k, batch in enumerate(batches(8)):
+        for model, optimizer, chain in zip(models, optimizers, schedulers, strict=True):
+            if k == 3:
+                model[0].requires_grad_(True)
+            if k == 5:
+                optimizer.add_param_group({"params": [model[4].bias, *model[1].parameters()]})
+            if k % 2 == 0:
+                optimizer.zero_grad(set_to_none=k % 4 == 0)
+            x, y = instep.shard(batch)
+            nn.functional.cross_entropy(model(x), y).backward()
+            if k % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                nn.utils.clip_grad_value_(model.parameters(), 0.1)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # "lr_scheduler.step() before …"
+                    optimizer.step()
+                    for scheduler in chain:
+                        scheduler.step()
+    assert_equal(models, optimizers)
+    assert heard[0] == heard[1] == ["before", "after"] * 4
+
+
+@ranks(2)
+def test_a_script_may_change_parameters_between_steps() -> None:
+    models, optimizers = both(lambda p: optim.SGD(p, 0.1, momentum=0.9))
+    for k, batch in enumerate(batches()):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, optimizer, batch)
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if k % 2:
+                        parameter.clamp_(-0.2, 0.2)
+                    else:
+                        parameter.data = parameter.data * 0.9  # other memory
+    assert_equal(models, optimizers)
+
+
+@ranks(2)
+def test_a_closure_and_a_scaler() -> None:
+    models, optimizers = both(lambda p: optim.Adam(p, 1e-2, fused=True))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in models]
+    for k, batch in enumerate(batches()):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            x, y = instep.shard(batch)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss * float("inf") if k == 2 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_equal(models, optimizers)
+    losses = [
+        optimizer.step(lambda m=model, o=optimizer: backward(m, o, batches()[0]))
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    assert losses[0] == losses[1]
+    assert_equal(models, optimizers)
+
+
+@ranks(2, 3)
+def test_each_rank_has_its_part_of_the_state() -> None:
+    models, (plain, divided) = both(lambda p: optim.Adam(p, 1e-2))
+    for model, optimizer in zip(models, (plain, divided), strict=True):
+        backward(model, optimizer, batches()[0])
+        optimizer.step()
+    whole = sum(v.numel() for s in plain.state.values() for v in s.values() if v.dim())
+    local = state_of_rank(divided)
+    held = sum(value.numel() for s in local.values() for value in s.values() if value.dim())
+    assert abs(held - whole / instep.world_size) <= 2 * 64  # parts begin at multiples of 64
+    assert not divided.state
+
+
+def train_and_save(folder, n, steps):
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters(), 1e-2))
+    checkpoint = instep.Checkpoint(folder, model=model, optimizer=optimizer, every=3)
+    checkpoint.resume()
+    for batch in batches()[checkpoint.steps : steps]:
+        backward(model, optimizer, batch)
+        optimizer.step()
+        checkpoint.step()
+    checkpoint.close()
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_checkpoint_goes_on_at_any_number_of_ranks_and_in_plain_pytorch(tmp_path, others):
+    (whole, state), *_ = run(2, train_and_save, tmp_path / "whole", 2, 6)
+    run(2, train_and_save, tmp_path / "parts", 2, 3)
+    for parameters, _ in run(others, train_and_save, tmp_path / "parts", others, 6):
+        for a, b in zip(whole, parameters, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=0 if others == 2 else 1e-5)
+    plain = optim.Adam(network().parameters(), 1.0)
+    plain.load_state_dict(copy.deepcopy(state))
+    assert plain.param_groups[0]["lr"] == 1e-2
+    assert len(plain.state) == 5
+
+
+@ranks(2)
+def test_an_optimizer_that_has_stepped_is_divided_with_its_state() -> None:
+    models = [instep.replicate(network()) for _ in range(2)]
+    optimizers = [optim.Adam(model.parameters(), 1e-2) for model in models]
+    for k, batch in enumerate(batches()):
+        if k == 3:
+            instep.shard(optimizers[1])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, optimizer, batch)
+            optimizer.step()
+    assert_equal(models, optimizers)
+
+
+class Whitened(optim.SGD):
+    """An optimizer of a script."""
+
+
+class Signed(Whitened):
+    updates_by = "element"
+
+
+@ranks(2)
+def test_what_cannot_be_divided_is_refused() -> None:
+    model = instep.replicate(network())
+    with pytest.raises(CannotShardError, match=r"instep\.shard does not know LBFGS"):
+        instep.shard(optim.LBFGS(model.parameters()))
+    with pytest.raises(CannotShardError, match='updates_by = "element"` in Whitened'):
+        instep.shard(Whitened(model.parameters(), 0.1))
+    with pytest.raises(CannotShardError, match="differentiable=True"):
+        instep.shard(optim.SGD(model.parameters(), 0.1, differentiable=True))
+    instep.shard(signed := Signed(model.parameters(), 0.1))
+    with pytest.raises(ShardedTwiceError, match="already divided"):
+        instep.shard(signed)
+    backward(model, signed, batches()[0])
+    signed.step()
+    lone = nn.Linear(2, 2)
+    optimizer = instep.shard(optim.SGD(lone.parameters(), 0.1))
+    lone(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(CannotShardError, match=r"Call instep.replicate\(model\)"):
+        optimizer.step()
+    embedding = instep.replicate(nn.Embedding(5, 2, sparse=True))
+    optimizer = instep.shard(optim.SGD(embedding.parameters(), 0.1))
+    embedding(instep.shard(torch.arange(4))).sum().backward()
+    with pytest.raises(CannotShardError, match="sparse gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("divide", [divide_elements, divide_parameters])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_element_is_updated_by_one_rank(divide, size) -> None:
+    parameters = [torch.zeros(shape) for shape in [(), (3, 4), (0, 2), (30, 50), (1, 1), (129,)]]
+    for rank in divide(parameters, size):
+        for part in rank:
+            part.view(part.parameter).add_(1)
+    assert all(torch.equal(each, torch.ones_like(each)) for each in parameters)
