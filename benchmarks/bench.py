@@ -140,6 +140,19 @@ def checkpoints(result: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def sharded_optimizer(result: dict[str, Any]) -> str:
+    """Steps with `instep.shard(optimizer)`, and without it, over no communication."""
+    rows = [
+        (
+            model,
+            *(shown(row[strategy]["over_none"]) for strategy in ("replicated", "sharded")),
+            f"{row['sharded']['state_share']:.2f}",
+        )
+        for model, row in result["models"].items()
+    ]
+    return table(("", "undivided", "divided", "state of a rank"), rows)
+
+
 def startup(result: dict[str, Any]) -> str:
     """Two ranks that start, meet and end."""
     rows = [
@@ -190,6 +203,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         unedited,
         loading,
         checkpoints,
+        sharded_optimizer,
         startup,
         failures,
         scaling,

@@ -265,6 +265,38 @@ def test_what_cannot_be_divided_is_refused() -> None:
         optimizer.step()
 
 
+@ranks(2)
+def test_what_would_lose_state_in_silence_is_refused() -> None:
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.Adam(model.parameters(), 1e-2))
+    backward(model, optimizer, batches()[0])
+    optimizer.step()
+    weight = model[4].weight
+    for use in (
+        lambda: optimizer.state[weight],
+        lambda: optimizer.state.get(weight),
+        lambda: optimizer.state.__setitem__(weight, {}),
+    ):
+        with pytest.raises(CannotShardError, match="each rank keeps a part of it"):
+            use()
+    model[0].weight.data = model[0].weight.data.contiguous()
+    with pytest.raises(CannotShardError, match=r"\(5, 3, 3, 3\) has other strides"):
+        optimizer.step()
+    model[0].weight.data = model[0].weight.data.to(memory_format=torch.channels_last)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(CannotShardError, match="taken out of a group"):
+        optimizer.step()
+
+
+@ranks(1)
+def test_one_process_divides_nothing_but_refuses_the_same() -> None:
+    optimizer = optim.Adam(network().parameters(), 1e-2)
+    assert instep.shard(optimizer) is optimizer
+    with pytest.raises(ShardedTwiceError, match="already divided"):
+        instep.shard(optimizer)
+
+
 @pytest.mark.parametrize("divide", [divide_elements, divide_parameters])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_every_element_is_updated_by_one_rank(divide, size) -> None:

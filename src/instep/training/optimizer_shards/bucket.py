@@ -28,12 +28,19 @@ class StepBucket:
         self._transport = transport
         self._parts = divide(self.parameters, transport.size)
         self._own = self._parts[transport.rank]
+        self._layouts = [_layout(parameter) for parameter in self.parameters]
         self._addresses: list[int] = []
         self.slices: list[Tensor] = []
 
     def prepare(self, state: dict[Tensor, State]) -> None:
         """Let the slices have the parameters' memory and gradients; `state`: the slices' state."""
-        for parameter in self.parameters:  # all, so that all ranks raise
+        for parameter, layout in zip(self.parameters, self._layouts, strict=True):  # on all ranks
+            if _layout(parameter) != layout:
+                raise CannotShardError(
+                    f"a parameter of shape {tuple(parameter.shape)} has other strides, another "
+                    "dtype or device than at the first step of its divided optimizer. Convert the "
+                    "model before it, or load the optimizer's state dict into a new optimizer."
+                )
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise CannotShardError(
                     "a parameter has a sparse gradient, of which instep.shard(optimizer) cannot "
@@ -139,12 +146,16 @@ class StepBucket:
         longest = max(map(sum, sizes))
         if longest == 0:
             return
-        message = self.parameters[0].new_zeros(longest, dtype=dtype)
+        message = self.parameters[0].new_empty(longest, dtype=dtype)
         if sent:
             torch.cat(list(sent), out=message[: sum(sizes[self._transport.rank])])
         for rank, received in enumerate(self._transport.all_gather(message)):
             if rank != self._transport.rank and parts[rank]:
                 yield parts[rank], received[: sum(sizes[rank])].split(sizes[rank])
+
+
+def _layout(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
 def _describe(value: Any, own: Tensor) -> Any:

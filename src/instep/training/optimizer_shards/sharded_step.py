@@ -43,8 +43,8 @@ def shard_optimizer(optimizer: Optimizer) -> None:
         raise ShardedTwiceError.of_optimizer()
     divide = _division_of(optimizer)
     transport = get_transport()
-    if transport.size > 1:
-        setattr(optimizer, _SHARDS, _ShardedSteps(optimizer, divide, transport))
+    shards = _ShardedSteps(optimizer, divide, transport) if transport.size > 1 else None
+    setattr(optimizer, _SHARDS, shards)
 
 
 def state_of_rank(optimizer: Optimizer) -> dict[Tensor, State]:
@@ -68,6 +68,23 @@ def _division_of(optimizer: Optimizer) -> Divide:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CannotShardError(f"{kind.__name__} with differentiable=True cannot be divided.")
     return _DIVISIONS[by]
+
+
+class DividedState(defaultdict[Tensor, Any]):
+    """The `state` of an optimizer whose steps are divided: no parameter has its own here."""
+
+    def __missing__(self, parameter: Tensor) -> State:
+        raise CannotShardError(
+            "optimizer.state has no entry for a parameter since instep.shard(optimizer): each rank "
+            "keeps a part of it. optimizer.state_dict(), on all ranks, has the whole state."
+        )
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """Raise CannotShardError: the script would take the default for the parameter's state."""
+        return self.__missing__(parameter)
+
+    def __setitem__(self, parameter: Tensor, state: State) -> None:
+        self.__missing__(parameter)
 
 
 class _ShardedSteps:
@@ -139,6 +156,11 @@ class _ShardedSteps:
         groups = self._optimizer.param_groups
         self._groups += [[] for _ in groups[len(self._groups) :]]
         for buckets, group in zip(self._groups, groups, strict=True):
+            if not {p for bucket in buckets for p in bucket.parameters} <= {*group["params"]}:
+                raise CannotShardError(
+                    "a parameter was taken out of a group of a divided optimizer. Make a new "
+                    "optimizer for the new parameters."
+                )
             alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter not in self._known and is_due(parameter):
@@ -160,15 +182,13 @@ class _ShardedSteps:
     def _take_state(self) -> None:
         """Keep this rank's parts of the state that the script's optimizer has."""
         full = self._optimizer.state
-        if not full:
-            return
-        self._divide_new(lambda parameter: bool(full.get(parameter)))
+        self._divide_new(lambda parameter: parameter in full)
         self._local.state = defaultdict(dict)
         for group in self._groups:
             for bucket in group:
                 bucket.prepare(self.local_state)
                 self.local_state.update(bucket.own_state(full))
-        self._optimizer.state = defaultdict(dict)
+        self._optimizer.state = DividedState()
 
     def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of the undivided optimizer, whole on every rank. Collective."""
@@ -180,7 +200,7 @@ class _ShardedSteps:
         try:
             return self._kind.state_dict(optimizer)
         finally:
-            optimizer.state = defaultdict(dict)
+            optimizer.state = DividedState()
 
     def _load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an undivided optimizer, the same on every rank."""
