@@ -140,6 +140,26 @@ def test_what_scripts_do_around_a_step() -> None:
     assert heard[0] == heard[1] == ["before", "after"] * 4
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_scheduler_sees_the_steps(made) -> None:
+    run(2, schedule, made)
+
+
+def schedule(made):
+    model = instep.replicate(network())
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    if made == "before":
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    instep.shard(optimizer)
+    if made == "after":
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for batch in batches(2):
+        backward(model, optimizer, batch)
+        optimizer.step()
+        scheduler.step()  # warns, which is an error here, if it has seen no step
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
 @ranks(2)
 def test_a_script_may_change_parameters_between_steps() -> None:
     models, optimizers = both(lambda p: optim.SGD(p, 0.1, momentum=0.9))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -30,6 +30,8 @@ _DIVISIONS: dict[object, Divide] = {"element": divide_elements, "parameter": div
 _PRECISION = "_instep_steps"
 """The attribute of an optimizer that `instep.precision` has prepared."""
 _SHARDS = "_instep_shards"
+_KNOWN_TO_SCHEDULERS = "_wrapped_by_lr_sched"
+"""The attribute of a step that tells schedulers, by `_opt_called`, that it was called."""
 _OF_SCALER = ("grad_scale", "found_inf")
 """What a GradScaler gives to a fused optimizer before its step."""
 
@@ -105,8 +107,6 @@ class _ShardedSteps:
         self._local = object.__new__(self._kind)
         self._local.__dict__.update(vars(optimizer))
         self._local.state = defaultdict(dict)
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(self._local, hooks, OrderedDict())
         step = self._kind.step
         self._step_of_class: Callable[..., Any] = getattr(step, "__wrapped__", step)
         """Without the hooks on steps, which are called for the script's optimizer."""
@@ -144,7 +144,7 @@ class _ShardedSteps:
             options.update({name: value for name, value in local.items() if name != "params"})
         for bucket in buckets:
             bucket.gather()
-        vars(optimizer)["_opt_called"] = True  # schedulers ask for it
+        vars(optimizer)["_opt_called"] = True
         return loss
 
     def _divide_new(self, is_due: Callable[[Tensor], bool]) -> None:
@@ -216,6 +216,7 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
         return method(self, *args, **kwargs)
 
     call.__name__ = name
+    setattr(call, _KNOWN_TO_SCHEDULERS, True)
     setattr(optimizer, name, MethodType(call, optimizer))
 
 
