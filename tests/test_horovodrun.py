@@ -250,6 +250,11 @@ def test_every_name_in_the_finder_has_an_implementation():
         "    assert module.__name__ == module.__spec__.name == ours, module\n"
         "import horovod.torch as hvd\n"
         "assert hvd is sys.modules['horovod.torch'] is sys.modules['instep.compat.horovod']\n"
+        "from horovod.torch.mpi_ops import Average, allreduce, rank, synchronize\n"
+        "from horovod.torch.compression import Compression\n"
+        "from horovod.common.process_sets import ProcessSet, global_process_set\n"
+        "assert (allreduce, Compression) == (hvd.allreduce, hvd.Compression)\n"
+        "assert global_process_set is hvd.global_process_set\n"
         "try: import horovod.spark\n"
         "except ModuleNotFoundError as error: print(error.name)\n"
     )

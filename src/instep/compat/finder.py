@@ -15,12 +15,14 @@ from types import ModuleType
 
 IMPLEMENTATIONS = {
     "apex": "instep.compat.apex",
+    "horovod.torch.mpi_ops": "instep.compat.horovod",
     "horovod.torch": "instep.compat.horovod",
     "horovod.common.elastic": "instep.compat.horovod.elastic.state",
     "horovod.common.exceptions": "instep.compat.horovod.errors",
+    "horovod.common.process_sets": "instep.compat.horovod.basics",
 }
-"""The package of instep that is imported under each name, submodules included; the parents of these
-names become empty packages."""
+"""The package of instep that is imported under each name, submodules included, and the first that
+fits; the parents of these names become empty packages."""
 
 
 def install() -> None:
@@ -39,9 +41,8 @@ class _Finder(MetaPathFinder):
         is_parent = any(known.startswith(f"{name}.") for known in IMPLEMENTATIONS)
         if not (ours or is_parent) or self._is_installed(name.partition(".")[0]):
             return None
-        if is_parent:
+        if ours is None:
             return ModuleSpec(name, _EmptyLoader(), is_package=True)
-        assert ours is not None
         if find_spec(ours) is None:
             return None
         return ModuleSpec(name, _AliasLoader(ours), is_package=True)

@@ -182,7 +182,7 @@ class CollectiveTimeoutError(BrokenGroupError):
         CollectiveError.__init__(
             self,
             f"{late} within {seconds:g} s, though every rank is alive. "
-            "Find out what the ranks are doing, or give the process group a longer timeout.",
+            "Find out what the ranks are doing, or set a longer timeout for the process group.",
         )
 
 
