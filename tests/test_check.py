@@ -29,6 +29,11 @@ EXPECTED: dict[str, list[tuple[int, str]]] = {
         (61, "INS105"),
     ],
     "careful.py": [],
+    "explicit_shares.py": [
+        (16, "INS209"),
+        (23, "INS209"),
+        (30, "INS209"),
+    ],
     "horovod_means.py": [
         (13, "INS104"),
         (13, "INS201"),

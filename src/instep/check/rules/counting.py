@@ -1,4 +1,4 @@
-"""INS201 to INS203 and INS208: counts, and their denominators."""
+"""INS201 to INS203 and INS209: counts, and their denominators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import keyword
-from instep.check.script_info import RuleScope, ScriptInfo, split_words
+from instep.check.script_info import ScriptInfo, split_words
 
 OUT_OF_PLACE = {
     f"horovod.torch.{name}"
@@ -166,6 +166,101 @@ def _local_count_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
             )
 
 
+@rule(
+    "INS209",
+    Severity.ERROR,
+    "What one rank adds up over instep.shard(loader) is divided by the length of the data set.",
+)
+def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
+    """`instep.shard(loader)` hands this rank its block of every batch, so a sum in plain
+    Python is this rank's share of the sum. Divided by the length of the whole data set it
+    is about 1/N of the metric of one process, without a word. `instep.Mean` and
+    `instep.Accuracy` count on all ranks, each sample once.
+
+    ## Bad
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+
+    def evaluate(model):
+        total = 0.0
+        for x, y in loader:
+            total += loss_function(model(x), y).item() * len(x)
+        return total / len(loader.dataset)
+    ```
+
+    ## Good
+    ```python
+    import instep
+    from torch.utils.data import DataLoader
+
+    loader = instep.shard(DataLoader(test_set, batch_size=64))
+
+    def evaluate(model):
+        mean = instep.Mean()
+        for x, y in loader:
+            mean.update(loss_function(model(x), y), len(x))
+        return mean.compute()
+    ```
+    """
+    for numerator, denominator, place in _divisions(info):
+        name = _count_name(info, numerator)
+        if name is None or _is_reduced_nearby(info, place):
+            continue
+        for loader in _sharded_loaders_of(info, place, name):
+            if (whole := _length_of_whole(info, denominator, loader)) is not None:
+                yield Hit(
+                    place,
+                    f"{name} is this rank's share, {info.script.source(whole)} counts the samples "
+                    "of all ranks",
+                    "with N processes the result is about 1/N of that of one process",
+                    f"mean = instep.Mean()  # in the loop: mean.update({name}_of_batch, len(x))\n"
+                    "mean.compute()",
+                )
+                break
+
+
+def _sharded_loaders_of(info: ScriptInfo, place: ast.AST, name: str) -> Iterator[ast.expr]:
+    """What the loops run over in which `name += …` stands: `instep.shard(…)`, by its name."""
+    function = info.script.function_of(place)
+    for changed in info.script.all(ast.AugAssign):
+        if (
+            info.script.dotted_name(changed.target) == name
+            and info.script.function_of(changed) is function
+        ):
+            for loop in info.script.parent_loops(changed):
+                source = loop.iter if isinstance(loop, ast.For) else None
+                while isinstance(source, ast.Call) and source.args:
+                    if _shard_call(info, source) is not None:
+                        break
+                    source = source.args[0]  # of enumerate, tqdm and the like
+                if source is not None and _shard_call(info, source) is not None:
+                    yield source
+
+
+def _shard_call(info: ScriptInfo, node: ast.expr) -> ast.Call | None:
+    calls = info.origins.calls(node)
+    return next((c for c in calls if info.script.full_name(c) == "instep.shard"), None)
+
+
+def _length_of_whole(info: ScriptInfo, node: ast.expr, loader: ast.expr) -> ast.expr | None:
+    """`loader.total_len`, `len(loader.dataset)`, or `len(dataset)` of what the loader loads."""
+    shard = _shard_call(info, loader)
+    made = info.loader_of(shard.args[0]) if shard is not None and shard.args else None
+    dataset = keyword(made, "dataset", 0) if made is not None else None
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and inner.attr == "total_len":
+            return inner
+    for call, of in _lengths(info, node):
+        if isinstance(of, ast.Attribute) and of.attr == "dataset":
+            return call
+        if dataset is not None and info.script.source(of) == info.script.source(dataset):
+            return call
+    return None
+
+
 def _divisions(info: ScriptInfo) -> Iterator[tuple[ast.expr, ast.expr, ast.AST]]:
     for binary in info.script.all(ast.BinOp):
         if isinstance(binary.op, ast.Div):
@@ -257,52 +352,3 @@ def _is_reduced_nearby(info: ScriptInfo, place: ast.AST) -> bool:
     if function is not None:
         near |= {info.script.function_of(call) for call in info.origins.calls_of(function)}
     return any(info.script.function_of(call) in near for call in info.reduction_calls)
-
-
-@rule(
-    "INS208",
-    Severity.ERROR,
-    "`correct[:k].view(-1)` of a transposed comparison raises.",
-    RuleScope.ANY,
-)
-def _view_of_transposed(info: ScriptInfo) -> Iterator[Hit]:
-    """The top-k accuracy of many scripts compares a transposed prediction and flattens some
-    rows with `view(-1)`. Since PyTorch 1.7 the comparison keeps the transposed strides, and
-    `view` raises "view size is not compatible", at any N, for k > 1.
-
-    ## Bad
-    ```python
-    import torch.distributed as dist
-
-    def accuracy(output, target, k):
-        pred = output.topk(k, 1)[1].t()
-        correct = pred.eq(target.view(1, -1).expand_as(pred))
-        return correct[:k].view(-1).float().sum(0)
-    ```
-
-    ## Good
-    ```python
-    import torch.distributed as dist
-
-    def accuracy(output, target, k):
-        pred = output.topk(k, 1)[1].t()
-        correct = pred.eq(target.view(1, -1).expand_as(pred))
-        return correct[:k].reshape(-1).float().sum(0)
-    ```
-    """
-    for call in info.script.calls_named("view"):
-        rows = call.func.value if isinstance(call.func, ast.Attribute) else None
-        if not isinstance(rows, ast.Subscript) or not isinstance(rows.slice, ast.Slice):
-            continue
-        compared = [c for c in info.origins.calls(rows.value) if info.script.call_name(c) == "eq"]
-        for comparison in compared:
-            owner = comparison.func.value if isinstance(comparison.func, ast.Attribute) else None
-            if any(info.script.call_name(c) == "t" for c in info.origins.calls(owner)):
-                text = info.script.source(call)
-                yield Hit(
-                    call,
-                    f"{text} flattens rows of a transposed comparison",
-                    "at any N: RuntimeError on PyTorch 1.7 and later when k > 1",
-                    text.replace(".view(", ".reshape("),
-                )
-                break

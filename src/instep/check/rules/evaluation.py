@@ -1,4 +1,4 @@
-"""INS204 to INS207: the division of evaluation data among the ranks."""
+"""INS204 to INS208: evaluation, and the division of its data among the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
-from instep.check.script_info import ScriptInfo, is_evaluation_text
+from instep.check.script_info import RuleScope, ScriptInfo, is_evaluation_text
 
 
 @rule("INS204", Severity.WARNING, "DistributedSampler pads the evaluation data.")
@@ -236,3 +236,52 @@ def _accumulates(info: ScriptInfo, loop: ast.For) -> bool:
         or (isinstance(inner, ast.Call) and info.script.call_name(inner) == "update")
         for inner in ast.walk(loop)
     )
+
+
+@rule(
+    "INS208",
+    Severity.ERROR,
+    "`correct[:k].view(-1)` of a transposed comparison raises.",
+    RuleScope.ANY,
+)
+def _view_of_transposed(info: ScriptInfo) -> Iterator[Hit]:
+    """The top-k accuracy of many scripts compares a transposed prediction and flattens some
+    rows with `view(-1)`. Since PyTorch 1.7 the comparison keeps the transposed strides, and
+    `view` raises "view size is not compatible", at any N, for k > 1.
+
+    ## Bad
+    ```python
+    import torch.distributed as dist
+
+    def accuracy(output, target, k):
+        pred = output.topk(k, 1)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))
+        return correct[:k].view(-1).float().sum(0)
+    ```
+
+    ## Good
+    ```python
+    import torch.distributed as dist
+
+    def accuracy(output, target, k):
+        pred = output.topk(k, 1)[1].t()
+        correct = pred.eq(target.view(1, -1).expand_as(pred))
+        return correct[:k].reshape(-1).float().sum(0)
+    ```
+    """
+    for call in info.script.calls_named("view"):
+        rows = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if not isinstance(rows, ast.Subscript) or not isinstance(rows.slice, ast.Slice):
+            continue
+        compared = [c for c in info.origins.calls(rows.value) if info.script.call_name(c) == "eq"]
+        for comparison in compared:
+            owner = comparison.func.value if isinstance(comparison.func, ast.Attribute) else None
+            if any(info.script.call_name(c) == "t" for c in info.origins.calls(owner)):
+                text = info.script.source(call)
+                yield Hit(
+                    call,
+                    f"{text} flattens rows of a transposed comparison",
+                    "at any N: RuntimeError on PyTorch 1.7 and later when k > 1",
+                    text.replace(".view(", ".reshape("),
+                )
+                break
