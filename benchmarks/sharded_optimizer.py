@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -27,14 +26,12 @@ import instep
 from instep.training.optimizer_shards.sharded_step import state_of_rank
 from machine import machine, ratios, shown
 from models import workload
-from step import Step, timed
+from step import Step, timed_in_blocks
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3),
 }
-
-
 STRATEGIES = ("none", "replicated", "sharded")
 
 
@@ -59,29 +56,19 @@ def training_step(name: str, kind: str, strategy: str) -> tuple[Step, Optimizer]
 def measure(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     """Medians, and the quartiles of the ratios within each block."""
     made = {strategy: training_step(name, kind, strategy) for strategy in STRATEGIES}
-    for step, _ in made.values():
-        timed(step, 2)
-    count = max(2, int(args.seconds / timed(made["none"][0], 3)))
-    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    order = list(STRATEGIES)
-    shuffler = random.Random(0)  # the same order on all ranks
-    for block in range(args.blocks + 1):
-        shuffler.shuffle(order)
-        for strategy in order:
-            milliseconds = timed(made[strategy][0], count) * 1e3
-            if block:  # the first is a warm-up
-                times[strategy].append(milliseconds)
+    steps = {strategy: step for strategy, (step, _) in made.items()}
+    times = timed_in_blocks(steps, args.blocks, args.seconds)
     result: dict[str, Any] = {
         strategy: {"median_ms": statistics.median(values)} for strategy, values in times.items()
     }
     for strategy in STRATEGIES[1:]:
         result[strategy]["over_none"] = ratios(times[strategy], times["none"])
-    held = sharded_bytes(made["sharded"][1])
-    result["sharded"]["state_share"] = held / sharded_bytes(made["replicated"][1])
+    held = state_bytes(made["sharded"][1])
+    result["sharded"]["state_share"] = held / state_bytes(made["replicated"][1])
     return result
 
 
-def sharded_bytes(optimizer: Optimizer) -> int:
+def state_bytes(optimizer: Optimizer) -> int:
     """The bytes of the optimizer's state that this rank holds."""
     return sum(
         value.nbytes

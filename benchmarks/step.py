@@ -138,11 +138,18 @@ def measure(
 ) -> dict[str, list[float]]:
     """Milliseconds for each step, by strategy, one figure for each block."""
     steps = {strategy: training_step(name, STRATEGIES[strategy]) for strategy in strategies}
+    return timed_in_blocks(steps, blocks, seconds_per_block)
+
+
+def timed_in_blocks(
+    steps: dict[str, Step], blocks: int, seconds_per_block: float
+) -> dict[str, list[float]]:
+    """Milliseconds for each step, by strategy, one figure for each block; in shuffled order."""
     for step in steps.values():
         timed(step, 2)
-    count = max(2, int(seconds_per_block / timed(steps[strategies[0]], 3)))
-    times: dict[str, list[float]] = {strategy: [] for strategy in strategies}
-    order = list(strategies)
+    order = list(steps)
+    count = max(2, int(seconds_per_block / timed(steps[order[0]], 3)))
+    times: dict[str, list[float]] = {strategy: [] for strategy in order}
     shuffler = random.Random(0)  # the same order on all ranks
     for block in range(blocks + 1):
         shuffler.shuffle(order)
