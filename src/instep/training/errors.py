@@ -19,22 +19,14 @@ class ReplicatedTwiceError(TrainingError):
 
 
 class ShardedTwiceError(TrainingError):
-    """A loader or a batch is already divided."""
+    """A loader, a batch or an optimizer is already divided."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "this loader or batch is already this rank's share; sharding it again would drop "
-            "samples. Call instep.shard once."
-        )
-
-    @classmethod
-    def of_optimizer(cls) -> ShardedTwiceError:
-        """An optimizer's steps are divided already."""
-        error = cls()
-        error.args = (
-            "the steps of this optimizer are already divided. Call instep.shard(optimizer) once.",
-        )
-        return error
+    def __init__(
+        self,
+        what: str = "this loader or batch is already this rank's share; sharding it again would "
+        "drop samples",
+    ) -> None:
+        super().__init__(f"{what}. Call instep.shard once.")
 
 
 class CannotShardError(TrainingError, TypeError):

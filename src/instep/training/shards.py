@@ -69,8 +69,8 @@ def shard(what: Any) -> Any:
         `drop_last` stay those of the whole job, `total_len` is the number of samples, and each
         epoch has an order of its own, the same on all ranks. For a batch, views of its rows. For an
         optimizer, itself: its `step()` and `state_dict()` are collective from now on, its `state`
-        is empty, and its state dict is the undivided one's, whole on every rank, which any number
-        of ranks and plain PyTorch load.
+        has no entries, and its state dict is the undivided one's, whole on every rank, which any
+        number of ranks and plain PyTorch load.
 
     Raises ShardedTwiceError, CannotShardError. Collective for a loader (the ranks agree on a seed).
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class StepBucket:
                         if name not in of_parameter:
                             of_parameter[name] = torch.empty_like(part.parameter, dtype=value)
                     else:
-                        of_parameter.setdefault(name, value[0])
+                        of_parameter.setdefault(name, value.on(part.parameter.device))
         for name, dtype in names:
             having = [
                 [p for p, entry in zip(parts, entries, strict=True) if entry.get(name) is dtype]
@@ -158,8 +158,20 @@ def _layout(parameter: Tensor) -> tuple[object, ...]:
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.device
 
 
+class _Value(NamedTuple):
+    """A value of a state that is not one for each element, as a rank sends it."""
+
+    value: Any
+    device_type: str = ""
+    """Of a tensor, which is sent by the CPU: another rank may not have the device."""
+
+    def on(self, device: torch.device) -> Any:
+        """The value; a tensor of a device of this type is on `device`."""
+        return self.value.to(device) if self.device_type == device.type else self.value
+
+
 def _describe(value: Any, own: Tensor) -> Any:
-    """The dtype of a value for each element, or else the value in a tuple."""
-    if isinstance(value, Tensor) and value.shape == own.shape:
-        return value.dtype
-    return (value,)
+    """What a rank tells of a value: the dtype if it has one for each element, else a _Value."""
+    if not isinstance(value, Tensor):
+        return _Value(value)
+    return value.dtype if value.shape == own.shape else _Value(value.cpu(), value.device.type)

@@ -31,7 +31,8 @@ _PRECISION = "_instep_steps"
 """The attribute of an optimizer that `instep.precision` has prepared."""
 _SHARDS = "_instep_shards"
 _KNOWN_TO_SCHEDULERS = "_wrapped_by_lr_sched"
-"""The attribute of a step that tells schedulers, by `_opt_called`, that it was called."""
+"""The attribute of a step that sets the optimizer's `_opt_called`, by which a scheduler sees that
+the optimizer has stepped."""
 _OF_SCALER = ("grad_scale", "found_inf")
 """What a GradScaler gives to a fused optimizer before its step."""
 
@@ -39,10 +40,10 @@ _OF_SCALER = ("grad_scale", "found_inf")
 def shard_optimizer(optimizer: Optimizer) -> None:
     """Divide the steps of `optimizer` between the ranks from now on; see `instep.shard`.
 
-    Raises CannotShardError, ShardedTwiceError. Collective if it has a state already.
+    Raises CannotShardError, ShardedTwiceError.
     """
     if hasattr(optimizer, _SHARDS):
-        raise ShardedTwiceError.of_optimizer()
+        raise ShardedTwiceError("the steps of this optimizer are already divided")
     divide = _division_of(optimizer)
     transport = get_transport()
     shards = _ShardedSteps(optimizer, divide, transport) if transport.size > 1 else None
@@ -216,7 +217,8 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
         return method(self, *args, **kwargs)
 
     call.__name__ = name
-    setattr(call, _KNOWN_TO_SCHEDULERS, True)
+    if name == "step":
+        setattr(call, _KNOWN_TO_SCHEDULERS, True)
     setattr(optimizer, name, MethodType(call, optimizer))
 
 
