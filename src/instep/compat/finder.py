@@ -21,8 +21,8 @@ IMPLEMENTATIONS = {
     "horovod.common.exceptions": "instep.compat.horovod.errors",
     "horovod.common.process_sets": "instep.compat.horovod.basics",
 }
-"""The package of instep that is imported under each name, submodules included, and the first that
-fits; the parents of these names become empty packages."""
+"""The package of instep that is imported under each name, submodules included. The first name
+that fits counts; the parents of these names become empty packages."""
 
 
 def install() -> None:

@@ -216,7 +216,8 @@ def _share_over_dataset(info: ScriptInfo) -> Iterator[Hit]:
                     f"{name} is this rank's share, {info.script.source(whole)} counts the samples "
                     "of all ranks",
                     "with N processes the result is about 1/N of that of one process",
-                    f"mean = instep.Mean()  # in the loop: mean.update({name}_of_batch, len(x))\n"
+                    "mean = instep.Mean()  # or instep.Accuracy()\n"
+                    "mean.update(loss, len(x))  # in the loop\n"
                     "mean.compute()",
                 )
                 break
