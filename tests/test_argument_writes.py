@@ -15,6 +15,8 @@ from instep.unedited.sharded_call import modules
 from pool import ranks
 from sharded_training import sharding
 
+pytestmark = pytest.mark.slow
+
 
 class Features(UserDict[str, Any]):
     """As transformers' BatchEncoding."""

@@ -91,6 +91,7 @@ def train_both(make):
     assert_equal(models, optimizers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_every_optimizer_has_the_numbers_of_the_undivided_one(make, backend):
@@ -226,6 +227,7 @@ def train_and_save(folder, steps):
     return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [1, 2, 3])
 def test_a_checkpoint_goes_on_at_any_number_of_ranks_and_in_plain_pytorch(tmp_path, others):
     (whole, state), *_ = run(2, train_and_save, tmp_path / "whole", 6)
