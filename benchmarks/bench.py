@@ -153,6 +153,15 @@ def sharded_optimizer(result: dict[str, Any]) -> str:
     return table(("", "undivided", "divided", "state of a rank"), rows)
 
 
+def restarts(result: dict[str, Any]) -> str:
+    """From the death of one of two ranks until the job trains again."""
+    rows = [
+        (f"{name} standby processes", shown(row["seconds"]), f"{max(row['all']):.2f}")
+        for name, row in result["rows"].items()
+    ]
+    return table(("", "seconds", "longest"), rows)
+
+
 def startup(result: dict[str, Any]) -> str:
     """Two ranks that start, meet and end."""
     rows = [
@@ -203,6 +212,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         unedited,
         loading,
         checkpoints,
+        restarts,
         sharded_optimizer,
         startup,
         failures,

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ EVERY = 5
 LIMIT = 60.0
 """Seconds without a step after which a job counts as hung."""
 SCRIPT = f"""
-import importlib.util, json, sys
+import importlib.util, json, os, sys
 import numpy
 import torch
 from torch import nn
@@ -84,6 +85,8 @@ checkpoint = instep.Checkpoint(
     every={EVERY}, keep=3,
 )
 log = open(f"{{folder}}/rank{{instep.rank}}.jsonl", "a", buffering=1)
+with open(f"{{folder}}/rank{{instep.rank}}.pid", "w") as file:
+    file.write(str(os.getpid()))
 for epoch in checkpoint.epochs({EPOCHS}):
     for x, y, index in loader:
         loss = nn.functional.cross_entropy(model(x), y)
@@ -196,15 +199,11 @@ class Training:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the ranks, by their numbers."""
-        found = {}
-        for command in self._commands:
-            for process in psutil.Process(command.pid).children(recursive=True):
-                try:
-                    if "instep.launch.worker.entry" in process.cmdline():
-                        found[int(process.environ()["RANK"])] = process
-                except (psutil.NoSuchProcess, KeyError):
-                    continue
-        return [found[rank] for rank in sorted(found)]
+        found = []
+        for rank in range(RANKS):
+            with suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+                found.append(psutil.Process(int((self.folder / f"rank{rank}.pid").read_text())))
+        return found
 
     def kill_command(self, number: int = -1) -> None:
         """Kill the supervisor of a host, and wait for the end of all of its ranks."""

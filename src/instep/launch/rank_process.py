@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.control_bytes import GO, READY
@@ -23,7 +24,11 @@ class RankProcess:
     """A started rank: a session of its own, a socket to it, and how it ended."""
 
     def __init__(
-        self, number: int, process: subprocess.Popen[bytes], line: socket.socket, mark: Path
+        self,
+        number: int,
+        process: subprocess.Popen[bytes],
+        line: socket.socket,
+        environ: Mapping[str, str],
     ) -> None:
         self.number = number
         self.line = line
@@ -31,7 +36,7 @@ class RankProcess:
         self.pidfd = os.pidfd_open(process.pid)
         self.end: RankExit | None = None
         self._process = process
-        self._mark = mark
+        self._mark = marker_path(Path(environ[FAILURE_FILE]))
         self._ready = False
 
     def send_go(self) -> None:
@@ -86,6 +91,22 @@ class RankProcess:
         self.line.close()
 
 
+class StartRank(Protocol):
+    """What `start_rank` does, perhaps in another way."""
+
+    def __call__(
+        self,
+        number: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        streams: Streams,
+        store: socket.socket | None,
+        *,
+        plain: bool,
+    ) -> RankProcess:
+        """Start one rank, which waits for GO. Raises OSError if the operating system refuses."""
+
+
 def start_rank(
     number: int,
     command: Sequence[str],
@@ -101,12 +122,11 @@ def start_rank(
     Raises OSError if the operating system refuses.
     """
     ours, theirs = socket.socketpair()
-    buffering = "untouched" if streams[0] is None else "lines"
-    mode = "plain" if plain else "unedited"
     worker = [sys.executable, "-P", "-m", "instep.launch.worker.entry"]
+    arguments = entry_arguments(command, streams, plain=plain)
     with theirs:
         process = subprocess.Popen(
-            [*worker, str(theirs.fileno()), buffering, mode, *command],
+            [*worker, str(theirs.fileno()), *arguments],
             env=environ,
             stdin=None if number == 0 else subprocess.DEVNULL,
             stdout=streams[0],
@@ -114,4 +134,10 @@ def start_rank(
             start_new_session=True,
             pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
         )
-    return RankProcess(number, process, ours, marker_path(Path(environ[FAILURE_FILE])))
+    return RankProcess(number, process, ours, environ)
+
+
+def entry_arguments(command: Sequence[str], streams: Streams, *, plain: bool) -> list[str]:
+    """The arguments of a rank's entry point after the first one, its socket."""
+    buffering = "untouched" if streams[0] is None else "lines"
+    return [buffering, "plain" if plain else "unedited", *command]

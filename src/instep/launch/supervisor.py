@@ -26,7 +26,7 @@ from instep.launch.multi_node import connections
 from instep.launch.multi_node.connections import HostResult, Message, SupervisorConnections
 from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
-from instep.launch.rank_process import RankProcess, start_rank
+from instep.launch.rank_process import RankProcess, StartRank, start_rank
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import REPORT_SIGNALS, SignalQueue
 from instep.launch.where.command import print_report
@@ -106,7 +106,13 @@ class JobResult:
         return self.code
 
 
-def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None) -> JobResult:
+def run_job(
+    job: Job,
+    *,
+    started: Callable[[], None],
+    folder: Path | None = None,
+    start: StartRank = start_rank,
+) -> JobResult:
     """Run `job` to its end.
 
     Args:
@@ -114,6 +120,7 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
         started: called once, after all ranks of this host have been started.
         folder: for the job's own files; by default a new one. The reaper removes it if this
             process is killed.
+        start: starts the process of a rank.
 
     The result's code is 0 if every rank on every host ended with 0. Otherwise it is the code of
     the rank that failed first, or 128 + n if signal n ended that rank or asked this process to
@@ -129,7 +136,8 @@ def run_job(job: Job, *, started: Callable[[], None], folder: Path | None = None
         supervisor = Supervisor(signal_queue, SupervisorConnections(job_info))
         with _new_folder(job.size) if folder is None else nullcontext(folder) as files_of_job:
             files = [Path(files_of_job, f"rank{rank}") for rank in range(job.size)]
-            _run_ranks(job, job_info, supervisor, output, files, started)
+            starting = _start_ranks(job, job_info, output, files, start)
+            _run_ranks(starting, job_info, supervisor, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
             points = [point for point in map(ResumePoint.read, files) if point is not None]
             ends = [
@@ -154,7 +162,7 @@ def _new_folder(ranks: int) -> tempfile.TemporaryDirectory[str]:
 
 
 def _run_ranks(
-    job: Job,
+    starting: Iterator[RankProcess],
     job_info: JobInfo,
     supervisor: Supervisor,
     output: OutputMode,
@@ -166,7 +174,7 @@ def _run_ranks(
     ranks: list[RankProcess] = []
     try:
         with job_info.store or nullcontext():
-            for rank in _start_ranks(job, job_info, output, files):
+            for rank in starting:
                 ranks.append(rank)
                 reaper.add(rank.pid)
                 rank.send_go()
@@ -182,7 +190,7 @@ def _run_ranks(
 
 
 def _start_ranks(
-    job: Job, job_info: JobInfo, output: OutputMode, files: Sequence[Path]
+    job: Job, job_info: JobInfo, output: OutputMode, files: Sequence[Path], start: StartRank
 ) -> Iterator[RankProcess]:
     """Start one rank after the other; each waits for GO."""
     for local_rank, file in enumerate(files):
@@ -199,7 +207,7 @@ def _start_ranks(
         if job.restarts:
             environ[RESTARTS] = str(job.restarts)
         try:
-            rank = start_rank(
+            rank = start(
                 number, job.command, environ, output.streams(number), held, plain=job.plain
             )
         except OSError as error:

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from instep.launch import supervisor
 from instep.launch.job import Job
+from instep.launch.rank_process import StartRank
 from instep.launch.restarts.policy import Attempt, RestartPolicy, place_in
+from instep.launch.restarts.standbys import Standbys
 from instep.launch.supervisor import JobResult
 
 
@@ -18,7 +20,14 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
     Prints a line for each restart; the report about the last failure is the result's. Raises
     LaunchError if the first attempt cannot be started.
     """
-    result = supervisor.run_job(job, started=started)
+    with Standbys() as standbys:
+        return _run_attempts(job, policy, started, standbys.start_rank)
+
+
+def _run_attempts(
+    job: Job, policy: RestartPolicy, started: Callable[[], None], start: StartRank
+) -> JobResult:
+    result = supervisor.run_job(job, started=started, start=start)
     attempt = Attempt(result.sizes, tuple(range(len(result.sizes))))
     restarts = 0
     while (decision := policy.next_attempt(attempt, result)).next is not None:
@@ -28,7 +37,7 @@ def run_attempts(job: Job, policy: RestartPolicy, *, started: Callable[[], None]
         restarts += 1
         hosts = place_in(attempt, job.hosts)
         following = replace(job, size=attempt.sizes[hosts.node], hosts=hosts, restarts=restarts)
-        result = supervisor.run_job(following, started=lambda: None)
+        result = supervisor.run_job(following, started=lambda: None, start=start)
     if decision.message:
         _print(f"not restarted: {decision.message}")
     return result
