@@ -18,10 +18,10 @@ from pool import ranks, run, talking_over
 OPTIMIZERS = {
     "SGD": lambda p: optim.SGD(p, 0.1),
     "momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
-    "Adam": lambda p: optim.Adam(p, 1e-2),
+    "Adam": lambda p: optim.Adam(p, 1e-2, foreach=False),
     "foreach": lambda p: optim.Adam(p, 1e-2, amsgrad=True, foreach=True),
     "fused": lambda p: optim.Adam(p, 1e-2, fused=True),
-    "AdamW": lambda p: optim.AdamW(p, torch.tensor(1e-2), capturable=False),
+    "AdamW": lambda p: optim.AdamW(p, torch.tensor(1e-2), foreach=False),
     "NAdam": lambda p: optim.NAdam(p, 1e-2),
     "RAdam": lambda p: optim.RAdam(p, 1e-2),
     "RMSprop": lambda p: optim.RMSprop(p, 1e-2, momentum=0.5, centered=True),
@@ -103,6 +103,25 @@ def train_with(make):
     train_both(OPTIMIZERS[make])
 
 
+@ranks(2)
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_on_a_cpu_the_fused_kernel_takes_the_place_of_pytorchs_loops(kind) -> None:
+    models = [instep.replicate(network()) for _ in range(3)]
+    loops, fused, divided = (
+        kind(model.parameters(), 1e-2, fused=fused)
+        for model, fused in zip(models, (None, True, None), strict=True)
+    )
+    instep.shard(divided)
+    for batch in batches():
+        for model, optimizer in zip(models, (loops, fused, divided), strict=True):
+            backward(model, optimizer, batch)
+            optimizer.step()
+    for a, b, c in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(b, c)
+        assert torch.allclose(a, c, atol=1e-6)
+    assert divided.state_dict()["param_groups"] == loops.state_dict()["param_groups"]
+
+
 @ranks(1, 2, 3)
 def test_what_scripts_do_around_a_step() -> None:
     """Groups, a scheduler made before and one made after, clipping, accumulation, hooks, a layer
@@ -113,7 +132,7 @@ def test_what_scripts_do_around_a_step() -> None:
         for parameter in model[0].parameters():
             parameter.requires_grad_(False)
         groups = [{"params": [*model[0].parameters()], "lr": 3e-2}, {"params": [model[4].weight]}]
-        optimizers.append(optim.Adam(groups, 1e-2, betas=(0.8, 0.99)))
+        optimizers.append(optim.Adam(groups, 1e-2, betas=(0.8, 0.99), foreach=False))
         schedulers.append([optim.lr_scheduler.StepLR(optimizers[-1], 2, 0.5)])
         optimizers[-1].register_step_pre_hook(lambda *_, log=log: log.append("before"))
         optimizers[-1].register_step_post_hook(lambda *_, log=log: log.append("after"))
@@ -244,7 +263,7 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks_and_in_plain_pytorch(tmp_pa
 @ranks(2)
 def test_an_optimizer_that_has_stepped_is_divided_with_its_state() -> None:
     models = [instep.replicate(network()) for _ in range(2)]
-    optimizers = [optim.Adam(model.parameters(), 1e-2) for model in models]
+    optimizers = [optim.Adam(model.parameters(), 1e-2, foreach=False) for model in models]
     for k, batch in enumerate(batches()):
         if k == 3:
             instep.shard(optimizers[1])

@@ -21,10 +21,16 @@ import pytest
 import torch.distributed as dist
 
 import instep
-from instep.distributed.communication import signed_pickle
 from instep.distributed.identity import authentication, endpoints, launchers
 from instep.distributed.identity.world import World
-from instep.distributed.rendezvous import bootstrap, interfaces, port_file, secret_handover, stores
+from instep.distributed.rendezvous import (
+    bootstrap,
+    interfaces,
+    port_file,
+    secret_handover,
+    signed_pickle,
+    stores,
+)
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.errors import AuthenticationError, LaunchVariablesError, RendezvousError

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.transport import Pending
+from instep.distributed.rendezvous import signed_pickle
 
 T = TypeVar("T")
 

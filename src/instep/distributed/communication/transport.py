@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from instep.distributed import shm
-from instep.distributed.communication import signed_pickle
 from instep.distributed.communication.groups import Group
+from instep.distributed.communication.local_transport import Completed, LocalTransport
 from instep.distributed.communication.tensors import current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.flight_record.record_format import group_text, message_group
 from instep.distributed.flight_record.recorder import enter, leaving
-from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.process import settings
@@ -70,6 +70,12 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; all have the shape of `tensor`."""
 
+    def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Overwrite the tensors `parts[r]` with those of rank r, for every other rank r.
+
+        All are contiguous, 1-D and of one dtype, and have the same sizes on all ranks.
+        """
+
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
         """Send the r-th of these 1-D tensors to rank r; receive `output_sizes[r]` elements."""
 
@@ -93,57 +99,6 @@ class Transport(Protocol):
 
     def recv_object(self, source: int) -> Any:
         """The value that `source` sends."""
-
-
-class _Completed:
-    def wait(self) -> None:
-        return None
-
-
-class LocalTransport:
-    """A world of one rank."""
-
-    rank, size, in_place = 0, 1, True
-    control_device = torch.device("cpu")
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        return _Completed()
-
-    def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
-        return None
-
-    def reduce(self, tensor: Tensor, op: str, root: int) -> Pending:
-        return _Completed()
-
-    def broadcast(self, tensor: Tensor, root: int) -> Pending:
-        return _Completed()
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.clone()]
-
-    def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
-        return [inputs[0].clone()]
-
-    def barrier(self) -> None:
-        return None
-
-    def send(self, tensor: Tensor, to: int) -> None:
-        raise AssertionError("a world of one has no peer")
-
-    def recv(self, tensor: Tensor, source: int) -> None:
-        raise AssertionError("a world of one has no peer")
-
-    def all_gather_object(self, value: T) -> list[T]:
-        return [value]
-
-    def broadcast_object(self, value: T, root: int) -> T:
-        return value
-
-    def send_object(self, value: object, to: int) -> None:
-        raise AssertionError("a world of one has no peer")
-
-    def recv_object(self, source: int) -> Any:
-        raise AssertionError("a world of one has no peer")
 
 
 class ProcessGroupTransport:
@@ -216,6 +171,19 @@ class ProcessGroupTransport:
         with leaving(self._enter("all_gather", tensor)):
             dist.all_gather(parts, tensor, self._group)
         return parts
+
+    def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        sizes = [[tensor.numel() for tensor in each] for each in parts]
+        if (longest := max(map(sum, sizes))) == 0:
+            return
+        first = next(tensor for each in parts for tensor in each)
+        message = first.new_empty(longest)
+        if mine := parts[self.rank]:
+            torch.cat(list(mine), out=message[: sum(sizes[self.rank])])
+        for rank, received in enumerate(self.all_gather(message)):
+            if rank != self.rank and parts[rank]:
+                values = received[: sum(sizes[rank])].split(sizes[rank])
+                torch._foreach_copy_(list(parts[rank]), list(values))
 
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
         self._count()
@@ -301,7 +269,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self._count()
         self._shm_group.all_reduce_now([tensor], _OPS[op])
-        return _Completed()
+        return Completed()
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         self._count()
@@ -310,6 +278,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._count()
         return self._shm_group.all_gather_now(tensor)
+
+    def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        self._count()
+        self._shm_group.all_gather_each_now(parts)
 
     @property
     def _shm_group(self) -> shm.InstepProcessGroup:

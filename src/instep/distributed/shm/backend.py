@@ -116,6 +116,20 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self.allgather([outputs], [mine], opts).wait()
         return outputs
 
+    def all_gather_each_now(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Overwrite the 1-D tensors `parts[r]`, of one dtype, with those of rank r, for each r."""
+        written = [t for rank, each in enumerate(parts) if rank != self.rank() for t in each]
+        numel = sum(tensor.numel() for each in parts for tensor in each)
+        if numel == 0:
+            return
+        exchange = self._exchange
+        dtype = next(tensor.dtype for each in parts for tensor in each)
+        signature = self._signature("all_gather_each", (numel,), dtype)
+        collective = Collective(
+            lambda *args: exchange.all_gather_each(parts, args[2]), signature=signature
+        )
+        self._queue.run(collective, "all_gather_each", written)
+
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
         """all_reduce of one tensor."""
         opts = opts or AllreduceOptions()

@@ -13,15 +13,24 @@ of the others, and puts the result of its own share into the slot that this leav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from instep.distributed.shm.memory.mapping import round_up
+from instep.distributed.shm.memory.peer_memory import PeerMemory, allow_siblings, can_read
 from instep.distributed.shm.memory.peers import Peer
-from instep.distributed.shm.memory.reduction import Reduction, buffer_count, reduce_into
+from instep.distributed.shm.memory.reduction import (
+    Reduction,
+    buffer_count,
+    find_reduction,
+    reduce_into,
+)
 from instep.distributed.shm.memory.signals import (
     BYTES_PER_RANK,
     CollectiveSignature,
@@ -35,6 +44,7 @@ _ALL_PARTS_BYTES = 64 << 20  # all ranks' staging together, unless they are very
 _SMALLEST_PART_BYTES = 64 << 10
 _ONE_SHOT_BYTES = 64 << 10  # all ranks' input together, up to which every rank reduces all of it
 _SMALL_BYTES = 16 << 10
+_DIRECT_BYTES = 2 << 20  # of one rank, from which on the others read them where they are
 
 
 def part_bytes(size: int) -> int:
@@ -81,6 +91,21 @@ class Exchange:
         self._others = [other for other in range(self.size) if other != rank]
         self._staging = Staging(data[round_up(self.size * BYTES_PER_RANK) :], self.size)
         self._buffers: dict[torch.dtype, list[Tensor]] = {}
+        self.peer_memory: PeerMemory | None = None
+        """Reads tensors of the other ranks where they are; None where the system denies it."""
+
+    def open_peer_memory(self) -> None:
+        """Read the other ranks' memory directly from now on, if all ranks can. Collective."""
+        allow_siblings()
+        memory = PeerMemory([peer.pid for peer in self.signals.peers])
+        probe = torch.tensor([self.rank])
+        addresses = self._publish_addresses([probe], signature_of("peer memory"), None)
+        fine = can_read(memory, [of_rank[0] for of_rank in addresses], range(self.size))
+        agreed = torch.tensor([int(fine)], dtype=torch.int32)
+        minimum = find_reduction(ReduceOp.MIN, agreed.dtype)
+        assert minimum is not None
+        self.all_reduce(agreed, minimum, None)
+        self.peer_memory = memory if agreed.item() else None
 
     def barrier(self, timeout: timedelta | None) -> None:
         """Wait for all ranks."""
@@ -149,17 +174,47 @@ class Exchange:
             for output, view in zip(outputs, views, strict=True):
                 output.view(torch.uint8).copy_(view)
             return
-        targets = [output.view(torch.uint8) for output in outputs]
-        for chunk in self._chunks(raw.numel(), self._staging.part_bytes):
-            numel = chunk.stop - chunk.start
-            views = [
-                self._staging.part(chunk.use, rank, torch.uint8, numel) for rank in range(self.size)
-            ]
-            views[self.rank].copy_(raw[chunk.start : chunk.stop])
+        outputs[self.rank].copy_(flat)
+        self._gather_each([[output] for output in outputs], signature, timeout)
+
+    def all_gather_each(self, parts: Sequence[Sequence[Tensor]], timeout: timedelta | None) -> None:
+        """Overwrite the tensors `parts[r]` with those of rank r, for every other rank r.
+
+        They have the same sizes on all ranks. Nothing is packed, and own tensors are only read.
+        """
+        tensors = [tensor for each in parts for tensor in each]
+        numel = sum(tensor.numel() for tensor in tensors)
+        signature = signature_of("all_gather_each", tensors[0].dtype, numel)
+        self._gather_each(parts, signature, timeout)
+
+    def _gather_each(
+        self,
+        parts: Sequence[Sequence[Tensor]],
+        signature: CollectiveSignature,
+        timeout: timedelta | None,
+    ) -> None:
+        if self.peer_memory is not None and self._is_read_directly(parts):
+            addresses = self._publish_addresses(parts[self.rank], signature, timeout)
+            for other in self._others:
+                with suppress(ProcessLookupError):  # it has died: the barrier says so
+                    self.peer_memory.read_each(other, addresses[other], parts[other])
             self.signals.barrier(signature, timeout)
-            views[self.rank] = raw[chunk.start : chunk.stop]
-            for target, view in zip(targets, views, strict=True):
-                target[chunk.start : chunk.stop].copy_(view)
+            return
+        chunks = [_chunks_of_bytes(each, self._staging.part_bytes) or [[]] for each in parts]
+        for pieces in zip_longest(*chunks, fillvalue=[]):
+            use = self._staging.next_use()
+            sizes = [[piece.numel() for piece in each] for each in pieces]
+            staged = [
+                self._staging.part(use, rank, torch.uint8, sum(sizes[rank]))
+                for rank in range(self.size)
+            ]
+            if pieces[self.rank]:
+                torch.cat(pieces[self.rank], out=staged[self.rank])
+            self.signals.barrier(signature, timeout)
+            for other in self._others:
+                values = staged[other].split(sizes[other])
+                for piece, value in zip(pieces[other], values, strict=True):
+                    piece.copy_(value)
 
     def reduce_scatter(
         self,
@@ -208,6 +263,22 @@ class Exchange:
             if self.size == 2:  # my tensor is nearer than its staged copy
                 views = [piece, views[1]] if self.rank == 0 else [views[0], piece]
             reduce_into(piece, views, reduction, self._buffers_for(flat.dtype, numel))
+
+    def _is_read_directly(self, parts: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether it is faster, and the addresses have room in the staging."""
+        largest = max(sum(tensor.nbytes for tensor in each) for each in parts)
+        return largest >= _DIRECT_BYTES and max(map(len, parts)) < self._staging.part_bytes // 8
+
+    def _publish_addresses(
+        self, tensors: Sequence[Tensor], signature: CollectiveSignature, timeout: timedelta | None
+    ) -> list[list[int]]:
+        """The addresses of all ranks' tensors. Until the next barrier the others may read these."""
+        use, longest = self._staging.next_use(), self._staging.part_bytes // 8
+        mine = torch.tensor([len(tensors), *(tensor.data_ptr() for tensor in tensors)])
+        self._staging.part(use, self.rank, torch.int64, longest)[: mine.numel()] = mine
+        self.signals.barrier(signature, timeout)
+        parts = [self._staging.part(use, r, torch.int64, longest) for r in range(self.size)]
+        return [part[1 : 1 + int(part[0])].tolist() for part in parts]
 
     def _two_shot_reduce(
         self,
@@ -275,3 +346,19 @@ class Exchange:
                     torch.empty(longest, dtype=dtype) for _ in range(buffer_count(self.size))
                 ]
         return [tensor[:numel] for tensor in self._buffers[dtype]]
+
+
+def _chunks_of_bytes(tensors: Sequence[Tensor], longest: int) -> list[list[Tensor]]:
+    """The bytes of 1-D tensors, one after the other, in chunks of `longest` and a shorter one."""
+    chunks: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        rest = tensor.view(torch.uint8)
+        while rest.numel():
+            if room == 0:
+                chunks.append([])
+                room = longest
+            piece, rest = rest[:room], rest[room:]
+            chunks[-1].append(piece)
+            room -= piece.numel()
+    return chunks

@@ -63,7 +63,9 @@ def join(
         problem = _read(store, "problem")
     if memory is None or problem:
         raise CannotShareMemory(problem)
-    return Exchange(memory, host_rank, peers, default_timeout)
+    exchange = Exchange(memory, host_rank, peers, default_timeout)
+    exchange.open_peer_memory()
+    return exchange
 
 
 def obstacle(system: str = sys.platform, processor: str = platform.machine()) -> str:

@@ -59,14 +59,14 @@ class StepBucket:
 
     def gather(self) -> None:
         """Let each parameter that has a gradient have its new value on every rank. Collective."""
-        sent = [part.view(part.parameter) for part in self._own if part.parameter.grad is not None]
         for own in self.slices:
             own.grad = None
-        stepped = [
-            [part for part in parts if part.parameter.grad is not None] for parts in self._parts
-        ]
-        for parts, received in self._exchange(sent, stepped, self.parameters[0].dtype):
-            torch._foreach_copy_([part.view(part.parameter) for part in parts], list(received))
+        self._transport.all_gather_each(
+            [
+                [part.view(part.parameter) for part in parts if part.parameter.grad is not None]
+                for parts in self._parts
+            ]
+        )
 
     def full_state(self, state: dict[Tensor, State]) -> dict[Tensor, State]:
         """The state of whole parameters, on every rank. Collective."""
@@ -90,19 +90,24 @@ class StepBucket:
                     else:
                         of_parameter.setdefault(name, value.on(part.parameter.device))
         for name, dtype in names:
-            having = [
-                [p for p, entry in zip(parts, entries, strict=True) if entry.get(name) is dtype]
+            values = [
+                [
+                    part.view(full[part.parameter][name])
+                    for part, entry in zip(parts, entries, strict=True)
+                    if entry.get(name) is dtype
+                ]
                 for parts, entries in zip(self._parts, described, strict=True)
             ]
-            sent = [
+            own = [
                 self._flat(part, entries[name])
-                for part, entries in zip(self._own, known, strict=True)
-                if part in having[self._transport.rank]
+                for part, entries, entry in zip(
+                    self._own, known, described[self._transport.rank], strict=True
+                )
+                if entry.get(name) is dtype
             ]
-            exchanged = self._exchange(sent, having, dtype)
-            for stated, values in [(having[self._transport.rank], sent), *exchanged]:
-                for part, value in zip(stated, values, strict=True):
-                    part.view(full[part.parameter][name]).copy_(value)
+            for value, mine in zip(values[self._transport.rank], own, strict=True):
+                value.copy_(mine)
+            self._transport.all_gather_each(values)
         return full
 
     def own_state(self, full: dict[Tensor, State]) -> Iterator[tuple[Tensor, State]]:
@@ -134,24 +139,6 @@ class StepBucket:
         if tensor.stride() == part.parameter.stride():
             return tensor
         return torch.empty_like(part.parameter, dtype=tensor.dtype).copy_(tensor)
-
-    def _exchange(
-        self, sent: Sequence[Tensor], parts: Sequence[Sequence[Part]], dtype: torch.dtype
-    ) -> Iterator[tuple[Sequence[Part], Sequence[Tensor]]]:
-        """Each other rank's parts with the values that it sent for them. Collective.
-
-        `sent`: 1-D, this rank's values of `parts[rank]`.
-        """
-        sizes = [[part.numel for part in each] for each in parts]
-        longest = max(map(sum, sizes))
-        if longest == 0:
-            return
-        message = self.parameters[0].new_empty(longest, dtype=dtype)
-        if sent:
-            torch.cat(list(sent), out=message[: sum(sizes[self._transport.rank])])
-        for rank, received in enumerate(self._transport.all_gather(message)):
-            if rank != self._transport.rank and parts[rank]:
-                yield parts[rank], received[: sum(sizes[rank])].split(sizes[rank])
 
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:

@@ -85,7 +85,7 @@ class Signals:
         self._bytes = memory[: BYTES_PER_RANK * len(peers)]
         self._words = self._bytes.cast("q")
         self._rank = rank
-        self._peers = peers
+        self.peers = peers
         self._own = rank * _WORDS
         self._others = [other * _WORDS for other in range(len(peers)) if other != rank]
         self._default_timeout = default_timeout
@@ -99,7 +99,7 @@ class Signals:
     @property
     def ranks(self) -> list[int]:
         """The members, as ranks of the whole job."""
-        return [peer.rank for peer in self._peers]
+        return [peer.rank for peer in self.peers]
 
     def barrier(self, signature: CollectiveSignature, timeout: timedelta | None = None) -> None:
         """Return when every rank has entered this barrier with the same signature.
@@ -168,7 +168,7 @@ class Signals:
             if self._words[index] >> TAG_BITS < sequence
         ]
         for other in missing:
-            peer, state = self._peers[other], self._words[other * _WORDS + _STATE]
+            peer, state = self.peers[other], self._words[other * _WORDS + _STATE]
             alive = peer.is_alive()
             if self._words[other * _WORDS] >> TAG_BITS >= sequence:
                 continue  # it arrived in the meantime
@@ -181,7 +181,7 @@ class Signals:
         limit = (timeout or self._default_timeout()).total_seconds()
         if waited > limit:
             raise CollectiveTimeoutError(
-                [str(self._peers[o]) for o in missing], signature.text, limit
+                [str(self.peers[o]) for o in missing], signature.text, limit
             )
 
     def _disagreement(self, sequence: int, signature: CollectiveSignature) -> DisagreementError:
@@ -191,7 +191,7 @@ class Signals:
         self._words[self._own + _TEXT_SEQUENCE] = sequence
         seen: dict[str, list[int]] = {}
         deadline = time.monotonic() + _DESCRIBE_SECONDS
-        for other, peer in enumerate(self._peers):
+        for other, peer in enumerate(self.peers):
             index = other * _WORDS + _TEXT_SEQUENCE
             while not (known := self._words[index] == sequence):
                 if not peer.is_alive() or time.monotonic() >= deadline:
