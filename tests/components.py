@@ -20,6 +20,7 @@ PROGRAMS = {
     "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo"),
     "Horovod": (str(PEERS / "horovodrun"),),  # by scripts/horovod, never under CI
     "network namespaces": ("ip", "unshare"),
+    "ssh": ("ssh", "sshd", "ssh-keygen"),
 }
 ROOT_ONLY = ("Slurm", "network namespaces")
 

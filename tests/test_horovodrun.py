@@ -45,7 +45,7 @@ def test_a_script_of_horovods_runs_unedited(launch: Launch) -> None:
         for r in range(2)
     ]
     assert "instep: not used here: --mpi, --cycle-time-ms\n" in done.stderr
-    assert f"instep: 2 ranks on this host: {script} --lr 0.1 --\n" in done.stderr
+    assert f"instep: 2 ranks: {script} --lr 0.1 --\n" in done.stderr
 
 
 @pytest.mark.launch
@@ -169,8 +169,12 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("-np 5 -H localhost:4 python a.py", "-np 5, but the hosts have 4 slots"),
-        ("-np 2 -H localhost:1,far:4 python a.py", "on this host only, not on far"),
+        ("-np 5 -H localhost:4 python a.py", "5 ranks, but the hosts have 4 slots"),
+        (
+            f"-np 2 --min-np 1 -H localhost:1,far:4 python {__file__}",
+            "an elastic job has its ranks on this host only, not on far",
+        ),
+        ("-np 2 -H localhost:1,far:4 python a.py", "cannot run a.py: there is no such file"),
         ("-np 2 -H localhost:x python a.py", "slots of localhost is a whole number, not 'x'"),
         ("-np 2 --hostfile nowhere python a.py", "cannot read the hosts in nowhere"),
         ("python a.py", "-np takes the number of ranks"),

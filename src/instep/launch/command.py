@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from instep.launch.multi_node.hosts import (
     parse_address,
     wrong_hosts,
 )
+from instep.launch.remote.host_slots import parse_hosts
+from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
 from instep.launch.worker import static_opt_out
@@ -39,8 +41,9 @@ MASTER_ADDR, ...).
 If a rank fails, the other ranks are stopped and its traceback is printed once, at the end. The
 exit code is that of the rank that failed first.
 
-To run on several hosts, start the command on each of them with `--nnodes 2 --node-rank K --master
-HOST:PORT`, or start one task per host with srun or mpirun, which need none of these options.
+To run on several hosts, name them with `--hosts a:2,b:2` if ssh logs in there without a password.
+Or start the command on each of them with `--nnodes 2 --node-rank K --master HOST:PORT`, or one task
+per host with srun or mpirun, which need none of these options.
 
 Arguments after the script's name belong to the script. `-m module` runs a module, as `python -m
 module` does.
@@ -69,6 +72,10 @@ CHECKPOINT = """\
 save the training loop of an unedited script in this folder after each iteration (epoch), and go on
 from there if the folder holds one; at any number of ranks"""
 
+HOSTS = """\
+the hosts and the number of ranks on each (without a number: -n), started by ssh from here. They
+share the folder, the interpreter and the files"""
+
 RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
 """The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
@@ -78,6 +85,9 @@ WITH_VALUE = (
     "--output",
     "--load",
     "--checkpoint",
+    "--hosts",
+    "--host",
+    "-H",
     "--nnodes",
     "--node-rank",
     "--master",
@@ -97,7 +107,8 @@ def add_command(commands: Any) -> None:
         description=RUN,
         usage="instep run -n N [--plain] [--load own|whole] [--checkpoint FOLDER] "
         "[--output prefix|rank0|DIR] [--timeline FILE] [--max-restarts K [--min M]] "
-        "[--nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)] "
+        "[--hosts HOST:N,HOST:N | --nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)]"
+        " "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -119,6 +130,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help=RESTARTS)
     parser.add_argument("--min", type=int, metavar="M", dest="min_ranks", help=MIN)
+    parser.add_argument("--hosts", "--host", "-H", metavar="HOST:N,...", help=HOSTS)
     parser.add_argument(
         "--nnodes",
         type=int,
@@ -138,7 +150,7 @@ def add_command(commands: Any) -> None:
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
-    if asked.n is None:
+    if asked.n is None and asked.hosts is None:
         raise _no_number_of_ranks(program)
     _check_restarts(asked)
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
@@ -146,6 +158,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
+    if asked.hosts is not None:
+        return _run_on_hosts(asked, program, variables)
     job = Job(
         asked.n,
         tuple(program),
@@ -160,6 +174,29 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         return supervisor.run_job(job, started=started).print_report()
     policy = RestartPolicy(asked.max_restarts, asked.min_ranks)
     return run_attempts(job, policy, started=started).print_report()
+
+
+def _run_on_hosts(
+    asked: argparse.Namespace, program: Sequence[str], variables: Mapping[str, str]
+) -> int:
+    """Run the job on the hosts of --hosts."""
+    if any(value is not None for value in (asked.nnodes, asked.node_rank, asked.master)):
+        raise CommandLineError(
+            "--hosts starts all hosts: leave --nnodes, --node-rank, --master out."
+        )
+    slots = parse_hosts(asked.hosts, asked.n or 1)
+    Job(sum(slots.values()), tuple(program))  # finds what is wrong before anything is started
+    return run_on_hosts(
+        RemoteOptions(
+            slots,
+            tuple(program),
+            asked.output,
+            asked.plain,
+            variables=lambda rank: variables,
+            max_restarts=asked.max_restarts,
+            min_ranks=asked.min_ranks,
+        )
+    )
 
 
 def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:

@@ -1,4 +1,4 @@
-"""`instep horovodrun`: Horovod's command line for ranks on this host."""
+"""`instep horovodrun`: Horovod's command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import argparse
 import os
 import re
 import shutil
-import socket
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +19,14 @@ from instep.launch.elastic.driver import Driver
 from instep.launch.elastic.hosts import run_script
 from instep.launch.elastic.worlds import worker_variables
 from instep.launch.job import Job
+from instep.launch.remote.host_slots import count_slots, is_this_host, parse_hosts, take_slots
+from instep.launch.remote.remote_job import RemoteOptions, run_on_hosts
 from instep.process import settings
 
 DESCRIPTION = """\
-Run a program on N processes of this host, as Horovod's command of the same name does: a Python
-script, or any command (pytest, bash) that starts Python.
+Run a program on N processes of this host, or of several, as Horovod's command of the same name
+does: a Python script, or any command (pytest, bash) that starts Python. On other hosts it starts
+them by ssh, which must log in without a password.
 
 In the program `import horovod.torch as hvd` imports instep.compat.horovod, unless Horovod is
 installed. Each line of output of ranks other than 0 begins with the rank; with --output-filename
@@ -38,7 +39,7 @@ go on from the last commit of hvd.elastic (see docs/coming-from.md).
 
 _MEANT = (
     *("-np", "--num-proc", "-H", "--hosts", "--hostfile", "--output-filename"),
-    "--timeline-filename",
+    *("--timeline-filename", "-p", "--ssh-port", "-i", "--ssh-identity-file"),
 )
 _VARIABLES = {
     "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
@@ -55,8 +56,13 @@ _UNUSED = (
     *("--log-with-timestamp", "--prefix-output-with-timestamp"),
 )
 _UNUSED_VALUES = (
-    *("--network-interfaces", "--network-interface", "-p", "--ssh-port", "-i"),
-    *("--ssh-identity-file", "--cycle-time-ms", "--cache-capacity", "--autotune-log-file"),
+    *(
+        "--network-interfaces",
+        "--network-interface",
+        "--cycle-time-ms",
+        "--cache-capacity",
+        "--autotune-log-file",
+    ),
     *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--mpi-args"),
     *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"),
     *("--binding-args", "--num-nccl-streams", "--thread-affinity", "--log-level"),
@@ -78,22 +84,22 @@ def add_command(commands: Any) -> None:
     """Add it to the subparsers of `instep`."""
     parser = commands.add_parser(
         "horovodrun",
-        help="run a Horovod script on several processes of this host",
+        help="run a Horovod script on several processes",
         description=DESCRIPTION,
-        usage="instep horovodrun -np N [-H localhost:N] [flags] command [args ...]",
+        usage="instep horovodrun -np N [-H HOST:N,HOST:N] [flags] command [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(command=run)
     parser.add_argument("-np", "--num-proc", metavar="N", help="number of ranks")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N", help="this host and its slots")
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="file with lines such as: localhost slots=4"
-    )
+    parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and their slots")
+    parser.add_argument("--hostfile", metavar="FILE", help="file with lines such as: node1 slots=4")
     parser.add_argument(
         "--output-filename", default="prefix", metavar="DIR", help="folder for the output"
     )
     parser.add_argument("--timeline-filename", metavar="FILE", help="see: instep timeline FILE")
+    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="of the hosts' ssh servers")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
     parser.add_argument("--verbose", action="store_true", help="print the command that is started")
     parser.add_argument(
         "-cb", "--check-build", action="store_true", help="print the available features"
@@ -136,18 +142,59 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     )
     if asked.verbose:
         words = command[2:] if command[:2] == _ANY_COMMAND else command
-        print(f"instep: {size} ranks on this host: {' '.join(words)}", file=sys.stderr)
+        print(f"instep: {size} ranks: {' '.join(words)}", file=sys.stderr)
     if options is not None:
         find_hosts = partial(_find_hosts, asked, size)
         return Driver(command, asked.output_filename, variables, options, find_hosts).run()
+    hosts = _hosts(asked)
+    if hosts is not None and not all(map(is_this_host, hosts)):
+        return _run_on_hosts(asked, take_slots(hosts, size), command, variables)
     return supervisor.run_job(job, started=lambda: None).print_report()
+
+
+def _run_on_hosts(
+    asked: argparse.Namespace,
+    slots: dict[str, int],
+    command: tuple[str, ...],
+    variables: Mapping[str, str],
+) -> int:
+    """Run the program on several hosts, each rank with Horovod's variables."""
+    places = [
+        {"LOCAL_RANK": local, "LOCAL_SIZE": count, "CROSS_RANK": node, "CROSS_SIZE": len(slots)}
+        | {"HOSTNAME": host}
+        for node, (host, count) in enumerate(slots.items())
+        for local in range(count)
+    ]
+
+    def variables_of(rank: int) -> dict[str, str]:
+        own = {f"HOROVOD_{name}": str(value) for name, value in places[rank].items()}
+        return worker_variables(rank, len(places)) | own | dict(variables)
+
+    ssh = ["ssh"]
+    if asked.ssh_port:
+        ssh += ["-p", asked.ssh_port]
+    if asked.ssh_identity_file:
+        ssh += ["-i", asked.ssh_identity_file]
+    output = asked.output_filename
+    options = RemoteOptions(
+        slots, command, output, plain=True, variables=variables_of, ssh=tuple(ssh)
+    )
+    return run_on_hosts(options)
 
 
 def _find_hosts(asked: argparse.Namespace, size: int) -> dict[str, int]:
     """The slots of each host of an elastic job, as of now. Raises CommandLineError."""
     if script := asked.host_discovery_script:
-        return _check_hosts(run_script(script, elastic_flags.slots_per_host(asked)))
-    return _hosts(asked) or {"localhost": size}
+        found = count_slots(run_script(script, elastic_flags.slots_per_host(asked)))
+    else:
+        found = _hosts(asked) or {"localhost": size}
+    for host in found:
+        if not is_this_host(host):
+            raise CommandLineError(
+                f"an elastic job has its ranks on this host only, not on {host}. Without --min-np, "
+                "--max-np and --host-discovery-script a job may have several hosts."
+            )
+    return found
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -166,17 +213,13 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(asked: argparse.Namespace) -> int:
-    """The number of ranks. Raises CommandLineError if this host has fewer slots."""
-    hosts = _hosts(asked)
-    slots = None if hosts is None else sum(hosts.values())
-    if asked.num_proc is None and slots is not None:
-        return slots
-    size = _number_of_ranks(asked)
-    if slots is not None and size > slots:
-        raise CommandLineError(
-            f"-np {size}, but the hosts have {slots} slots. Give them more, or start fewer."
-        )
-    return size
+    """The number of ranks. Raises CommandLineError if the hosts have fewer slots."""
+    slots = _hosts(asked)
+    if slots is None:
+        return _number_of_ranks(asked)
+    if asked.num_proc is None:
+        return sum(slots.values())
+    return sum(take_slots(slots, _number_of_ranks(asked)).values())
 
 
 def _number_of_ranks(asked: argparse.Namespace) -> int:
@@ -192,26 +235,8 @@ def _number_of_ranks(asked: argparse.Namespace) -> int:
 def _hosts(asked: argparse.Namespace) -> dict[str, int] | None:
     """The slots of each host; None if the options do not give them."""
     if asked.hosts is not None:
-        return _check_hosts([entry.partition(":")[::2] for entry in asked.hosts.split(",")])
-    return None if asked.hostfile is None else _check_hosts(_read_hosts(asked.hostfile))
-
-
-def _check_hosts(entries: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Raises CommandLineError for other hosts than this one, and for wrong numbers of slots."""
-    here = {"localhost", "127.0.0.1", socket.gethostname(), os.uname().nodename}
-    slots: Counter[str] = Counter()
-    for host, count in entries:
-        if host not in here:
-            raise CommandLineError(
-                f"instep horovodrun starts ranks on this host only, not on {host}. Start the "
-                "script with srun or mpirun on several: `mpirun -np N python -m instep script.py`."
-            )
-        if count and not count.isdecimal():
-            raise CommandLineError(
-                f"the number of slots of {host} is a whole number, not {count!r}."
-            )
-        slots[host] += int(count or 1)
-    return dict(slots)
+        return parse_hosts(asked.hosts)
+    return None if asked.hostfile is None else count_slots(_read_hosts(asked.hostfile))
 
 
 def _read_hosts(path: str) -> list[tuple[str, str]]:
