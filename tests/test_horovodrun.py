@@ -131,7 +131,7 @@ def test_who_is_late_is_named_with_the_line_where_the_others_wait(launch: Launch
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends: bool) -> None:
     """It dies, or it does something else for longer than the job wants to wait."""
     script = launch.script(

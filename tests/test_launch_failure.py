@@ -222,7 +222,9 @@ def test_a_signal_ends_the_job_without_a_traceback(
     assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM]
+)
 def test_a_signal_to_verify_ends_the_run_under_way(launch: Launch, number: signal.Signals) -> None:
     script = launch.folder / "waits.py"
     script.write_text(
@@ -461,7 +463,12 @@ def test_the_rank_is_named_that_left_where_an_error_says_only_that_a_peer_has_go
     ("how", "head", "line"),
     [
         ("exit", EARLY + "It left at {}:5.\nTraceback", "all_reduce(torch.ones(2))"),
-        ("_exit", EARLY + "It was last seen at {}:", "all_reduce(torch.ones(2))"),
+        pytest.param(
+            "_exit",
+            EARLY + "It was last seen at {}:",
+            "all_reduce(torch.ones(2))",
+            marks=pytest.mark.nightly,
+        ),
         ("kill", "instep: rank 1 of 2 was killed by SIGKILL; rank 0 was stopped\nIt was last ", ""),
         ("finally", "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace", "boo"),
     ],

@@ -86,7 +86,10 @@ def start(size, command, environ):
     return [process.returncode for process in processes], errors
 
 
-@pytest.mark.parametrize("method", ["env", "tcp", "file", "store"])
+@pytest.mark.parametrize(
+    "method",
+    ["env", "tcp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("file", "store"))],
+)
 def test_bare_processes_meet_by(method, tmp_path):
     port = free_port()
     before = {
