@@ -126,13 +126,27 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
         from apex import amp
         from apex.parallel.LARC import LARC
         import instep.compat.apex as ours
+        from apex.normalization import FusedLayerNorm
+        from apex.optimizers.fused_adam import FusedAdam
+        from apex.fp16_utils import *
         from importlib.util import find_spec
+        import apex.contrib
+        try:
+            from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+        except ImportError as error:
+            said = str(error)
         tell(apex is ours, amp is ours.amp, apex.parallel.distributed.DistributedDataParallel
-             is ours.parallel.DistributedDataParallel, LARC.__name__, find_spec("apex.optimizers"))
+             is ours.parallel.DistributedDataParallel, LARC.__name__, find_spec("apex.RNN"),
+             FusedAdam is ours.optimizers.FusedAdam, network_to_half.__module__, said)
         """
     )
     assert launch.run("-n", 1, script).returncode == 0
-    assert launch.event() == [True, True, True, "LARC", None]
+    said = (
+        "apex.contrib.xentropy needs an installed Apex. In its place: "
+        "torch.nn.CrossEntropyLoss(label_smoothing=...)."
+    )
+    fp16 = "instep.compat.apex.fp16_utils"
+    assert launch.event() == [True, True, True, "LARC", None, True, fp16, said]
 
 
 def test_multiproc_starts_one_process_for_each_rank_with_its_arguments(launch: Launch) -> None:

@@ -79,6 +79,7 @@ def test_overrides_are_read_from_strings_too():
     assert levels.choose_options("O0", loss_scale="dynamic").loss_scale == "dynamic"
     assert levels.choose_options("O2", keep_batchnorm_fp32="False").keep_batchnorm_fp32 is False
     assert levels.choose_options("O2", torch.bfloat16).loss_scale == 1.0
+    assert levels.choose_options("O1", cast_model_type=False) == levels.choose_options("O1")
 
 
 @pytest.mark.parametrize(

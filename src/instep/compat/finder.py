@@ -24,6 +24,24 @@ IMPLEMENTATIONS = {
 """The package of instep that is imported under each name, submodules included. The first name
 that fits counts; the parents of these names become empty packages."""
 
+_REPLACED = {
+    "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
+    "apex.contrib.group_norm": "torch.nn.GroupNorm",
+    "apex.contrib.groupbn": "torch.nn.BatchNorm2d, which instep.replicate joins over the ranks",
+    "apex.contrib.layer_norm": "torch.nn.LayerNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
+    "apex.contrib.optimizers": "instep.shard(optimizer), which divides its state",
+    "apex.contrib.sparsity": "torch.nn.utils.prune",
+    "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
+    "apex.contrib.xentropy": "torch.nn.CrossEntropyLoss(label_smoothing=...)",
+    "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
+    "apex.multi_tensor_apply": "torch._foreach_add_ and its relatives",
+    "apex.transformer": "Megatron-LM's own package megatron.core",
+}
+"""What takes the place of modules that are not there."""
+
 
 def install() -> None:
     """Install the import hook in this process. Imports nothing."""
@@ -37,14 +55,16 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in _REPLACED and not self._is_installed(name.partition(".")[0]):
+            raise ModuleNotFoundError(
+                f"{name} needs an installed Apex. In its place: {_REPLACED[name]}.", name=name
+            )
         ours = _implementation(name)
-        is_parent = any(known.startswith(f"{name}.") for known in IMPLEMENTATIONS)
+        is_parent = any(known.startswith(f"{name}.") for known in (*IMPLEMENTATIONS, *_REPLACED))
         if not (ours or is_parent) or self._is_installed(name.partition(".")[0]):
             return None
-        if ours is None:
-            return ModuleSpec(name, _EmptyLoader(), is_package=True)
-        if find_spec(ours) is None:
-            return None
+        if ours is None or find_spec(ours) is None:
+            return ModuleSpec(name, _EmptyLoader(), is_package=True) if is_parent else None
         return ModuleSpec(name, _AliasLoader(ours), is_package=True)
 
     def _is_installed(self, package: str) -> bool:

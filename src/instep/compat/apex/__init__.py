@@ -1,4 +1,5 @@
-"""NVIDIA Apex's `amp` and `parallel`, which Apex itself removed in 2025.
+"""NVIDIA Apex: `amp`, `parallel` and `fp16_utils`, which it removed in 2025, `optimizers` and
+`normalization`.
 
     from instep.compat.apex import amp
     from instep.compat.apex.parallel import DistributedDataParallel
@@ -13,9 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from instep.compat.apex import amp, parallel
+    from instep.compat.apex import amp, fp16_utils, normalization, optimizers, parallel
 
-__all__ = ["amp", "parallel"]
+__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
 
 
 def __getattr__(name: str) -> ModuleType:

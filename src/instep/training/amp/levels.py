@@ -68,6 +68,8 @@ def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: 
             "(the letter O and a digit, not two digits)."
         )
     given = {name: value for name, value in overrides.items() if value is not None}
+    if given.get("cast_model_type") is False:  # Apex's word for None
+        del given["cast_model_type"]
     for name, value in given.items():
         _check_override(level, name, value)
     parsed: dict[str, Any] = {name: _PARSERS[name](value) for name, value in given.items()}

@@ -1,0 +1,51 @@
+"""What Apex's optimizers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def refuse(optimizer: str, **given: object) -> None:
+    """Raise ValueError for arguments that are set and that these optimizers do not have."""
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"{optimizer} of instep has no {name}={value!r}: PyTorch has no optimizer like it. "
+                "Leave it out, or write the step as an optimizer of your own."
+            )
+
+
+class ZeroGradByDefault(Optimizer):
+    """An optimizer whose `zero_grad()` does what `set_grad_none` of its constructor said."""
+
+    set_grad_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Set gradients to None, or to zeros."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def fused(parameters: Iterable[Tensor], kinds: tuple[str, ...]) -> bool | None:
+    """Whether PyTorch's fused kernel takes all parameters; None leaves the choice to PyTorch."""
+    takes_all = all(p.device.type in kinds and torch.is_floating_point(p) for p in parameters)
+    return True if takes_all else None
+
+
+def group_parameters(params: Any) -> tuple[list[Any], list[Tensor]]:
+    """What an optimizer's constructor is given, as a list, and all parameters in it."""
+    groups = list(params)
+    flat: list[Tensor] = []
+    for group in groups:
+        if not isinstance(group, dict):
+            flat.append(group[1] if isinstance(group, tuple) else group)
+        elif isinstance(group["params"], Tensor):
+            flat.append(group["params"])
+        else:
+            group["params"] = list(group["params"])
+            flat += group["params"]
+    return groups, flat
