@@ -180,7 +180,7 @@ SETTINGS = (
 
 INTERNAL = frozenset(
     f"{PREFIX}{name}"
-    for name in ("ELASTIC_FD", "FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STORE_FD")
+    for name in ("ELASTIC_FD", "FAILURE_FILE", "JOB", "RESTARTS", "SOURCE", "STANDBY", "STORE_FD")
 )
 """Set by instep's own processes for each other; see `distributed/identity/launchers.py`."""
 

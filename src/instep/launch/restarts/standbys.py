@@ -36,7 +36,9 @@ class Standbys:
 
     def __init__(self) -> None:
         self._processes: dict[str, _Standby] = {}
-        """By the local rank."""
+        """Those that have imported PyTorch, by the local rank. Until then a process does not show
+        the variables of a rank, and would count as a rank that has ended."""
+        self._importing: _Standby | None = None
         self._environments: dict[str, dict[str, str]] = {}
         """What the next standby of each local rank is started with."""
         self._lock = threading.Lock()
@@ -55,9 +57,8 @@ class Standbys:
     ) -> RankProcess:
         """As `rank_process.start_rank`, by a standby if there is one that suits."""
         local_rank, lasting = environ["LOCAL_RANK"], _lasting_variables(environ)
-        with self._lock:
-            self._stop.set()
-            standby = self._processes.pop(local_rank, None)
+        self._stop_starting()
+        standby = self._processes.pop(local_rank, None)
         if not _is_configured_by(command):
             self._environments[local_rank] = lasting
             self._stop = threading.Event()
@@ -85,10 +86,22 @@ class Standbys:
                 if local_rank in self._processes:
                     continue
                 try:
-                    standby = self._processes[local_rank] = _Standby(environ)
+                    standby = self._importing = _Standby(environ)
                 except OSError:  # the host has no process or memory left for it
                     return
             standby.wait_for_imports()
+            with self._lock:
+                if stop.is_set():
+                    return
+                self._processes[local_rank], self._importing = standby, None
+
+    def _stop_starting(self) -> None:
+        """Start no more of them, and end the one that is importing PyTorch."""
+        with self._lock:
+            self._stop.set()
+            unfinished, self._importing = self._importing, None
+        if unfinished is not None:
+            unfinished.close()
 
     def __enter__(self) -> Standbys:
         return self
@@ -99,8 +112,7 @@ class Standbys:
         error: BaseException | None,
         frames: TracebackType | None,
     ) -> None:
-        with self._lock:
-            self._stop.set()
+        self._stop_starting()
         for standby in self._processes.values():
             standby.close()
 
