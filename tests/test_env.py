@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from instep import cli
-from instep.distributed.identity import cuda_visible_devices
+from instep.distributed.identity import accelerators
 from instep.launch.env import command, rank_report, self_test
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
@@ -33,7 +33,7 @@ from pool import ranks
 def test_the_physical_device_of_each_visible_one(
     count: int, said: str | None, found: list[str]
 ) -> None:
-    assert cuda_visible_devices.physical_devices(count, said) == found
+    assert accelerators.physical_devices(count, said) == found
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,16 @@ def test_the_physical_device_of_each_visible_one(
         ("1,0", ["a1", "b2"], False),  # the order of numbers cannot be seen
     ],
 )
-def test_a_variable_that_cuda_does_not_know_was_set_too_late(
+def test_a_variable_that_was_not_read_was_set_too_late(
     said: str | None, shown: list[str], late: bool
 ) -> None:
-    warning = cuda_visible_devices.changed_after_init_warning(said, None, shown)
+    variable = "CUDA_VISIBLE_DEVICES"
+    warning = accelerators.changed_after_init_warning(variable, said, None, shown)
     assert (warning is not None) == late
     if warning:
-        assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
+        assert warning.startswith(f"{variable} is {said!r}, but torch shows {len(shown)}")
         assert "it was unset when this process started" in warning
-        again = cuda_visible_devices.changed_after_init_warning(said, "2,3", shown)
+        again = accelerators.changed_after_init_warning(variable, said, "2,3", shown)
         assert again == warning.replace("it was unset when", "it was '2,3' when")
 
 
@@ -73,7 +74,7 @@ def test_every_collective_is_tried_and_right() -> None:
 def test_what_is_wrong_on_one_rank_is_shown() -> None:
     tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
     alike = dict.fromkeys(command.RANK_COLUMNS, 0) | {
-        "versions": {"torch": "2"}, "interfaces": ["lo"], "gpus": [], "warnings": [],
+        "versions": {"torch": "2"}, "interfaces": ["lo"], "accelerators": [], "warnings": [],
         "layers": "/tmp (9.0 GiB free)",
     }  # fmt: skip
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import instep
+from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning, TrainingError
 from instep.training import random_ops
 from oracle import compare, same_as_one_process
@@ -542,9 +543,7 @@ def test_noise_of_a_gpus_generator_is_drawn_by_each_rank_and_leaves_no_trace():
             return super().forward(x) * 0 + torch.randn(3, generator=of_gpu)
 
     with pytest.MonkeyPatch.context() as torch_on_a_gpu:
-        torch_on_a_gpu.setattr(torch.cuda, "is_initialized", lambda: True)
-        torch_on_a_gpu.setattr(torch.cuda, "current_device", lambda: 0)
-        torch_on_a_gpu.setattr(torch.cuda, "default_generators", (of_gpu,))
+        torch_on_a_gpu.setattr(torch_devices, "own_generator", lambda: of_gpu)
         model = instep.replicate(Noisy(2, 3))
         with pytest.warns(InstepWarning, match="Noisy draws random numbers of its own"):
             noise = model(torch.zeros(1, 2)).detach()

@@ -69,7 +69,7 @@ def format_report(report: Facts) -> str:
         *(f"versions    {seen}" for seen in _by_rank(ranks, "versions")),
         *(f"interfaces  {seen}" for seen in _by_rank(ranks, "interfaces")),
         *(f"layers      {seen}" for seen in _by_rank(ranks, "layers")),
-        *(f"gpus        {seen}" for seen in _by_rank(ranks, "gpus")),
+        *(f"devices     {seen}" for seen in _by_rank(ranks, "accelerators")),
         *(f"WARNING     {seen}" for seen in _by_rank(ranks, "warnings") if seen != "none"),
         "",
         *_columns([RANK_COLUMNS, *([rank[name] for name in RANK_COLUMNS] for rank in ranks)]),
