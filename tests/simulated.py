@@ -203,11 +203,18 @@ class _State:
     """Copies from pinned memory, which happen before the next operation."""
     copies_out: list[Callable[[], object]] = field(default_factory=list)
     """Copies to pinned memory, which happen when the host waits."""
+    operations: int = 0
+    """How many the device has computed in this process."""
 
 
 _state = _State()
 _pinned: dict[int, Any] = {}
 """By address: a weak reference to a storage in pinned memory."""
+
+
+def operations() -> int:
+    """How many the device has computed in this process."""
+    return _state.operations
 
 
 def is_sim(value: object) -> bool:
@@ -251,6 +258,7 @@ def _note(op: Any, args: Sequence[Any]) -> None:
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute any operation by the CPU's kernel."""
     run_queued()
+    _state.operations += 1
     args = _without_numbers(op, args)
     _check_devices(op, tree_leaves((args, kwargs)))
     _note(op, args)

@@ -55,11 +55,11 @@ class SimWork(Work):
 def _over_gloo(method: str, reads: Sequence[int], writes: Sequence[int]) -> Callable[..., Work]:
     """The method of that name; `reads` and `writes` are the places of its tensors."""
 
-    def call(self: SimProcessGroup, *args: Any) -> Work:
+    def call(self: SimProcessGroup, *args: Any, **kwargs: Any) -> Work:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         inner = getattr(self.gloo_group, method)
         if not any(map(simulated.is_sim, tensors)):
-            work: Work = inner(*args)
+            work: Work = inner(*args, **kwargs)
             return work
         if not all(map(simulated.is_sim, tensors)):
             raise RuntimeError(f"{NAME}: tensors of the CPU and of the device in one {method}")
@@ -69,7 +69,7 @@ def _over_gloo(method: str, reads: Sequence[int], writes: Sequence[int]) -> Call
             staged[place] = tree_map(_stage, args[place])
         outputs = [leaf for place in writes for leaf in tree_leaves(args[place])]
         results = [leaf for place in writes for leaf in tree_leaves(staged[place])]
-        started = inner(*staged)
+        started = inner(*staged, **kwargs)
         for output in outputs:
             simulated.poison(output)
 
@@ -137,6 +137,14 @@ class SimProcessGroup(ProcessGroup):
 def install(device: int) -> None:
     """Bring the accelerator and its collectives to this process, which sees one of 8 devices."""
     os.environ["SIM_DEVICES"], os.environ[simulated.VARIABLE] = "8", str(device)
+    accelerators.register(
+        Accelerator(simulated.NAME, "SIM", NAME, (simulated.VARIABLE,), library="simulated")
+    )
+    autoload()
+
+
+def autoload() -> None:
+    """Bring them to torch, which calls this as the entry point of a package."""
     simulated.install()
     Backend.register_backend(
         NAME,
@@ -145,6 +153,3 @@ def install(device: int) -> None:
         devices=[simulated.NAME],
     )
     Backend.default_device_backend_map[simulated.NAME] = NAME
-    accelerators.register(
-        Accelerator(simulated.NAME, "SIM", NAME, (simulated.VARIABLE,), library="simulated")
-    )

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
 from instep import cli
 from instep.distributed.identity import accelerators
-from instep.launch.env import command, rank_report, self_test
+from instep.launch.env import command, rank_report, self_test, training_test
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -71,6 +73,34 @@ def test_every_collective_is_tried_and_right() -> None:
     assert {verdict for _, verdict, _ in found} == {"ok"}
 
 
+@ranks(2, 3)
+def test_trainings_have_the_numbers_of_one_process() -> None:
+    found = training_test.run_trainings(torch.device("cpu"))
+    assert [each.name for each in found] == list(training_test.TRAININGS)
+    assert {each.verdict for each in found} == {"ok"}, found
+
+
+@ranks(2)
+def test_a_training_whose_gradients_are_not_summed_differs() -> None:
+    with mock.patch.object(training_test, "replicate", lambda model: model):
+        (found,) = training_test.run_trainings(torch.device("cpu"))
+    assert found.verdict == "DIFFERS BY MORE THAN 0.001"
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_alone_the_self_test_starts_its_own_jobs() -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "env", "--selftest", "--json"],
+        env=environ, capture_output=True, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    report = json.loads(ran.stdout)
+    assert report["failure"]["verdict"] == "ok"
+    trained = [each["name"] for each in report["trainings"][1]]
+    assert (report["job"]["ranks"], trained) == (2, list(training_test.TRAININGS))
+
+
 def test_what_is_wrong_on_one_rank_is_shown() -> None:
     tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
     alike = dict.fromkeys(command.RANK_COLUMNS, 0) | {
@@ -80,7 +110,12 @@ def test_what_is_wrong_on_one_rank_is_shown() -> None:
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
     job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
            "available": ["gloo"], "set": {}}  # fmt: skip
-    text = command.format_report({"job": job, "ranks": [alike, other], "tests": tests})
+    trained = {"name": "overlap", "verdict": "ok", "difference": 0.0, "seconds": 1.0}
+    trainings = [[trained], [trained | {"verdict": "DIFFERS", "difference": 0.5}]]
+    text = command.format_report(
+        {"job": job, "ranks": [alike, other], "tests": tests, "trainings": trainings}
+    )
+    assert "overlap   1.00     5.0e-01                    rank 1: DIFFERS" in text
     assert "launcher    srun (SLURM_STEP_ID=0)" in text
     assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
     assert "versions    torch 2\n" in text

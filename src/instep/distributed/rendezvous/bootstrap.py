@@ -27,6 +27,7 @@ from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
 from instep.distributed.flight_record import timeline_file
 from instep.distributed.identity import launchers, torch_devices
+from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, join_check, listening, port_file
@@ -132,7 +133,7 @@ def _init(
     one_host = joined.interface == interfaces.LOOPBACK
     client.start_watcher(world, store, joined.key, partial(_listener, store, one_host))
     if device.type != "cpu":
-        check_devices_differ(store, world, device_name(device))
+        check_devices_differ(store, world, device_name(device), row_of(device.type).title)
     # NCCL's threads read the store once a second as long as the job lasts: not through Python.
     store_of_torch = bare if device.type != "cpu" else store
     with _making_group():
