@@ -167,7 +167,7 @@ def test_a_convolutional_network_has_the_numbers_of_one_process() -> None:
 
 
 EXPLICIT = {
-    "class_weighted": (), "ignoring": (), "tokens": (), "summed": (), "tiny": (0.5,),
+    "class_weighted": (), "ignoring": (), "summed": (), "tiny": (0.5,),
     "exploding": (), "augmented": (0,), "checkpointed": (False,), "attending": (),
     "time_first": (),
 }  # fmt: skip
