@@ -195,9 +195,12 @@ OF_THE_CPU = {
     *("gradient_penalty", "moving_average_of_the_weights", "a_module_that_its_forward_makes"),
     *("parameters_in_objects_and_lists", "losses_inside_of_forward", "losses_of_large_outputs"),
     *("losses_of_large_outputs_one_by_one", "losses_of_two_large_outputs", "draws_of_every_kind"),
+    *("generative_adversarial_networks", "language_model_with_carried_state", "accumulation"),
+    *("closures_of_lbfgs", "update_by_hand", "gradients_that_are_detached_in_place"),
+    *("half_precision_with_a_scaler", "sparse_embedding"),
     *("data_parallel", "compiled", "dropout_inside_of_a_recurrent_layer"),
 }
-"""Trainings with tensors of their own on the CPU; or that torch does for CUDA alone."""
+"""Trainings with models or tensors of their own on the CPU; or that torch does for CUDA alone."""
 
 
 def on_sim(log: Log, name: str) -> None:

@@ -45,7 +45,9 @@ def current_device(device_type: str) -> torch.device:
 
 def is_in_use() -> bool:
     """Whether this process has begun to use the accelerator, which is not to be begun by asking."""
-    found = torch.accelerator.current_accelerator()
+    # What torch.accelerator.current_accelerator() asks, in a tenth of its time: it is asked in
+    # every forward.
+    found = torch._C._accelerator_getAccelerator()
     if found is None:
         return False
     is_initialized = getattr(_module(found.type), "is_initialized", None)
