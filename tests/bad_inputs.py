@@ -121,7 +121,8 @@ CASES = (
     Case("check --select XYZ train.py", "no rule begins with 'XYZ'"),
     Case("check --explain INS999", "there is no rule 'INS999'"),
     Case(
-        "slurm train.py", "instep slurm --gpus-per-node 4 train.py; without GPUs, --tasks-per-node"
+        "slurm train.py",
+        "instep slurm --gpus-per-node 4 train.py; with other accelerators, --gres npu:8; without",
     ),
     Case("slurm --gpus-per-nod 4 train.py", "did you mean --gpus-per-node?"),
     Case("run -np 2 train.py", "trained", 0, slow=True),

@@ -92,7 +92,7 @@ class Log:
 
 def _state(models: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     return {
-        f"{k}.{name}": tensor.detach().clone()
+        f"{k}.{name}": tensor.detach().cpu().clone()
         for k, model in enumerate(models)
         for name, tensor in model.state_dict().items()
     }
@@ -100,7 +100,7 @@ def _state(models: tuple[nn.Module, ...]) -> dict[str, Tensor]:
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     parts = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    return torch.cat([part.double().reshape(-1) for part in parts])
+    return torch.cat([part.cpu().double().reshape(-1) for part in parts])
 
 
 def play(

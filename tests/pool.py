@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 import warnings
@@ -54,7 +55,8 @@ def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @contextmanager
 def talking_over(backend: str) -> Iterator[None]:
-    """Inside, ranks are those of pools that talk over this INSTEP_BACKEND."""
+    """Inside, ranks are those of pools that talk over this INSTEP_BACKEND. With "sim", each rank
+    has a simulated accelerator (simulated.py)."""
     global _backend
     before, _backend = _backend, backend
     try:
@@ -68,7 +70,7 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
     `body` is a module-level function, or a test decorated by `ranks`. Raises RankError.
     """
-    which = (size, _backend if size > 1 else "auto")
+    which = (size, _backend if size > 1 or _backend == "sim" else "auto")
     if which not in _pools:
         _pools[which] = Pool(*which)
     try:
@@ -76,6 +78,11 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
     except BaseException:
         _pools.pop(which).kill()
         raise
+
+
+def device() -> str:
+    """The device of this rank: the simulated accelerator, where its pool has one, or the CPU."""
+    return "sim" if "simulated" in sys.modules else "cpu"
 
 
 class Pool:
@@ -143,7 +150,11 @@ def _kill_all() -> None:
 
 def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> None:
     """The life of a rank: meet the others, then answer calls until the pipe closes."""
-    os.environ["INSTEP_BACKEND"] = backend
+    if backend == "sim":
+        simulated_group = importlib.import_module("simulated_group")
+        simulated_group.install(device=rank)
+    else:
+        os.environ["INSTEP_BACKEND"] = backend
     import torch
 
     from instep.distributed.rendezvous import bootstrap

@@ -15,6 +15,7 @@ from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run import sharded_output
 from oracle import Log
+from pool import device
 
 Training = Callable[[Log], None]
 SHARDED: list[Training] = []
@@ -78,13 +79,13 @@ def train(
     fused: bool | None = None,
 ) -> None:
     """The loop that most scripts have."""
-    everything = (model.double(), *(other.double() for other in others))
+    everything = tuple(m.double().to(device()) for m in (model, *others))
     parameters = [p for m in everything for p in m.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=fused)
     log.begin(*everything)
     for x, y in batches(steps, rows=rows):
         optimizer.zero_grad()
-        loss = step(x, y)
+        loss = step(x.to(device()), y.to(device()))
         loss.backward()
         log.loss(loss)
         log.step(optimizer, *everything)

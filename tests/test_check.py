@@ -199,6 +199,24 @@ def test_a_call_over_several_lines_may_be_kept_at_its_end() -> None:
     assert checked(text + "  # instep: ignore[INS504]\n") == []
 
 
+@pytest.mark.parametrize(
+    ("lines", "codes"),
+    [
+        ("world_size = torch.accelerator.device_count()", ["INS501"]),
+        ("world_size = torch.npu.device_count()", ["INS501"]),
+        ("torch.accelerator.set_device_index(dist.get_rank())", ["INS502"]),
+        ("model.to(f'xpu:{dist.get_rank()}')", ["INS502"]),
+        ("model.npu(dist.get_rank())", ["INS502"]),
+        ("torch.npu.set_device(0)\nos.environ['ASCEND_RT_VISIBLE_DEVICES'] = '1'", ["INS503"]),
+        ("model.to('xpu')\nos.environ['ZE_AFFINITY_MASK'] = '1'", ["INS503"]),
+        ("os.environ['ZE_AFFINITY_MASK'] = '1'\nmodel.to('xpu')", []),
+    ],
+)
+def test_other_accelerators_are_like_cuda(lines: str, codes: list[str]) -> None:
+    begin = "import os, torch\nimport torch.distributed as dist\ndist.init_process_group()\n"
+    assert checked(f"{begin}{lines}\n") == codes
+
+
 def test_a_wait_that_looks_for_nan_is_not_a_fault() -> None:
     step = (
         "import torch\nimport torch.distributed as dist\n"

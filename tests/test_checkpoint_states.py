@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import instep
 import instep.precision
 from instep.compat.apex import amp
+from instep.distributed.identity import torch_devices
 from instep.errors import NewerFormatError
 from instep.training.checkpoint import random_states, storage
 from pool import run
@@ -99,26 +100,26 @@ def test_a_state_dict_of_master_weights_has_all_their_digits(tmp_path):
 
 
 class StandInCUDA:
-    """torch.cuda of a machine with a GPU, whose generator is a number in a tensor."""
+    """The accelerator of a machine with a GPU, whose generator is a number in a tensor."""
 
     def __init__(self, state, *, initialized=True):
         self.state = torch.tensor([state], dtype=torch.uint8)
         self.initialized = initialized
 
     def installed(self):
-        stack = ExitStack()
-        for name, value in {
-            "is_available": lambda: True,
-            "is_initialized": lambda: self.initialized,
-            "get_rng_state": lambda: self.state.clone(),
-            "set_rng_state": self.set,
-            "manual_seed": lambda seed: self.set(torch.tensor([seed % 251], dtype=torch.uint8)),
-        }.items():
-            stack.enter_context(patch.object(torch.cuda, name, value))
-        return stack
+        return patch.object(torch_devices, "own_generator", self.own_generator)
 
-    def set(self, state):
+    def own_generator(self, *, begin=False):
+        return self if self.initialized or begin else None
+
+    def get_state(self):
+        return self.state.clone()
+
+    def set_state(self, state):
         self.state = state.clone()
+
+    def manual_seed(self, seed):
+        self.state = torch.tensor([seed % 251], dtype=torch.uint8)
 
 
 def generators(folder, has_gpu, number, save):
@@ -157,8 +158,8 @@ def test_a_new_rank_has_streams_of_its_own_on_the_gpu_too(tmp_path):
 
 def test_a_gpu_that_was_not_used_is_not_begun():
     cuda = StandInCUDA(7, initialized=False)
-    with cuda.installed(), patch.object(torch.cuda, "get_rng_state", None):
-        assert random_states._capture()["cuda"] is None
+    with cuda.installed():
+        assert random_states._capture()["device"] is None
 
 
 # ---------------------------------------------------------------------------------- loaders

@@ -5,6 +5,7 @@ import torch
 
 import instep
 from instep.distributed.communication.tensors import check_reachable
+from instep.distributed.identity import torch_devices
 from instep.errors import (
     CollectiveError,
     DisagreementError,
@@ -325,10 +326,10 @@ def test_scatter_takes_what_can_be_sent():
 
 
 def test_a_rank_with_a_gpu_can_send_from_that_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch_devices, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     with pytest.raises(WrongDeviceError, match="cuda:3"):
         check_reachable(torch.ones(2, device="meta"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch_devices, "accelerator_type", lambda: None)
     with pytest.raises(WrongDeviceError, match=r"^(?!.*cuda)"):
         check_reachable(torch.ones(2, device="meta"))

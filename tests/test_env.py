@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
 from instep import cli
-from instep.distributed.identity import cuda_visible_devices
-from instep.launch.env import command, rank_report, self_test
+from instep.distributed.identity import accelerators
+from instep.launch.env import command, rank_report, self_test, training_test
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -33,7 +35,7 @@ from pool import ranks
 def test_the_physical_device_of_each_visible_one(
     count: int, said: str | None, found: list[str]
 ) -> None:
-    assert cuda_visible_devices.physical_devices(count, said) == found
+    assert accelerators.physical_devices(count, said) == found
 
 
 @pytest.mark.parametrize(
@@ -51,15 +53,16 @@ def test_the_physical_device_of_each_visible_one(
         ("1,0", ["a1", "b2"], False),  # the order of numbers cannot be seen
     ],
 )
-def test_a_variable_that_cuda_does_not_know_was_set_too_late(
+def test_a_variable_that_was_not_read_was_set_too_late(
     said: str | None, shown: list[str], late: bool
 ) -> None:
-    warning = cuda_visible_devices.changed_after_init_warning(said, None, shown)
+    variable = "CUDA_VISIBLE_DEVICES"
+    warning = accelerators.changed_after_init_warning(variable, said, None, shown)
     assert (warning is not None) == late
     if warning:
-        assert warning.startswith(f"CUDA_VISIBLE_DEVICES is {said!r}, but CUDA shows {len(shown)}")
+        assert warning.startswith(f"{variable} is {said!r}, but torch shows {len(shown)}")
         assert "it was unset when this process started" in warning
-        again = cuda_visible_devices.changed_after_init_warning(said, "2,3", shown)
+        again = accelerators.changed_after_init_warning(variable, said, "2,3", shown)
         assert again == warning.replace("it was unset when", "it was '2,3' when")
 
 
@@ -70,16 +73,49 @@ def test_every_collective_is_tried_and_right() -> None:
     assert {verdict for _, verdict, _ in found} == {"ok"}
 
 
+@ranks(2, 3)
+def test_trainings_have_the_numbers_of_one_process() -> None:
+    found = training_test.run_trainings(torch.device("cpu"))
+    assert [each.name for each in found] == list(training_test.TRAININGS)
+    assert {each.verdict for each in found} == {"ok"}, found
+
+
+@ranks(2)
+def test_a_training_whose_gradients_are_not_summed_differs() -> None:
+    with mock.patch.object(training_test, "replicate", lambda model: model):
+        (found,) = training_test.run_trainings(torch.device("cpu"))
+    assert found.verdict == "DIFFERS BY MORE THAN 0.001"
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_alone_the_self_test_starts_its_own_jobs() -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "instep", "env", "--selftest", "--json"],
+        env=environ, capture_output=True, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    report = json.loads(ran.stdout)
+    assert report["failure"]["verdict"] == "ok"
+    trained = [each["name"] for each in report["trainings"][1]]
+    assert (report["job"]["ranks"], trained) == (2, list(training_test.TRAININGS))
+
+
 def test_what_is_wrong_on_one_rank_is_shown() -> None:
     tests = [[("barrier", "ok", 1.0)], [("barrier", "WRONG RESULT", 3.0)]]
     alike = dict.fromkeys(command.RANK_COLUMNS, 0) | {
-        "versions": {"torch": "2"}, "interfaces": ["lo"], "gpus": [], "warnings": [],
+        "versions": {"torch": "2"}, "interfaces": ["lo"], "accelerators": [], "warnings": [],
         "layers": "/tmp (9.0 GiB free)",
     }  # fmt: skip
     other = alike | {"rank": 1, "interfaces": ["lo", "eth0"]}
     job = {"launcher": "srun", "why": {"SLURM_STEP_ID": "0"}, "ranks": 2, "hosts": 1,
            "available": ["gloo"], "set": {}}  # fmt: skip
-    text = command.format_report({"job": job, "ranks": [alike, other], "tests": tests})
+    trained = {"name": "overlap", "verdict": "ok", "difference": 0.0, "seconds": 1.0}
+    trainings = [[trained], [trained | {"verdict": "DIFFERS", "difference": 0.5}]]
+    text = command.format_report(
+        {"job": job, "ranks": [alike, other], "tests": tests, "trainings": trainings}
+    )
+    assert "overlap   1.00     5.0e-01                    rank 1: DIFFERS" in text
     assert "launcher    srun (SLURM_STEP_ID=0)" in text
     assert "interfaces  lo (rank 0)\ninterfaces  lo; eth0 (rank 1)" in text
     assert "versions    torch 2\n" in text

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import instep
+from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning, TrainingError
 from instep.training import random_ops
 from oracle import compare, same_as_one_process
-from pool import ranks, run
+from pool import device, ranks, run
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +38,14 @@ def net(width=6, classes=4, norm=True, drop=0.0):
 
 def train(log, model, data, batch_loss, batch_size=7, epochs=2, optimizer=None, **loader):
     """The loop of most tests: one optimizer, one loss of a model and a batch."""
-    model = instep.replicate(model)
+    model = instep.replicate(model.to(device()))
     log.begin(model)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     batches = instep.shard(DataLoader(data, batch_size, **loader))
     for _ in range(epochs):
         for batch in log.batches(batches):
             optimizer.zero_grad()
-            batch_loss(model, *batch).backward()
+            batch_loss(model, *(part.to(device()) for part in batch)).backward()
             log.step(optimizer, model)
 
 
@@ -56,7 +57,7 @@ def exactly(training, *args, sizes=(3,), **kwargs):
 
 
 def class_weighted(log):
-    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64)
+    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64, device=device())
 
     def loss(model, x, y):
         result = cross_entropy(model(x), y, weight=weights)
@@ -80,11 +81,11 @@ def ignoring(log):
 
 
 def tokens(log):
-    lengths = torch.arange(30) % 5 + 1
+    lengths = torch.arange(30, device=device()) % 5 + 1
 
     def loss(model, x, y):
         length = lengths[: len(y)] + y % 2
-        kept = torch.arange(6)[None] < length[:, None]
+        kept = torch.arange(6, device=device())[None] < length[:, None]
         total = model(x.unsqueeze(1).expand(-1, 6, -1).reshape(-1, 6)).sum(1) * kept.flatten()
         instep.weight(kept.sum())
         return total.square().sum() / kept.sum()
@@ -111,7 +112,7 @@ def test_a_token_mean():
 
 
 def unstated(log):
-    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64)
+    weights = torch.tensor([0.1, 5.0, 1.0, 0.3], dtype=float64, device=device())
     train(log, net(), rows(40), lambda m, x, y: cross_entropy(m(x), y, weight=weights))
 
 
@@ -415,7 +416,9 @@ def attending(log):
         def forward(self, x):
             y = torch.stack([self.first(x * k) for k in range(3)])
             y = checkpoint(self.attends, y, use_reentrant=False)
-            return self.last(self.recurs(y)[0].mean(0) + torch.randn(len(x), 8).double())
+            return self.last(
+                self.recurs(y)[0].mean(0) + torch.randn(len(x), 8, device=x.device).double()
+            )
 
     train(log, Deep().to(float64), rows(23), lambda m, x, y: cross_entropy(m(x), y))
 
@@ -542,9 +545,7 @@ def test_noise_of_a_gpus_generator_is_drawn_by_each_rank_and_leaves_no_trace():
             return super().forward(x) * 0 + torch.randn(3, generator=of_gpu)
 
     with pytest.MonkeyPatch.context() as torch_on_a_gpu:
-        torch_on_a_gpu.setattr(torch.cuda, "is_initialized", lambda: True)
-        torch_on_a_gpu.setattr(torch.cuda, "current_device", lambda: 0)
-        torch_on_a_gpu.setattr(torch.cuda, "default_generators", (of_gpu,))
+        torch_on_a_gpu.setattr(torch_devices, "own_generator", lambda: of_gpu)
         model = instep.replicate(Noisy(2, 3))
         with pytest.warns(InstepWarning, match="Noisy draws random numbers of its own"):
             noise = model(torch.zeros(1, 2)).detach()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import instep
 from instep.distributed.communication.groups import Group, destroy_group
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.identity import torch_devices
 from instep.errors import DisagreementError, NotAMemberError, RendezvousError
 from pool import ranks, talking_over
 
@@ -101,7 +102,8 @@ def test_a_group_waits_as_long_as_its_users_say():
 def test_what_instep_itself_says_travels_where_the_group_can():
     instep.barrier()
     both, of_gpus = dist.new_group(backend="gloo"), dist.new_group(backend="cuda:gloo")
-    with mock.patch("torch.cuda.current_device", return_value=1):
+    there_is = mock.patch.object(torch_devices, "accelerator_type", return_value="cuda")
+    with there_is, mock.patch("torch.accelerator.current_device_index", return_value=1):
         ways = [get_transport(Group((0, 1), group)) for group in (both, of_gpus)]
     assert [way.control_device for way in ways] == [torch.device("cpu"), torch.device("cuda", 1)]
     assert get_transport().control_device == torch.device("cpu")

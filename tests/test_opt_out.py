@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from instep.distributed.identity import launchers
+from instep.distributed.identity import accelerators, launchers
 from instep.distributed.identity.world import World
 from instep.unedited import launcher_env, multi_rank, opt_out
 from instep.unedited.session import fix_hash_seed
@@ -115,6 +115,7 @@ def test_a_script_that_turns_out_to_use_instep_is_left_alone(claimed):
     [("cpu", "0,1", ""), ("auto", "4,6", "6"), ("auto", "4", "4"), ("auto", "", "")],
 )
 def test_cuda_means_the_ranks_own_gpu(monkeypatch, device, visible, expected):
+    monkeypatch.setattr(accelerators, "is_usable", lambda row: True)
     monkeypatch.setenv("INSTEP_DEVICE", device)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launcher_env.set_visible_device(World(1, 2, 1, 2))

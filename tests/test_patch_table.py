@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import library_stand_ins
+from instep.distributed.identity import torch_devices
 from instep.errors import UneditedError
 from instep.process.patching import Patch
 from instep.unedited import opt_out, patch_table
@@ -246,7 +247,8 @@ def test_functions_for_several_devices_get_the_ranks_own(
     monkeypatch: pytest.MonkeyPatch, has_gpus: bool
 ) -> None:
     """What else they are given stays as it is, by position and by name."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    kind = "cuda" if has_gpus else None
+    monkeypatch.setattr(torch_devices, "accelerator_type", lambda: kind)
     rows = {(patch.owner, patch.name): patch for patch in DEVICE_PATCHES}
     assert rows.keys() == DEVICES.keys()
     for (owner, name), own in DEVICES.items():

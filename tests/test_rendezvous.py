@@ -271,15 +271,19 @@ def bad_arguments():
 def too_few_gpus():
     import torch
 
-    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+    from instep.distributed.identity import torch_devices
+
+    torch_devices.accelerator_type = lambda: "cuda"
+    torch.accelerator.device_count = torch.cuda.device_count = lambda: 2
+    dist.is_backend_available = lambda name: True
     told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     refused(DeviceError, "4 ranks on this host, but only 2 GPUs visible",
             "file:///nowhere", environ=told)  # fmt: skip
     # On how many hosts these four are, nobody has said.
     taken = []
-    torch.cuda.set_device = taken.append
+    torch_devices.set_index = taken.append
     refused(RendezvousError, "cannot meet at 'udp://x:1'", "udp://x:1", rank=3, world_size=4)
-    assert taken == [torch.device("cuda", 1)]
+    assert taken == [1]
 
 
 def test_a_port_in_use():

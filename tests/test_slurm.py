@@ -36,6 +36,16 @@ def test_a_script_for_gpus() -> None:
     assert "scontrol" not in text
 
 
+def test_a_script_for_other_accelerators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["slurm", "--gres", "npu:ascend910:8", str(tmp_path / "train.py")]) == 0
+    found = options(capsys.readouterr().out)
+    assert (found["gres"], found["ntasks-per-node"]) == ("npu:ascend910:8", "8")
+    assert "gpus-per-node" not in found
+
+
 def test_a_job_that_goes_on_after_its_limit() -> None:
     text = format_script(Batch("py", ("train.py",), "train", requeue=True))
     assert "if [ $code -eq 143 ] || [ $code -eq 75 ]; then\n    scontrol requeue" in text
@@ -47,6 +57,8 @@ def test_a_job_that_goes_on_after_its_limit() -> None:
     ("words", "message"),
     [
         (["--nodes", "0", __file__], "takes a whole number from 1 up, not '0'"),
+        (["--gres", "npu", __file__], "takes a type and a number, as in npu:8, not 'npu'"),
+        (["--gres", "npu:x", __file__], "takes a whole number from 1 up, not 'x'"),
         (["--gpus-per-node", "2", "--tasks-per-node", "2", __file__], "not allowed with"),
         (["--submit"], "nothing to run"),
         (["no-such.py"], "cannot run no-such.py"),

@@ -18,7 +18,7 @@ from instep.errors import (
     WrongDeviceError,
 )
 from oracle import compare, same_as_one_process
-from pool import RankError, ranks, run
+from pool import RankError, device, ranks, run
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +41,14 @@ def small_cnn(dtype=torch.float32):
 
 
 def classify(log, n=43, batch_size=10, dtype=torch.float32, epochs=3, **loader):
-    model = instep.replicate(small_cnn(dtype))
+    model = instep.replicate(small_cnn(dtype).to(device()))
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     data = instep.shard(DataLoader(images(n, dtype=dtype), batch_size, **loader))
     for _ in range(epochs):
         for x, y in log.batches(data):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
+            loss = cross_entropy(model(x.to(device())), y.to(device()))
             loss.backward()
             log.loss(loss, len(x))
             log.step(optimizer, model)

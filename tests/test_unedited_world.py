@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import detour
+from instep.distributed.identity import accelerators, torch_devices
 from instep.distributed.identity.world import World
 from instep.errors import DeviceError
 from instep.launch.worker import static_opt_out
@@ -439,17 +440,21 @@ def test_what_a_logger_starts_on_rank_0_is_nothing_that_the_others_wait_for(plac
     ],
 )
 def test_visible_devices(environ: dict[str, str], files: list[str], expected: list[str]) -> None:
-    assert launcher_env.visible_devices(environ, files) == expected
+    assert (
+        accelerators.visible_devices(accelerators.row_of("cuda"), environ, len(files)) == expected
+    )
 
 
 def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
     world = World(rank=5, size=8, local_rank=1, local_size=4, node_rank=1, nodes=2)
-    assert launcher_env.own_device(["2", "4", "6", "7"], world) == "4"
-    assert launcher_env.own_device(["0"], world) is None  # the launcher has given it one
-    assert launcher_env.own_device([], world) is None
-    assert launcher_env.own_device(["0", "1"], World()) is None  # one process has them all
-    with pytest.raises(DeviceError, match="4 ranks on this host, but only 3"):
-        launcher_env.own_device(["0", "1", "2"], world)
+    npu = accelerators.row_of("npu")
+    assert launcher_env.own_device(["2", "4", "6", "7"], world, npu) == "4"
+    assert launcher_env.own_device(["0"], world, npu) is None  # the launcher has given it one
+    assert launcher_env.own_device([], world, npu) is None
+    assert launcher_env.own_device(["0", "1"], World(), npu) is None  # one process has them all
+    told = "4 ranks on this host, but only 3 NPUs visible.*ASCEND_RT_VISIBLE_DEVICES"
+    with pytest.raises(DeviceError, match=told):
+        launcher_env.own_device(["0", "1", "2"], world, npu)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +472,7 @@ def test_each_rank_of_a_host_has_a_device_of_its_own() -> None:
     ],
 )
 def test_a_script_that_names_several_devices_gets_the_ranks_own(named: Any, own: Any) -> None:
-    assert devices.replace_devices(named) == own
+    assert devices.replace_devices(named, "cuda") == own
 
 
 def test_only_what_is_a_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,9 +480,9 @@ def test_only_what_is_a_device_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         return module, device_ids, output_device
 
     answer = devices.use_own_device("device_ids", "output_device")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch_devices, "accelerator_type", lambda: None)
     assert answer(parallel, 3, [1, 2], output_device=2) == (3, [1, 2], 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch_devices, "accelerator_type", lambda: "cuda")
     assert answer(parallel, 3, [1, 2], output_device=2) == (3, [0], 0)
     assert answer(parallel, 3) == (3, None, None)
 

@@ -25,6 +25,7 @@ _TORCH_ROOTS = ("torch", "horovod.torch", "instep", "accelerate", "deepspeed", "
 _LIBRARIES = ("horovod", "instep", "accelerate.Accelerator")
 _CALLED = (*_LIBRARIES, "deepspeed.init", "torch.distributed.", *DDP)
 """Importing these libraries, or calling these functions of torch, marks a parallel script."""
+_DEVICE_COUNT = re.compile(r"\.(accelerator|cuda|xpu|npu|mlu|musa|hpu)\.device_count$")
 LAUNCH_VARIABLES = RANK_VARIABLES | LOCAL_RANK_VARIABLES | SIZE_VARIABLES
 
 _TORCH = {
@@ -141,12 +142,13 @@ class ScriptInfo:
     # --- devices
 
     def is_device_count(self, node: ast.expr) -> bool:
-        """Whether a value is torch.cuda.device_count(), wherever it comes from."""
+        """Whether a value is torch.cuda.device_count(), or that of torch.npu, torch.accelerator and
+        the like, wherever it comes from."""
         while isinstance(node, ast.Call) and self.script.call_name(node) in {"int", "max"}:
             node = node.args[0]
         origins = self.origins.of(node)
         return bool(origins) and all(
-            self.script.full_name(origin).endswith("cuda.device_count") for origin in origins
+            _DEVICE_COUNT.search(self.script.full_name(origin)) for origin in origins
         )
 
     @cached_property

@@ -90,11 +90,12 @@ class DeviceError(LaunchError):
     """There is no accelerator of its own for every rank."""
 
     @classmethod
-    def not_enough(cls, ranks: int, devices: int) -> DeviceError:
+    def not_enough(cls, ranks: int, devices: int, title: str, variable: str | None) -> DeviceError:
+        """`title`: what one device is called; `variable`: the one that chooses devices."""
+        more = f", make more {title}s visible ({variable})" if variable else ""
         return cls(
-            f"{ranks} ranks on this host, but only {devices} GPU{'s' * (devices != 1)} visible. "
-            "Start fewer ranks, make more GPUs visible (CUDA_VISIBLE_DEVICES), "
-            "or set INSTEP_DEVICE=cpu."
+            f"{ranks} ranks on this host, but only {devices} {title}{'s' * (devices != 1)} "
+            f"visible. Start fewer ranks{more}, or set INSTEP_DEVICE=cpu."
         )
 
 

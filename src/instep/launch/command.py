@@ -212,12 +212,13 @@ def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
                 return CommandLineError(f"{name} comes before the script: {line}")
     line = shlex.join(rest) or "train.py"
     # Not at the top: a job with -n must start fast, and needs none of it.
-    from instep.unedited.launcher_env import device_files, visible_devices
+    from instep.distributed.identity.accelerators import find_on_host
 
-    gpus, cores = len(visible_devices(os.environ, device_files())), count_cores()
-    if gpus:
-        why = "the GPU of this host" if gpus == 1 else f"all {gpus} GPUs of this host"
-        return CommandLineError(f"say how many ranks: instep run -n {gpus} {line} takes {why}.")
+    cores = count_cores()
+    if (found := find_on_host()) is not None:
+        title, count = found[0].title, len(found[1])
+        why = f"the {title} of this host" if count == 1 else f"all {count} {title}s of this host"
+        return CommandLineError(f"say how many ranks: instep run -n {count} {line} takes {why}.")
     why = f"there is no GPU here, and {cores} core{'s' * (cores != 1)}"
     return CommandLineError(f"say how many ranks: instep run -n 2 {line} ({why})")
 

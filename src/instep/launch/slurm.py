@@ -1,4 +1,4 @@
-"""`instep slurm`: a batch script for a job of one rank per GPU or core."""
+"""`instep slurm`: a batch script for a job of one rank per GPU (or other accelerator) or core."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SLURM = """\
 Print a Slurm batch script that runs a script on one rank per GPU or core, or submit it.
 
     instep slurm --nodes 2 --gpus-per-node 4 --time 12:00:00 train.py --epochs 90 > job.sh
+    instep slurm --nodes 2 --gres npu:8 train.py
     instep slurm --nodes 2 --tasks-per-node 16 --set partition=cpu --submit train.py
 
 Each rank writes to a file of its own. Every rank gets SIGTERM before the time limit, so that the
@@ -28,12 +29,14 @@ SIGNAL_HELP = "send SIGTERM to the ranks so long before the limit; 0: never (def
 REQUEUE_HELP = """\
 queue the job again if that SIGTERM ended it; the script must resume by itself, as it does with
 instep.Checkpoint"""
+GRES_HELP = """\
+accelerators on each host by their name in this cluster, as in npu:8; one rank for each"""
 SET_HELP = "any other option of sbatch, such as partition=gpu; may be repeated"
 
 
 WITH_VALUE = (
-    *("--nodes", "--gpus-per-node", "--tasks-per-node", "--cpus-per-task", "--time", "--signal"),
-    *("--name", "--output", "--set"),
+    *("--nodes", "--gpus-per-node", "--gres", "--tasks-per-node", "--cpus-per-task", "--time"),
+    *("--signal", "--name", "--output", "--set"),
 )
 """Options that take the next word as their value."""
 
@@ -44,7 +47,8 @@ def add_command(commands: Any) -> None:
         "slurm",
         help="print or submit a batch script for Slurm",
         description=SLURM,
-        usage="instep slurm [--nodes N] (--gpus-per-node G | --tasks-per-node T) [options] "
+        usage="instep slurm [--nodes N] (--gpus-per-node G | --gres TYPE:G | --tasks-per-node T) "
+        "[options] "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -56,6 +60,7 @@ def add_command(commands: Any) -> None:
     per_node.add_argument(
         "--gpus-per-node", type=_count, metavar="G", help="GPUs on each host; one rank for each GPU"
     )
+    per_node.add_argument("--gres", type=_gres, metavar="TYPE:G", help=GRES_HELP)
     per_node.add_argument(
         "--tasks-per-node", type=_count, metavar="T", help="ranks on each host if there are no GPUs"
     )
@@ -78,6 +83,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Print or submit the batch script. Raises CommandLineError."""
     job = Job(1, tuple(program))
     ranks = asked.gpus_per_node or asked.tasks_per_node
+    if asked.gres is not None:
+        ranks = _count(asked.gres.rpartition(":")[2])
     if ranks is None:
         raise _no_size(job.command)
     name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
@@ -89,6 +96,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
             nodes=asked.nodes,
             tasks=ranks,
             gpus=asked.gpus_per_node is not None,
+            gres=asked.gres,
             cpus=asked.cpus_per_task,
             time=asked.time,
             signal=asked.signal,
@@ -112,8 +120,16 @@ def _no_size(program: Sequence[str]) -> CommandLineError:
     line = shlex.join(program)
     return CommandLineError(
         f"say how many ranks each host has: instep slurm --gpus-per-node 4 {line}; "
-        "without GPUs, --tasks-per-node 16."
+        "with other accelerators, --gres npu:8; without any, --tasks-per-node 16."
     )
+
+
+def _gres(value: str) -> str:
+    kind, _, count = value.rpartition(":")
+    if not kind:
+        raise argparse.ArgumentTypeError(f"takes a type and a number, as in npu:8, not {value!r}")
+    _count(count)
+    return value
 
 
 def _count(value: str) -> int:
@@ -143,6 +159,8 @@ class Batch:
     """Number of ranks on each host."""
     gpus: bool = False
     """Whether each rank has a GPU."""
+    gres: str | None = None
+    """The accelerators of each host as Slurm's generic resources: npu:8."""
     cpus: int | None = None
     """Cores for each rank; None: the cluster's default."""
     time: str | None = None
@@ -164,6 +182,7 @@ def format_script(batch: Batch) -> str:
         f"nodes={batch.nodes}",
         f"ntasks-per-node={batch.tasks}",
         *([f"gpus-per-node={batch.tasks}"] if batch.gpus else []),
+        *([f"gres={batch.gres}"] if batch.gres else []),
         *([f"cpus-per-task={batch.cpus}"] if batch.cpus else []),
         *([f"time={batch.time}"] if batch.time else []),
         *([f"signal=TERM@{batch.signal}"] if batch.signal else []),

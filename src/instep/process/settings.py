@@ -68,7 +68,10 @@ class Setting:
 
 
 DEVICE = Setting(
-    "INSTEP_DEVICE", "auto", "auto: CUDA where there is one; cpu: never.", choices=("auto", "cpu")
+    "INSTEP_DEVICE",
+    "auto",
+    "auto: the accelerator (GPU, NPU, …) where there is one; cpu: never.",
+    choices=("auto", "cpu"),
 )
 BACKEND = Setting(
     "INSTEP_BACKEND",

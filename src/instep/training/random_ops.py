@@ -42,6 +42,7 @@ _WORDS_PER_STEP = 8
 """32-bit words that a Philox4x64 gives for each step of its counter."""
 _MAX_DRAWS = 4096
 _random = torch.Tensor.random_
+_rand = torch.rand
 """As it is before it is replaced in replicas."""
 _SELU_FLOOR = -1.7580993408473766
 """-lambda * alpha of SELU, what a dropped unit of alpha dropout becomes (Klambauer et al. 2017)."""
@@ -293,7 +294,7 @@ def _kept(draw: BatchDraw, shape: Shape, p: float, device: torch.device, dim: in
     if device.type == "cpu":
         return _philox_kept(draw.seed, first, count, p).view(shape)
     generator = torch.Generator(device).manual_seed(draw.seed)
-    uniform = torch.rand(total, device=device, generator=generator)
+    uniform = _rand(total, device=device, generator=generator)
     return (uniform[first : first + count] >= p).view(shape)
 
 

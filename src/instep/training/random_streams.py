@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from instep.distributed.communication.objects import broadcast_object
+from instep.distributed.identity import torch_devices
 
 T = TypeVar("T")
 
@@ -40,10 +41,9 @@ def derive_seed(*parts: object) -> int:
 
 
 def default_generators() -> list[torch.Generator]:
-    """Torch's global generators: the CPU's and, if CUDA is in use, that of this rank's GPU."""
-    if not torch.cuda.is_initialized():
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+    """Torch's global generators: the CPU's, and that of this rank's accelerator if it is in use."""
+    own = torch_devices.own_generator()
+    return [torch.default_generator] if own is None else [torch.default_generator, own]
 
 
 def make_rng_state(like: torch.Generator, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from instep.distributed.identity import torch_devices
 from instep.process.patching import Function, patches
 
 
@@ -16,29 +17,31 @@ def use_own_device(*names: str) -> Function:
     """A replacement of a function whose arguments of these names are devices."""
 
     def answer(original: Function, *args: Any, **kwargs: Any) -> Any:
-        if not torch.cuda.is_available():
+        kind = torch_devices.accelerator_type()
+        if kind is None:
             return original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
         for name in names:
             if name in bound.arguments:
-                bound.arguments[name] = replace_devices(bound.arguments[name])
+                bound.arguments[name] = replace_devices(bound.arguments[name], kind)
         return original(*bound.args, **bound.kwargs)
 
     return answer
 
 
-def replace_devices(named: Any) -> Any:
+def replace_devices(named: Any, kind: str) -> Any:
     """This rank's device in place of those that a script names; the CPU stays the CPU (pure).
 
     Args:
         named: a device in any of torch's spellings, a list of devices, or None.
+        kind: the type of this rank's device, such as "cuda".
     """
     if isinstance(named, Sequence) and not isinstance(named, str):
-        return [replace_devices(device) for device in named[:1]]
+        return [replace_devices(device, kind) for device in named[:1]]
     if isinstance(named, int):
         return min(named, 0)  # -1 is the CPU
-    if isinstance(named, str | torch.device) and torch.device(named).type == "cuda":
-        return torch.device("cuda", 0)
+    if isinstance(named, str | torch.device) and torch.device(named).type == kind:
+        return torch.device(kind, 0)
     return named
 
 

@@ -7,16 +7,12 @@ masks.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 from instep.distributed.errors import DeviceError
-from instep.distributed.identity import launchers
+from instep.distributed.identity import accelerators, launchers
+from instep.distributed.identity.accelerators import Accelerator
 from instep.distributed.identity.world import World
 from instep.process import settings
-
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 masked: dict[str, str] = {}
 """The launcher's variables, while they are masked."""
@@ -40,34 +36,30 @@ def restore() -> None:
 
 
 def set_visible_device(world: World) -> None:
-    """Let `cuda` and `cuda:0` mean this rank's own GPU. Must be called before CUDA starts.
+    """Let `cuda` and `cuda:0`, or `npu` and the like, mean this rank's own device. Must be called
+    before torch looks at the devices.
 
-    Raises DeviceError if this host has fewer GPUs than ranks.
+    Raises DeviceError if this host has fewer devices than ranks.
     """
     if str(settings.DEVICE) == "cpu":
-        os.environ[_DEVICES] = ""
+        for row in accelerators.ACCELERATORS:
+            if row.hidden == "" or (row.hidden and accelerators.is_usable(row)):
+                os.environ[row.variables[0]] = row.hidden
         return
-    device = own_device(visible_devices(os.environ, device_files()), world)
-    if device is not None:
-        os.environ[_DEVICES] = device
+    found = accelerators.find_on_host()
+    if found is None:
+        return
+    row, visible = found
+    variable = row.variable()
+    device = own_device(visible, world, row)
+    if device is not None and variable is not None:
+        os.environ[variable] = device
 
 
-def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them (pure)."""
-    if _DEVICES in environ:
-        return [name for name in environ[_DEVICES].split(",") if name.strip() not in ("", "-1")]
-    return [str(number) for number, _ in enumerate(files)]
-
-
-def own_device(visible: list[str], world: World) -> str | None:
-    """The GPU of this rank; None if CUDA_VISIBLE_DEVICES is right as it is (pure)."""
+def own_device(visible: list[str], world: World, row: Accelerator) -> str | None:
+    """The device of this rank; None if the variable is right as it is (pure)."""
     if world.size == 1 or len(visible) < 2:
         return None
     if len(visible) < world.local_size:
-        raise DeviceError.not_enough(world.local_size, len(visible))
+        raise DeviceError.not_enough(world.local_size, len(visible), row.title, row.variable())
     return visible[world.local_rank]
-
-
-def device_files() -> list[str]:
-    """The names of the device files of this host's NVIDIA GPUs."""
-    return [path.name for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)]

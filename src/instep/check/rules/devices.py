@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
+from instep.distributed.identity.accelerators import ACCELERATORS
 
 SIZE_NAMES = re.compile(
     r"^(world_?size|n_?procs?|num_?procs?|num_?processes|num_?replicas|nprocs)$", re.IGNORECASE
 )
+
+KINDS = tuple(sorted({row.name for row in ACCELERATORS}))
+_MODULES = tuple(f"torch.{name}." for name in (*KINDS, "accelerator"))
+_VARIABLES = frozenset(name for row in ACCELERATORS for name in row.variables)
 
 
 @rule("INS501", Severity.ERROR, "The number of processes is taken from torch.cuda.device_count().")
@@ -107,7 +112,7 @@ def _rank_as_device(info: ScriptInfo) -> Iterator[Hit]:
 
 def _device_arguments(info: ScriptInfo, call: ast.Call) -> Iterator[ast.expr]:
     word = info.script.call_name(call)
-    if word in {"to", "cuda", "set_device"} and call.args:
+    if word in {"to", "set_device", "set_device_index", *KINDS} and call.args:
         yield from _device_index(call.args[0])
     if info.script.full_name(call) == "torch.device":
         yield from call.args[1:2] or (x for a in call.args[:1] for x in _device_index(a))
@@ -117,10 +122,10 @@ def _device_arguments(info: ScriptInfo, call: ast.Call) -> Iterator[ast.expr]:
 
 
 def _device_index(node: ast.expr) -> Iterator[ast.expr]:
-    """The index in `rank`, `f"cuda:{rank}"` and `"cuda:%d" % rank`."""
+    """The index in `rank`, `f"cuda:{rank}"` and `"npu:%d" % rank`."""
     if isinstance(node, ast.JoinedStr):
         first = node.values[0]
-        if isinstance(first, ast.Constant) and str(first.value).startswith("cuda"):
+        if isinstance(first, ast.Constant) and str(first.value).startswith(KINDS):
             yield from (v.value for v in node.values if isinstance(v, ast.FormattedValue))
     elif isinstance(node, ast.BinOp) and isinstance(constant(node.left), str):
         yield node.right
@@ -141,6 +146,7 @@ def _from_whole_job(info: ScriptInfo, node: ast.expr) -> bool:
 def _devices_hidden_too_late(info: ScriptInfo) -> Iterator[Hit]:
     """CUDA reads CUDA_VISIBLE_DEVICES once, when it is first used. Set later it changes
     nothing: every process keeps all devices, and from N = 2 on they may meet on device 0.
+    So do other accelerators with their variables, such as ASCEND_RT_VISIBLE_DEVICES.
 
     ## Bad
     ```python
@@ -168,34 +174,32 @@ def _devices_hidden_too_late(info: ScriptInfo) -> Iterator[Hit]:
         function = info.script.function_of(plain)
         for call in info.script.all(ast.Call):
             early = call.lineno < plain.lineno and info.script.function_of(call) is function
-            if early and _uses_cuda(info, call) and not info.script.are_exclusive(call, plain):
+            if early and _uses_device(info, call) and not info.script.are_exclusive(call, plain):
                 yield Hit(
                     plain,
-                    f"CUDA was used in line {call.lineno}; this has no effect any more",
+                    f"the device was used in line {call.lineno}; this has no effect any more",
                     "from N = 2 on, processes may share a device",
-                    f"{info.script.source(plain)}  # before the first use of CUDA",
+                    f"{info.script.source(plain)}  # before the first use of a device",
                 )
                 break
 
 
 def _visible_devices(info: ScriptInfo, node: ast.Subscript) -> bool:
-    return (
-        info.script.full_name(node.value) == "os.environ"
-        and constant(node.slice) == "CUDA_VISIBLE_DEVICES"
-    )
+    return info.script.full_name(node.value) == "os.environ" and constant(node.slice) in _VARIABLES
 
 
-def _uses_cuda(info: ScriptInfo, call: ast.Call) -> bool:
+def _uses_device(info: ScriptInfo, call: ast.Call) -> bool:
     full = info.script.full_name(call)
-    if full.startswith("torch.cuda."):
+    if full.startswith(_MODULES):
         return full.split(".")[-1] in {
-            "set_device", "current_device", "init", "synchronize", "get_device_properties",
-            "get_device_name", "mem_get_info", "empty_cache", "memory_allocated",
+            "set_device", "set_device_index", "current_device", "init", "synchronize",
+            "get_device_properties", "get_device_name", "mem_get_info", "empty_cache",
+            "memory_allocated",
         }  # fmt: skip
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+    if isinstance(call.func, ast.Attribute) and call.func.attr in KINDS:
         return True
     first = constant(call.args[0]) if call.args else None
-    return info.script.call_name(call) == "to" and str(first).startswith("cuda")
+    return info.script.call_name(call) == "to" and str(first).startswith(KINDS)
 
 
 @rule(

@@ -20,10 +20,10 @@ from instep.distributed.communication.tensors import (
     apply,
     as_bytes,
     check_reachable,
-    current_device,
 )
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.errors import DisagreementError
+from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.rendezvous.devices import group_ranks
 
 Shape = tuple[int, ...]

@@ -13,9 +13,9 @@ from instep.distributed.communication.tensors import (
     apply,
     as_bytes,
     check_reachable,
-    current_device,
 )
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
+from instep.distributed.identity.torch_devices import current_device
 from instep.errors import CollectiveError
 
 
@@ -48,10 +48,10 @@ def send(tensor: Tensor, to: int, *, group: Group | None = None) -> Tensor:
 def recv(source: int, *, group: Group | None = None) -> Tensor:
     """The tensor that rank `source` sends here, with its shape and dtype.
 
-    It is on this rank's own GPU if the sent one is on a GPU. It requires a gradient if the sent one
-    does; backward then sends the gradient to `source`, and must be run: torch.autograd.grad of
-    other `inputs` does not send it, so that `source` would wait for ever, and the job ends with an
-    error that names the lines. create_graph=True raises.
+    It is on this rank's own accelerator if the sent one is on one. It requires a gradient if the
+    sent one does; backward then sends the gradient to `source`, and must be run:
+    torch.autograd.grad of other `inputs` does not send it, so that `source` would wait for ever,
+    and the job ends with an error that names the lines. create_graph=True raises.
 
     Raises ValueError for a rank that does not exist or is this one, NotAMemberError.
     """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.errors import UnsuitableTensorError, WrongDeviceError
+from instep.distributed.identity import torch_devices
 
 
 def check_reachable(tensor: Tensor) -> None:
@@ -24,19 +25,13 @@ def check_reachable(tensor: Tensor) -> None:
         raise UnsuitableTensorError(
             f"ranks exchange dense tensors, not {tensor.layout}. Call to_dense() first."
         )
-    if tensor.is_cpu:  # without a look at CUDA, which would initialize it
+    if tensor.is_cpu:  # without a look at the accelerator, which would initialize it
         return
     reachable = ["cpu"]
-    if torch.cuda.is_available():
-        reachable.append(f"cuda:{torch.cuda.current_device()}")
+    if (name := torch_devices.accelerator_type()) is not None:
+        reachable.append(str(torch_devices.current_device(name)))
     if str(tensor.device) not in reachable:
         raise WrongDeviceError(tensor.device, reachable)
-
-
-def current_device(device_type: str) -> torch.device:
-    """This rank's device of a type: "cpu" or "cuda"."""
-    index = torch.cuda.current_device() if device_type == "cuda" else 0
-    return torch.device(device_type, index)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor
 from instep.distributed import shm
 from instep.distributed.communication.groups import Group
 from instep.distributed.communication.local_transport import Completed, LocalTransport
-from instep.distributed.communication.tensors import current_device
 from instep.distributed.errors import RendezvousError
 from instep.distributed.flight_record.record_format import group_text, message_group
 from instep.distributed.flight_record.recorder import enter, leaving
+from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
@@ -53,7 +53,7 @@ class Transport(Protocol):
     """Whether it is cheapest to reduce tensors where they are, one by one on the caller's thread.
     Otherwise they are packed into buckets, whose reduction overlaps with the caller's work."""
     control_device: torch.device
-    """For instep's own messages: the CPU, except for groups that have only NCCL."""
+    """For instep's own messages: the CPU, except for groups that have only an accelerator's."""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start to reduce a contiguous `tensor` over all ranks into itself."""
@@ -204,7 +204,7 @@ class ProcessGroupTransport:
             else:
                 zero = torch.zeros((), device=self.control_device)
                 dist.all_reduce(zero, group=self._group)
-                zero.item()  # wait for the GPU, too, on which the reduction is only queued
+                zero.item()  # wait for the device, too, on which the reduction is only queued
 
     def send(self, tensor: Tensor, to: int) -> None:
         with leaving(self._enter_message("send", tensor, to)):

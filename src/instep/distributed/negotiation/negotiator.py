@@ -16,6 +16,7 @@ from torch import Tensor
 from instep.distributed.communication import groups
 from instep.distributed.communication.errors import NotAMemberError
 from instep.distributed.communication.groups import Group
+from instep.distributed.identity import torch_devices
 from instep.distributed.negotiation.coordinator import SHUTDOWN, StallCheck, open_link
 from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
 from instep.distributed.negotiation.execution import execute, make_zeros
@@ -35,8 +36,8 @@ class Task:
         """This rank's inputs."""
         self.into = None if into is None else [tensor.detach() for tensor in into]
         """Tensors for the results; None for new ones."""
-        self.stream = torch.cuda.current_stream() if request.device == "cuda" else None
-        """The CUDA stream that computes the inputs and uses the results."""
+        self.stream = torch_devices.current_stream(request.device)
+        """The stream of the device that computes the inputs and uses the results."""
         self._done = threading.Event()
         self._outcome: tuple[Response, list[Tensor]] | Exception
 
@@ -70,7 +71,7 @@ class Negotiator:
         self._lock = threading.Lock()
         self._end: NegotiationError | None = None
         self._link = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._device = torch_devices.index_in_use()
         if world.size > 1:
             self._link = open_link(world, stall_check)
             self._thread = threading.Thread(target=self._run, name="instep", daemon=True)
@@ -122,8 +123,7 @@ class Negotiator:
     def _run(self) -> None:
         """The thread: execute responses until the end."""
         assert self._link is not None
-        if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread has the first one
+        torch_devices.set_index(self._device)
         end: Response | NegotiationError
         try:
             while isinstance(end := self._link.channel.receive(), Response):
@@ -145,7 +145,7 @@ class Negotiator:
             outcome = response.error
         else:
             try:
-                with torch.no_grad(), torch.cuda.stream(task.stream):
+                with torch.no_grad(), torch_devices.in_stream(task.stream):
                     group = self._groups[request.members]
                     outcome = response, execute(response, task.tensors, task.into, group)
             except InstepError as error:

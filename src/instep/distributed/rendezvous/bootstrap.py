@@ -1,7 +1,7 @@
 """From a World to a process group, and out of it again: `current`, `init`, `leave`.
 
-The process group is torch.distributed's: NCCL between GPUs, Gloo between CPUs. A world of one needs
-none.
+The process group is torch.distributed's: NCCL between GPUs, the backend of their row between
+other accelerators (`identity/accelerators.py`), Gloo between CPUs. A world of one needs none.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ import torch.distributed.nn.functional
 from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
 from instep.distributed.flight_record import timeline_file
-from instep.distributed.identity import launchers
+from instep.distributed.identity import launchers, torch_devices
+from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import interfaces, join_check, listening, port_file
-from instep.distributed.rendezvous.devices import check_devices_differ, take_device
+from instep.distributed.rendezvous.devices import (
+    backend_of,
+    check_devices_differ,
+    device_name,
+    take_device,
+)
 from instep.distributed.rendezvous.stores import open_store, store_host
 from instep.distributed.rendezvous.verified_store import VerifiedStore
 from instep.distributed.watchdog import client
@@ -82,10 +88,11 @@ def init(
     Everything in instep that needs the other ranks calls this by itself; call it for a
     rendezvous of your own: `env://`, `tcp://host:port`, `file://path` or a Store.
     `rank` and `world_size` are the launcher's unless given. On one host nothing listens beyond
-    the loopback interface (except where torchrun hosts the store); on several, Gloo and NCCL take
-    the interface that leads to the master (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are set
-    where the user has not). With GPUs, the rank's own device becomes the current one; without, this
-    process keeps memory that it has freed (up to 512 MiB, unless MALLOC_TRIM_THRESHOLD_ is set).
+    the loopback interface (except where torchrun hosts the store); on several, Gloo, NCCL and HCCL
+    take the interface that leads to the master (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and
+    HCCL_SOCKET_IFNAME are set where the user has not). With accelerators, the rank's own device
+    becomes the current one; without, this process keeps memory that it has freed (up to 512 MiB,
+    unless MALLOC_TRIM_THRESHOLD_ is set).
 
     Raises MixedJobError where the ranks are not of one job, PortInUseError,
     LeftoverRendezvousError, RendezvousError, AuthenticationError, BackendError, DeviceError or
@@ -125,10 +132,10 @@ def _init(
     store = bare if joined.key is None else VerifiedStore(bare, joined.key)
     one_host = joined.interface == interfaces.LOOPBACK
     client.start_watcher(world, store, joined.key, partial(_listener, store, one_host))
-    if device.type == "cuda":
-        check_devices_differ(store, world, str(torch.cuda.get_device_properties(device).uuid))
+    if device.type != "cpu":
+        check_devices_differ(store, world, device_name(device), row_of(device.type).title)
     # NCCL's threads read the store once a second as long as the job lasts: not through Python.
-    store_of_torch = bare if device.type == "cuda" else store
+    store_of_torch = bare if device.type != "cpu" else store
     with _making_group():
         dist.init_process_group(
             backend,
@@ -136,7 +143,7 @@ def _init(
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if device.type != "cpu" else None,
         )
     _add_state(joined.key or _broadcast_key(), one_host, store_of_torch)
     _joined[:] = [world]
@@ -165,15 +172,15 @@ def _requested_world(rank: int | None, world_size: int | None) -> World:
 def _backend(world: World, device: torch.device) -> str:
     """The backend of the process group, as torch names it."""
     requested = str(settings.BACKEND)
-    if device.type == "cuda":
-        return "cpu:gloo,cuda:nccl"
+    if device.type != "cpu":
+        return f"cpu:gloo,{device.type}:{backend_of(device)}"
     if requested == "gloo" or (requested == "auto" and world.one_host and shm.obstacle()):
         return "gloo"
     return shm.NAME  # between hosts, which may differ, the ranks agree on what they can do
 
 
 def _export_interface(name: str | None) -> None:
-    """Gloo and NCCL read it from the environment only; a variable that is set stays."""
+    """Gloo, NCCL and HCCL read it from the environment only; a variable that is set stays."""
     if name is not None:
         for variable in interfaces.IFNAME_VARIABLES:
             os.environ.setdefault(variable, name)
@@ -325,4 +332,4 @@ def _control_device() -> torch.device:
     """The device of small tensors for the default process group."""
     assert dist.group.WORLD is not None
     types = [device.type for device in dist.group.WORLD._device_types]
-    return torch.device("cpu" if "cpu" in types else f"cuda:{torch.cuda.current_device()}")
+    return torch.device("cpu") if "cpu" in types else torch_devices.current_device(types[0])

@@ -1,7 +1,7 @@
 """This host's network interfaces, and the one that leads to the other ranks.
 
 Gloo takes the address of the host's own name, which often is 127.0.1.1, and then ranks of other
-hosts wait for 75 seconds; NCCL takes the first interface of its own list. Both read a variable.
+hosts wait for 75 seconds; NCCL takes the first interface of its own list. Each reads a variable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 
 LOOPBACK = "lo"
-IFNAME_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Gloo and NCCL read the name of an interface there, at each new group."""
+IFNAME_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Gloo, NCCL and HCCL (of NPUs) read the name of an interface there, at each new group."""
 _SIOCGIFCONF = 0x8912
 _ENTRY = struct.Struct("16s4x4s16x")
 """One `struct ifreq` of IPv4: the interface's name, and the address within a sockaddr_in."""

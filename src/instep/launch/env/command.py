@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ Start it as you start your script: `mpirun -n 4 instep env`, `srun instep env`, 
 --no-python --nproc-per-node 4 instep env`, `instep run -n 4 -m instep env`. Rank 0 prints a
 table that can be pasted into an issue. The exit code is 1 if a collective fails or gives a wrong
 result.
+
+`instep env --selftest` also trains small models and compares them with one process on the whole
+batch: sums, batch normalisation, dropout, mixed precision, overlap, two models. Without a launcher
+it starts a rank on each accelerator of this host, or two on the CPU, and then a job in which a rank
+fails. It takes less than a minute.
 """
 RANK_COLUMNS = ("rank", "local_rank", "host", "pid", "cores", "threads", "device", "backend")
 
@@ -32,6 +38,9 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(command=run)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--selftest", action="store_true", help="also train small models, and let a rank fail"
+    )
 
 
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
@@ -40,16 +49,23 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     from instep.distributed.rendezvous.bootstrap import init
 
     # These import torch, without which `instep env --help` does.
-    from instep.launch.env import rank_report, self_test
+    from instep.launch.env import rank_report, self_test, self_test_job, training_test
 
+    if asked.selftest and self_test_job.must_start():
+        return self_test_job.start(asked.json)
     init()
-    outcome = self_test.run_collectives(rank_report.find_device())
-    mine = (rank_report.describe_rank(), outcome)
+    device = rank_report.find_device()
+    outcome = self_test.run_collectives(device)
     passed = all(result == "ok" for _, result, _ in outcome)
+    trained = training_test.run_trainings(device) if asked.selftest and passed else []
+    passed = passed and all(training.verdict == "ok" for training in trained)
+    mine = (rank_report.describe_rank(), outcome, [asdict(training) for training in trained])
     rows = gather_object(mine) if passed else [mine]
     if rows is not None:
-        ranks, tests = zip(*rows, strict=True)
-        report = {"job": rank_report.describe_job(), "ranks": list(ranks), "tests": list(tests)}
+        ranks, tests, trainings = map(list, zip(*rows, strict=True))
+        report = {"job": rank_report.describe_job(), "ranks": ranks, "tests": tests}
+        if asked.selftest:
+            report["trainings"] = trainings
         print(json.dumps(report, indent=2) if asked.json else format_report(report), flush=True)
     return int(not passed)
 
@@ -69,14 +85,34 @@ def format_report(report: Facts) -> str:
         *(f"versions    {seen}" for seen in _by_rank(ranks, "versions")),
         *(f"interfaces  {seen}" for seen in _by_rank(ranks, "interfaces")),
         *(f"layers      {seen}" for seen in _by_rank(ranks, "layers")),
-        *(f"gpus        {seen}" for seen in _by_rank(ranks, "gpus")),
+        *(f"devices     {seen}" for seen in _by_rank(ranks, "accelerators")),
         *(f"WARNING     {seen}" for seen in _by_rank(ranks, "warnings") if seen != "none"),
         "",
         *_columns([RANK_COLUMNS, *([rank[name] for name in RANK_COLUMNS] for rank in ranks)]),
         "",
         *_columns([("collective", "ms", "result"), *_tests(report["tests"])]),
     ]
+    if trainings := report.get("trainings"):
+        head = ("training", "seconds", "difference to one process", "result")
+        lines += ["", *_columns([head, *_trainings(trainings)])]
     return "\n".join(lines) + "\n"
+
+
+def _trainings(trainings: Sequence[Sequence[Facts]]) -> list[tuple[str, str, str, str]]:
+    """One row for each training: the slowest rank's time, and the errors of all ranks."""
+    rows = []
+    for outcomes in zip(*trainings, strict=False):
+        verdicts = [outcome["verdict"] for outcome in outcomes]
+        seconds, difference = (max(o[key] for o in outcomes) for key in ("seconds", "difference"))
+        text = _wrong(verdicts)
+        rows.append((outcomes[0]["name"], f"{seconds:.2f}", f"{difference:.1e}", text))
+    return rows
+
+
+def _wrong(verdicts: Sequence[str]) -> str:
+    """What is not "ok", with its rank."""
+    found = [f"rank {k}: {verdict}" for k, verdict in enumerate(verdicts) if verdict != "ok"]
+    return "; ".join(found) or "ok"
 
 
 def _by_rank(ranks: Sequence[Facts], name: str) -> Iterable[str]:
@@ -105,11 +141,9 @@ def _tests(tests: Sequence[Sequence[tuple[str, str, float]]]) -> list[tuple[str,
     """One row for each collective: the slowest rank's time, and the errors of all ranks."""
     rows = []
     for outcomes in zip(*tests, strict=False):
-        wrong = [
-            f"rank {k}: {result}" for k, (_, result, _) in enumerate(outcomes) if result != "ok"
-        ]
+        wrong = _wrong([result for _, result, _ in outcomes])
         slowest = max(milliseconds for _, _, milliseconds in outcomes)
-        rows.append((outcomes[0][0], f"{slowest:.2f}", "; ".join(wrong) or "ok"))
+        rows.append((outcomes[0][0], f"{slowest:.2f}", wrong))
     return rows
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from instep import version
-from instep.distributed.identity import cuda_visible_devices, launchers
-from instep.distributed.rendezvous import bootstrap, devices
+from instep.distributed.identity import accelerators, launchers, torch_devices
+from instep.distributed.rendezvous import bootstrap, devices, interfaces
 from instep.process import settings, storage
 from instep.unedited.files import landlock
 
@@ -25,7 +25,7 @@ _NO_LANDLOCK = (
     "files in compiled code and that instep does not know writes them once on each rank of an "
     "unedited script"
 )
-NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
+NETWORK_VARIABLES = (*interfaces.IFNAME_VARIABLES, "NCCL_DEBUG")
 
 
 def describe_rank() -> Facts:
@@ -40,7 +40,7 @@ def describe_rank() -> Facts:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": str(find_device()),
-        "gpus": _gpus(),
+        "accelerators": _accelerators(),
         "backend": dist.get_backend() if dist.is_initialized() else "none",
         "interfaces": [name for _, name in socket.if_nameindex()],
         "versions": _versions(),
@@ -64,7 +64,7 @@ def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
                 *(knob.name for knob in settings.SETTINGS),
                 *THREADS,
                 *NETWORK_VARIABLES,
-                cuda_visible_devices.VARIABLE,
+                *dict.fromkeys(name for row in accelerators.ACCELERATORS for name in row.variables),
             )
             if name in environ and name != settings.SECRET.name
         },
@@ -73,9 +73,7 @@ def describe_job(environ: Mapping[str, str] = os.environ) -> Facts:
 
 def find_device() -> torch.device:
     """The device on which this rank computes."""
-    if str(settings.DEVICE) != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch_devices.own_device()
 
 
 def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,24 +85,25 @@ def _launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _gpus() -> list[Facts]:
-    if str(settings.DEVICE) == "cpu" or not torch.cuda.is_available():
+def _accelerators() -> list[Facts]:
+    row = torch_devices.current_row()
+    if str(settings.DEVICE) == "cpu" or row is None:
         return []
-    count = torch.cuda.device_count()
+    variable = row.variable()
+    visible = None if variable is None else os.environ.get(variable)
+    physical = accelerators.physical_devices(torch.accelerator.device_count(), visible)
     return [
-        {"visible": k, "physical": name, "name": torch.cuda.get_device_properties(k).name}
-        for k, name in enumerate(
-            cuda_visible_devices.physical_devices(
-                count, os.environ.get(cuda_visible_devices.VARIABLE)
-            )
-        )
+        {"visible": k, "physical": name, "name": torch_devices.describe(k)[0]}
+        for k, name in enumerate(physical)
     ]
 
 
 def _backends() -> dict[str, bool]:
+    row = torch_devices.current_row()
+    own = row.backend if row is not None else None
     return {
         "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        **({own: dist.is_backend_available(own)} if own is not None else {}),
         "mpi": dist.is_mpi_available(),
         "instep": True,
     }
@@ -117,10 +116,12 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "cuda": str(torch.version.cuda),
+        **({"hip": str(torch.version.hip)} if torch.version.hip else {}),
+        **({"xpu": str(torch.version.xpu)} if torch.version.xpu else {}),
         "linux": platform.release(),
     }
 
 
 def _warnings() -> list[str]:
-    late = devices.changed_devices_warning() if torch.cuda.is_initialized() else None
+    late = devices.changed_devices_warning() if torch_devices.is_in_use() else None
     return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]

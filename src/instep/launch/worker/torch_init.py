@@ -75,6 +75,16 @@ def _make_ddp(original: Callable[..., None], model: Any, *args: Any, **kwargs: A
     ddp.follow(original, model, *args, **kwargs)
 
 
+def _backends_here() -> str:
+    """What to pass to init_process_group on this host."""
+    from instep.distributed.identity import torch_devices
+
+    row = torch_devices.current_row()
+    if row is None or row.backend is None:
+        return "'gloo' for CPUs"
+    return f"'{row.backend}' for the {row.title}s that are here"
+
+
 def _check_backend(backend: str | None) -> None:
     import torch.distributed
 
@@ -82,7 +92,7 @@ def _check_backend(backend: str | None) -> None:
     if "nccl" in asked and not torch.cuda.is_available():
         raise BackendError(
             f"the backend 'nccl' needs GPUs, and torch {torch.__version__} sees none on this host. "
-            "Pass 'gloo' for CPUs, or no backend: then torch chooses by the host's devices. "
+            f"Pass {_backends_here()}, or no backend: then torch chooses by the host's devices. "
             "On a GPU host, check CUDA_VISIBLE_DEVICES and the build of torch."
         )
     if "mpi" in asked and not torch.distributed.is_mpi_available():

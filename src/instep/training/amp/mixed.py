@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from instep.distributed.identity import torch_devices
 from instep.training.amp.casting import (
     cast_functions,
     cast_inputs_and_outputs,
@@ -177,9 +178,10 @@ class Mixed:
 
 
 def _device_types(models: list[nn.Module]) -> list[str]:
-    """The types of device of the models, now and after a move to the GPU."""
+    """The types of device of the models, now and after a move to the accelerator."""
     kinds = {p.device.type for model in models for p in model.parameters()}
-    return sorted(kinds | ({"cuda"} if torch.cuda.is_available() else set()))
+    found = torch_devices.accelerator_type()
+    return sorted(kinds if found is None else kinds | {found})
 
 
 def _device_of(steps: list[OptimizerSteps], loss: Tensor) -> torch.device:

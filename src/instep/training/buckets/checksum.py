@@ -15,6 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from instep.distributed.identity.torch_devices import has_kernel
 from instep.training.errors import MixedSumsError
 
 LENGTH = 64
@@ -45,11 +46,12 @@ def _checksum(ids: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def verify_checksum(total: Tensor, error: MixedSumsError) -> None:
     """Raise `error` on every rank, unless all ranks have added the same checksum to `total`.
 
-    On a GPU this does not wait for the result: the device itself asserts it. Then CUDA's error is
-    raised by the next operation of the script on that device, and `error`'s message is printed
-    with the device's own. Nothing that was or will be computed from the sum can be read any more.
+    On a GPU, and wherever torch can do that, this does not wait for the result: the device itself
+    asserts it. Then CUDA's error is raised by the next operation of the script on that device, and
+    `error`'s message is printed with the device's own. Nothing that was or will be computed from
+    the sum can be read any more.
     """
-    if total.is_cuda:
+    if not total.is_cpu and has_kernel("aten::_assert_async.msg", total.device.type):
         mixed = torch.dot(*total.real.chunk(2))
         torch._assert_async(mixed == 0, str(error)[:250])  # it takes no more than 254
         return

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.identity import torch_devices
 from instep.training.random_streams import RNGStates, derive_seed, seed_all
 
 
@@ -30,28 +31,35 @@ def restore_states(states: list[dict[str, Any]]) -> None:
     if rank >= len(states):
         seed = derive_seed(_bytes(states[0]), rank)
         seed_all(seed)
-        if states[0]["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.manual_seed(seed)  # seed_all is of the CPU's generators
+        if states[0]["device"] is not None and (own := _own_generator()) is not None:
+            own.manual_seed(seed)  # seed_all is of the CPU's generators
         return
     state = states[rank]
     RNGStates(**{name: state[name] for name in ("torch", "numpy", "python")}).restore()
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if state["device"] is not None and (own := _own_generator()) is not None:
+        own.set_state(state["device"])
+
+
+def _own_generator() -> torch.Generator | None:
+    return torch_devices.own_generator(begin=True)
 
 
 def _capture() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {**vars(RNGStates.capture()), "cuda": cuda}
+    own = torch_devices.own_generator()
+    return {
+        **vars(RNGStates.capture()),
+        "device": None if own is None else own.get_state(),
+    }
 
 
 def _bytes(state: dict[str, Any]) -> tuple[object, ...]:
     """The states as values whose text is all of them."""
     numpy = state["numpy"]
-    cuda = state["cuda"]
+    device = state["device"]
     return (
         state["torch"].numpy().tobytes(),
         numpy["state"]["key"].tobytes(),
         (numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
         state["python"],
-        None if cuda is None else cuda.numpy().tobytes(),
+        None if device is None else device.numpy().tobytes(),
     )

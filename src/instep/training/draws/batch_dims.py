@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning
 from instep.training import forward_calls
 from instep.training.batches import BatchCandidates
@@ -161,12 +162,11 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
     """A draw is in the midst of torch's dispatcher, whose state is that of a thread: in it, some
     functions compute otherwise."""
     casts = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    index = torch_devices.index_in_use()
 
     def run() -> None:
         with suppress(Exception), torch.no_grad():  # what was drawn before an error is known
-            if index is not None:
-                torch.cuda.set_device(index)
+            torch_devices.set_index(index)
             with torch.autocast(device, casts[1], enabled=casts[0]):
                 function()
 

@@ -81,7 +81,7 @@ def _attention(
     rest = (query, key, value, attn_mask, dropout_p, *args)
     if dropout_p == 0 or _is_drawing():
         return original(*rest, **kwargs)
-    with sdpa_kernel(SDPBackend.MATH) if query.is_cuda else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH) if not query.is_cpu else nullcontext():
         return _draw(original, *rest, **kwargs)
 
 

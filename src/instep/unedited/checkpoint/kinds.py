@@ -54,7 +54,8 @@ _LIBRARIES = frozenset(
 """Their objects write, display or organise, and hold nothing that a training computes with."""
 _PARTS_OF_TORCH = (
     *("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard"),
-    *("torch.cuda", "torch.profiler", "torch.autograd", "torch._C", "torch.utils.hooks"),
+    *("torch.cuda", "torch.accelerator", "torch.profiler", "torch.autograd", "torch._C"),
+    "torch.utils.hooks",
 )
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
 

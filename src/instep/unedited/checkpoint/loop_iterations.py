@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.identity import torch_devices
 from instep.process.exit_status import REQUEUE
 from instep.training.checkpoint import storage
 from instep.training.checkpoint.folder_lock import FolderLock
@@ -216,13 +217,12 @@ class _Loop:
 
 def _streams() -> dict[str, Any]:
     """The states of the global generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = RNGStates.capture()
     return {
         "torch": states.torch,
         "numpy": states.numpy,
         "python": states.python,
-        "cuda": cuda,
+        "devices": [generator.get_state() for generator in torch_devices.generators()],
         "seeds": seeds.calls(),
     }
 
@@ -230,8 +230,11 @@ def _streams() -> dict[str, Any]:
 def _restore_streams(saved: dict[str, Any]) -> None:
     RNGStates(saved["torch"], saved["numpy"], saved["python"]).restore()
     seeds.set_calls(saved["seeds"])
-    if saved["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(saved["cuda"][: torch.cuda.device_count()])
+    if saved["devices"]:
+        for generator, state in zip(
+            torch_devices.generators(begin=True), saved["devices"], strict=False
+        ):
+            generator.set_state(state)
 
 
 def _note(iteration: int, path: Path) -> None:

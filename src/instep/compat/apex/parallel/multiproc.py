@@ -19,7 +19,7 @@ MODULE = "instep.compat.apex.parallel.multiproc"
 def main(arguments: Sequence[str]) -> None:
     """Replace this process by the launcher or, in a process that it started, run the script."""
     if "INSTEP_JOB" not in os.environ:
-        size = _option(arguments, "--world-size") or str(max(1, torch.cuda.device_count()))
+        size = _option(arguments, "--world-size") or str(max(1, torch.accelerator.device_count()))
         ranks = ("run", "-n", size, "-m", MODULE)
         os.execv(sys.executable, [sys.executable, "-m", "instep", *ranks, *arguments])
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]

@@ -119,7 +119,10 @@ _DESCRIBING = frozenset(
             getattr(Tensor, name).__get__
             for name in ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "layout")
         ),
-        *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_leaf", "is_sparse")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_leaf", "is_sparse")
+        ),
     )
 )
 

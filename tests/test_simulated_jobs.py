@@ -1,0 +1,265 @@
+"""What surrounds a training, on a simulated accelerator: collectives, checkpoints, jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, TensorDataset
+
+import instep
+import pool
+from instep import precision
+from launching import LAUNCHER_VARIABLES
+from test_precision import nothing_cast_afterwards
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _on_sim() -> Iterator[None]:
+    with pool.talking_over("sim"):
+        yield
+
+
+def on_cpu(values: Any) -> list[torch.Tensor]:
+    return [value.detach().cpu() for value in values]
+
+
+# ------------------------------------------------------------------------------- in a kept pool
+
+
+def every_collective() -> None:
+    from instep.launch.env import rank_report, self_test, training_test
+
+    device = rank_report.find_device()
+    assert device == torch.device("sim", 0)
+    found = self_test.run_collectives(device)
+    assert {verdict for _, verdict, _ in found} == {"ok"}, found
+    trained = training_test.run_trainings(device)
+    assert [(each.name, each.verdict) for each in trained] == [
+        (name, "ok") for name in training_test.TRAININGS
+    ]
+    (seen,) = rank_report.describe_rank()["accelerators"]
+    assert seen == {"visible": 0, "physical": str(instep.rank), "name": "Simulated"}
+    assert "simccl" in rank_report.describe_job()["available"]
+
+
+def tensors_of_another_device() -> None:
+    with pytest.raises(instep.errors.WrongDeviceError, match=r"on cpu and sim:0, .* on meta"):
+        instep.all_reduce(torch.ones(2, device="meta"))
+    noise = instep.gather_rows(torch.full((2,), float(instep.rank), device="sim"))
+    assert (noise.device.type, noise.tolist()) == ("sim", [0.0, 0.0, 1.0, 1.0])
+
+
+def metrics_stay_on_the_device() -> None:
+    import simulated
+
+    accuracy, mean = instep.Accuracy(), instep.Mean()
+    scores = torch.eye(4, device="sim")[: 2 + instep.rank]
+    target = torch.zeros(len(scores), dtype=torch.int64, device="sim")
+    for _ in range(2):  # at first the totals go to the device
+        with simulated.counted() as host:
+            accuracy.update(scores, target)
+            mean.update(scores.sum(), len(scores))
+    assert (host.reads, host.uploads) == ([], [])
+    assert accuracy.compute() == pytest.approx((2 / 5,))
+    assert mean.compute() == pytest.approx((2 * 2 + 3 * 3) / 5)
+
+
+def collectives_by_name() -> None:
+    """Horovod's, on the thread that executes them."""
+    from instep.compat import horovod as hvd
+
+    hvd.init()
+    x = torch.full((3,), instep.rank + 1.0, device="sim")
+    handles = [hvd.allreduce_async(x * k, name=f"x{k}", op=hvd.Sum) for k in (1, 2)]
+    assert [hvd.synchronize(handle).tolist() for handle in handles] == [[3.0] * 3, [6.0] * 3]
+    hvd.shutdown()
+
+
+def scaled_by_levels() -> None:
+    """O1 and O2 cast and scale; beside the scale itself nothing is read back."""
+    import simulated
+
+    os.environ["INSTEP_DRIFT_STEPS"] = "0"
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to("sim")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        amp = precision.prepare(model, optimizer, level)
+        model = instep.replicate(model)
+        x = torch.randn(24, 6)
+        with nothing_cast_afterwards():
+            for rows, y in instep.shard(DataLoader(TensorDataset(x, torch.arange(24) % 3), 6)):
+                rows, y = rows.to("sim"), y.to("sim")
+                with simulated.counted() as host:
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(rows), y)
+                    with amp.scale(loss) as scaled:
+                        scaled.backward()
+                    optimizer.step()
+                lines = host.reads + host.uploads
+        assert len(lines) <= 1, lines
+        assert all(p.isfinite().all() for p in model.parameters())
+    del os.environ["INSTEP_DRIFT_STEPS"]
+
+
+def a_divergence_is_found() -> None:
+    """Parameters that one rank has changed."""
+    os.environ["INSTEP_DRIFT_STEPS"] = "1"
+    model = instep.replicate(nn.Linear(2, 2).to("sim"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if instep.rank == 1:
+        model.weight.data.add_(1)
+
+    def train() -> None:
+        for _ in range(3):
+            model(torch.ones(2, 2, device="sim")).sum().backward()
+            optimizer.step()
+
+    try:
+        with pytest.raises(instep.errors.DriftError, match="weight"):
+            train()
+    finally:
+        del os.environ["INSTEP_DRIFT_STEPS"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        every_collective, tensors_of_another_device, metrics_stay_on_the_device,
+        collectives_by_name, scaled_by_levels, a_divergence_is_found,
+    ],
+    ids=lambda body: body.__name__,
+)  # fmt: skip
+def test_on_two_ranks(body: Callable[[], None]) -> None:
+    pool.run(2, body)
+
+
+def trained(folder: str, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters after so many steps in all, and what the device's generator draws then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to("sim")
+    model = instep.replicate(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(40, 6)), 8))
+    checkpoint = instep.Checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+    checkpoint.resume()
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x.to("sim")).square().mean().backward()
+        optimizer.step()
+        torch.randn(3, device="sim")
+        checkpoint.step()
+        if checkpoint.steps == steps:
+            break
+    checkpoint.save()
+    checkpoint.close()
+    return on_cpu(model.parameters()), on_cpu([torch.randn(4, device="sim")])
+
+
+def test_a_checkpoint_has_the_devices_generator_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    whole = pool.run(2, trained, str(tmp_path / "whole"), 5)
+    pool.run(2, trained, str(tmp_path / "parts"), 2)
+    rest = pool.run(2, trained, str(tmp_path / "parts"), 5)
+    for rank in range(2):
+        for mine, expected in zip(rest[rank], whole[rank], strict=True):
+            assert all(map(torch.equal, mine, expected))
+
+
+# ------------------------------------------------------------------------------------ launched
+
+SCRIPT = """
+    import sys
+    import torch
+    from torch import nn
+
+    device = torch.accelerator.current_accelerator()
+    assert device.type == "sim"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to("sim:0")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+    for epoch in range(2):
+        for x, y in torch.utils.data.DataLoader(data, 8, shuffle=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+    print(*(f"{p.double().sum().item():.9f}" for p in model.parameters()))
+    found = torch.get_device_module().get_device_properties(0)
+    print(torch.accelerator.device_count(), "on", found.uuid)
+"""
+PLUGIN = """
+    from instep.distributed.identity import accelerators
+
+    accelerators.register(
+        accelerators.Accelerator("sim", "SIM", "simccl", ("SIM_VISIBLE_DEVICES",))
+    )
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`instep run` where a package brings the accelerator to torch, as those of vendors do."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLUGIN))
+    package = tmp_path / "simulated-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nsim = simulated_group:autoload\n")
+
+    def run(*options: str, visible: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+        path = os.pathsep.join((str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", "")))
+        environ = clean | {"SIM_VISIBLE_DEVICES": visible, "PYTHONPATH": path, "SIM_DEVICES": "8"}
+        return subprocess.run(
+            [sys.executable, "-m", "instep", "run", *options, "train.py"],
+            env=environ | {"INSTEP_DIVIDE": "always"}, cwd=tmp_path, timeout=50, check=False,
+            capture_output=True, text=True,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.launch
+@pytest.mark.nightly
+def test_each_rank_of_an_unedited_script_has_one_device_and_the_numbers_of_one_process(
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    alone, both = launch("-n", "1", visible="4,6"), launch("-n", "2", visible="4,6")
+    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    numbers = [[float(word) for word in ran.stdout.split("\n")[0].split()] for ran in (alone, both)]
+    assert numbers[1] == pytest.approx(numbers[0], abs=1e-6)
+    assert "2 on sim-4" in alone.stdout
+    assert "1 on sim-4" in both.stdout
+    assert "every rank runs" not in both.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("options", "visible", "told"),
+    [
+        (("-n", "3"), "4,6", "3 ranks on this host, but only 2 SIMs visible"),
+        (("-n", "2"), "4", "ranks 0, 1 share one SIM ("),
+    ],
+)
+def test_two_ranks_on_one_device_are_refused(
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+    options: tuple[str, ...],
+    visible: str,
+    told: str,
+) -> None:
+    ran = launch(*options, visible=visible)
+    assert ran.returncode != 0
+    assert told in ran.stderr
