@@ -23,6 +23,7 @@ COMMANDS = {
     "horovodrun": "instep.launch.horovodrun",
     "env": "instep.launch.env.command",
     "slurm": "instep.launch.slurm",
+    "k8s": "instep.launch.kubernetes.command",
     "timeline": "instep.launch.timeline.command",
     "where": "instep.launch.where.command",
     "completion": "instep.completion",
@@ -32,7 +33,7 @@ COMMANDS = {
 Only the module of the command in question is imported, so that a job starts fast; completion, the
 last, reads the parsers of all."""
 
-WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm")
+WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments. WITH_VALUE of their modules lists
 the options that take the next word as their value."""
 
