@@ -220,6 +220,22 @@ def test_a_rank_that_dies_in_a_backward_of_several_hosts_is_named(hosts, tmp_pat
         assert "instep: rank 3 of 4 was killed by SIGKILL" in err
 
 
+@pytest.mark.nightly
+def test_with_rank_and_world_size_alone_a_death_on_the_other_host_is_named(hosts, tmp_path):
+    """As in a pod of Kubernetes: nothing says how many ranks a host has. The watch works between
+    the hosts all the same."""
+    (tmp_path / "dies.py").write_text(DIES.replace("== 3", "== 1"))
+
+    def alone(host):
+        place = [f"RANK={host}", "WORLD_SIZE=2", f"MASTER_ADDR={hosts.addresses[0]}"]
+        return ["env", *place, "MASTER_PORT=29483", sys.executable, "dies.py"]
+
+    (first, _, err), (second, _, second_err) = start(hosts, tmp_path, alone, INSTEP_TIMEOUT="60")
+    assert (first, second) == (137, 137), second_err
+
+    assert "instep: rank 1 of 2 was killed by SIGKILL on h1; rank 0 was stopped" in err + second_err
+
+
 FAILS = """
 import os, signal, sys
 rank = int(os.environ["RANK"])

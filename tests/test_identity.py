@@ -2,6 +2,7 @@
 
 import pytest
 
+from instep.distributed.identity import launchers
 from instep.distributed.identity.launchers import detect
 from instep.distributed.identity.world import World
 from instep.errors import LaunchVariablesError
@@ -53,3 +54,14 @@ def test_without_local_variables_one_host_is_assumed():
 def test_half_set_or_contradictory_variables_are_named(variables, message):
     with pytest.raises(LaunchVariablesError, match=message):
         detect(variables)
+
+
+def test_what_rank_and_world_size_alone_say_of_hosts_is_a_guess(monkeypatch):
+    """In this process's environment, which takes strings only."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "INSTEP_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not launchers.is_one_host(launchers.detect())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launchers.is_one_host(launchers.detect())

@@ -80,6 +80,7 @@ def test_overrides_are_read_from_strings_too():
     assert levels.choose_options("O2", keep_batchnorm_fp32="False").keep_batchnorm_fp32 is False
     assert levels.choose_options("O2", torch.bfloat16).loss_scale == 1.0
     assert levels.choose_options("O1", cast_model_type=False) == levels.choose_options("O1")
+    assert levels.choose_options("O2", cast_model_type=False).cast_model_type is None
 
 
 @pytest.mark.parametrize(

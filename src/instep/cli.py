@@ -23,14 +23,17 @@ COMMANDS = {
     "horovodrun": "instep.launch.horovodrun",
     "env": "instep.launch.env.command",
     "slurm": "instep.launch.slurm",
+    "k8s": "instep.launch.kubernetes.command",
     "timeline": "instep.launch.timeline.command",
     "where": "instep.launch.where.command",
+    "completion": "instep.completion",
 }
 """The module of each command. It defines `add_command`, which adds a parser to the subparsers of
 `instep`, and `run`, which the parser sets as `command`: `run(arguments, program) -> exit code`.
-Only the module of the command in question is imported, so that a job starts fast."""
+Only the module of the command in question is imported, so that a job starts fast; completion, the
+last, reads the parsers of all."""
 
-WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm")
+WITH_PROGRAM = ("run", "verify", "horovodrun", "slurm", "k8s")
 """Commands that end with the user's program and its arguments. WITH_VALUE of their modules lists
 the options that take the next word as their value."""
 
@@ -171,6 +174,6 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"instep {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     for known, home in COMMANDS.items():
-        if name not in COMMANDS or name == known:
+        if name not in COMMANDS or name in (known, "completion"):
             import_module(home).add_command(commands)
     return parser

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from instep.errors import VerificationError
 from instep.process import settings
+from instep.verify import progress
 from instep.verify.errors import ScriptFailedError, ScriptLateError, StepsError
 from instep.verify.recording.records import RunPlan, RunRecord, read_run
 
@@ -90,15 +91,18 @@ class ScriptRunner:
         start: RankStarter,
         log: Callable[[str], None],
     ) -> None:
+        """`log` is called with the title of each run that starts."""
         self._command = command
         self._folder = folder
         self._start = start
         self._log = log
         self._limit: float | None = None
 
-    def run(self, name: str, n: int, plan: RunPlan) -> RunRecord:
-        """One run. Raises ScriptFailedError, ScriptLateError, StepsError."""
-        self._log(name)
+    def run(self, name: str, n: int, plan: RunPlan, title: str = "") -> RunRecord:
+        """One run, in a folder of this name. `title` says to the user what it is.
+
+        Raises ScriptFailedError, ScriptLateError, StepsError."""
+        self._log(title)
         folder = self._folder / name.replace(" ", "-")
         folder.mkdir()
         plan.write(folder)
@@ -130,9 +134,10 @@ def run_single_rank(
     Raises ScriptFailedError, ScriptLateError, StepsError.
     """
     free = RunPlan(stop=steps, final=True)
-    oracle = runner.run("oracle", 1, free)
+    oracle = runner.run("oracle", 1, free, progress.WHOLE)
     keep = choose_pinned_steps(oracle)
-    again = runner.run("oracle again", 1, RunPlan(stop=keep[-1] + 1, keep=keep, states=True))
+    first = RunPlan(stop=keep[-1] + 1, keep=keep, states=True)
+    again = runner.run("oracle again", 1, first, progress.AGAIN)
     plain = _plain(runner, RunPlan(stop=len(keep), without_instep=True))
     noise, noise_by = _noise(runner, oracle, again, replace(free, keep=(0,)), usable)
     return SingleRankRuns(oracle, again, plain, noise, noise_by, runner.path("oracle again"))
@@ -145,8 +150,8 @@ def run_multi_rank(
     keep = tuple(single.again.gradients)
     pin = RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states)
     return MultiRankRuns(
-        pinned=runner.run(f"pinned at {n}", n, pin),
-        free=runner.run(f"free at {n}", n, RunPlan(stop=steps, final=True)),
+        pinned=runner.run(f"pinned at {n}", n, pin, progress.first_steps(n)),
+        free=runner.run(f"free at {n}", n, RunPlan(stop=steps, final=True), progress.all_steps(n)),
     )
 
 
@@ -159,7 +164,10 @@ def run_with_rounding(runner: ScriptRunner, single: SingleRankRuns) -> SingleRan
     keep = tuple(single.again.gradients)
     runs = [
         runner.run(
-            f"rounding {k}", 1, RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states, rounding=k)
+            f"rounding {k}",
+            1,
+            RunPlan(stop=keep[-1] + 1, keep=keep, pin=single.states, rounding=k),
+            progress.ROUNDING,
         )
         for k in range(1, ROUNDING_RUNS + 1)
     ]
@@ -176,7 +184,7 @@ def choose_pinned_steps(oracle: RunRecord) -> tuple[int, ...]:
 
 def _plain(runner: ScriptRunner, plan: RunPlan) -> RunRecord | None:
     try:
-        return runner.run("plain python", 0, plan)
+        return runner.run("plain python", 0, plan, progress.PLAIN)
     except VerificationError:
         return None
 
@@ -191,10 +199,10 @@ def _noise(
     """A run with reversed batches or, if these change nothing, with perturbed parameters."""
     end = oracle.ranks[0].end
     if end is not None and end.indices:
-        backwards = runner.run(REVERSED, 1, replace(plan, reverse=True))
+        backwards = runner.run(REVERSED, 1, replace(plan, reverse=True), progress.NOISE)
         if usable(again, backwards):
             return backwards, REVERSED
-    return runner.run(PERTURBED, 1, replace(plan, rounding=1)), PERTURBED
+    return runner.run(PERTURBED, 1, replace(plan, rounding=1), progress.NOISE), PERTURBED
 
 
 class InstepRunStarter:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
+from instep.verify.progress import RunProgress
 from instep.verify.report import format_json, format_table, save_plot
 from instep.verify.runs import (
     InstepRunStarter,
@@ -32,18 +33,22 @@ def verify_script(
     sizes: Sequence[int],
     steps: int | None = None,
     start: RankStarter | None = None,
-    log: Callable[[str], None] = lambda name: None,
+    progress: RunProgress | None = None,
 ) -> Report:
     """Run `command` on 1 rank and on each of `sizes`, and judge the runs.
 
-    Raises ScriptFailedError, ScriptLateError, StepsError. The records lie in a temporary folder.
+    `progress` hears of each run. The records lie in a temporary folder.
+
+    Raises ScriptFailedError, ScriptLateError, StepsError.
     """
+    log = (lambda title: None) if progress is None else progress.start
     with tempfile.TemporaryDirectory(prefix="instep-verify-") as folder:
         runner = ScriptRunner(command, Path(folder), start or InstepRunStarter(), log)
         single = run_single_rank(runner, steps, is_usable_noise)
         others = sorted(set(sizes) - {1})
         if find_nondeterministic(single):
-            log(f"one process does not repeat itself, so {others} ranks are not compared")
+            if progress is not None:
+                progress.note("one process does not repeat itself, so several are not compared")
             others = []
         return compare_with_rounding(
             runner, single, [run_multi_rank(runner, n, steps, single) for n in others]
@@ -72,14 +77,11 @@ def run_and_report(
     start: RankStarter | None = None,
 ) -> int:
     """Verify, write the files and print the report. Returns 0 for the same numbers, else 1."""
-    report = verify_script(command, sizes, steps, start, _log)
+    with closing(RunProgress(sorted({*sizes} - {1}))) as progress:
+        report = verify_script(command, sizes, steps, start, progress)
     if json is not None:
         Path(json).write_text(format_json(report), encoding="utf-8")
     if plot is not None:
         save_plot(report, plot, " ".join(command))
     print(format_table(report))
     return int(report.verdict is Verdict.DIFFERENT)
-
-
-def _log(name: str) -> None:
-    print(f"instep verify: {name} ...", file=sys.stderr, flush=True)

@@ -260,8 +260,8 @@ def is_one_host(world: World, environ: Mapping[str, str] = os.environ) -> bool:
     launcher = _launcher(environ)
     if launcher is None or not world.one_host:
         return False
-    known = {launcher.local_size, launcher.tasks_per_node} & environ.keys()
-    return bool(known) and launcher.world(environ) == world
+    names = filter(None, (launcher.local_size, launcher.tasks_per_node))
+    return any(name in environ for name in names) and launcher.world(environ) == world
 
 
 def master_port(environ: Mapping[str, str] = os.environ) -> int:

@@ -173,7 +173,6 @@ class WatcherClient:
             "start",
             rank=world.rank,
             size=world.size,
-            one_host=world.one_host,
             local_rank=world.local_rank,
             host=socket.gethostname(),
             pid=self._pid,

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
 Message = dict[str, Any]
@@ -67,13 +68,16 @@ def _parse(line: bytes) -> Message:
     return message
 
 
-def connect(hosts: Sequence[str], port: int, *, one_host: bool) -> socket.socket | None:
-    """A connection to the first of these hosts that can be reached; None if none can."""
+def connect(hosts: Sequence[str], port: int) -> socket.socket | None:
+    """A connection to the first of these hosts that can be reached; None if none can.
+
+    It ends if its peer is another host that is lost.
+    """
     for host in hosts:
         with suppress(OSError):
             sock = socket.create_connection((host, port), timeout=5)
             sock.settimeout(None)
-            if not one_host:
+            if not ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name, value in KEEPALIVE.items():
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

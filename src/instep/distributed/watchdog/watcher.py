@@ -386,7 +386,7 @@ def main(fd: str) -> None:
     if start["rank"] == 0:
         hub = start_hub(loop, start)
     else:
-        reached = connect(start["hosts"], start["port"], one_host=start["one_host"])
+        reached = connect(start["hosts"], start["port"])
         if reached is None:
             return
         hub = reached

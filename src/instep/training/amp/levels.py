@@ -68,8 +68,6 @@ def choose_options(level: str, dtype: torch.dtype = torch.float16, **overrides: 
             "(the letter O and a digit, not two digits)."
         )
     given = {name: value for name, value in overrides.items() if value is not None}
-    if given.get("cast_model_type") is False:  # Apex's word for None
-        del given["cast_model_type"]
     for name, value in given.items():
         _check_override(level, name, value)
     parsed: dict[str, Any] = {name: _PARSERS[name](value) for name, value in given.items()}
@@ -85,7 +83,7 @@ def _check_override(level: str, name: str, value: object) -> None:
             "keep_batchnorm_fp32": "its batch normalisation is in float32 anyway. Leave it out.",
             "master_weights": "its parameters are in float32 themselves. Leave it out.",
         }.get(name, "")
-        if name == "cast_model_type" and value is torch.float32:
+        if name == "cast_model_type" and (value is torch.float32 or value is False):
             why = ""
     elif name == "patch_torch_functions" and value:
         why = "only O1 casts functions. Choose O1."
@@ -93,7 +91,9 @@ def _check_override(level: str, name: str, value: object) -> None:
         raise PrecisionError(f"{name}={value!r} contradicts level {level}: {why}")
 
 
-def _parse_dtype(value: object) -> torch.dtype:
+def _parse_dtype(value: object) -> torch.dtype | None:
+    if value is False:  # Apex's word for parameters that are left as they are
+        return None
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise PrecisionError.option("cast_model_type", value, "a floating-point torch.dtype")
     return value

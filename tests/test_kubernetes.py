@@ -1,0 +1,126 @@
+"""`instep k8s`: the manifests, and that their command runs with what the operators set in pods."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from instep import cli
+from instep.launch.kubernetes.manifests import MANIFESTS, KubernetesJob, format_yaml
+from test_rendezvous import clean_environ, free_port
+
+JOB = KubernetesJob("mnist", "registry/train:1", ("train.py", "--lr", "0.1"), nodes=3, tasks=4)
+PET = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+VARIABLES = {"PyTorchJob": ("RANK", "MASTER_ADDR", "MASTER_PORT"), "TrainJob": PET}
+"""What each operator sets: the pod's number, and the address and port of pod 0."""
+
+
+def command_of(manifest):
+    """The command of a manifest's pods."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
+        return spec["trainer"]["command"]
+    commands = [
+        replica["template"]["spec"]["containers"][0]["command"]
+        for replica in spec["pytorchReplicaSpecs"].values()
+    ]
+    assert commands == [commands[0]] * len(commands)
+    return commands[0]
+
+
+def in_pod(word, variables):
+    """The word as Kubernetes gives it to the container."""
+    return re.sub(
+        r"\$(\$?)\((\w+)\)", lambda m: f"$({m[2]})" if m[1] else str(variables[m[2]]), word
+    )
+
+
+def test_a_pytorch_job_has_a_master_and_the_other_pods_as_workers():
+    replicas = MANIFESTS["PyTorchJob"](JOB)["spec"]["pytorchReplicaSpecs"]
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {
+        "Master": 1,
+        "Worker": 2,
+    }
+    alone = MANIFESTS["PyTorchJob"](KubernetesJob("a", "b", ("c.py",), tasks=2))["spec"]
+    assert [*alone["pytorchReplicaSpecs"]] == ["Master"]
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_resources_are_those_of_all_ranks_of_a_pod(kind):
+    job = KubernetesJob("a", "b", ("c.py",), tasks=4, gpus=True, cpus=8, memory="64Gi")
+    text = format_yaml(MANIFESTS[kind](job))
+    for line in ('nvidia.com/gpu: "4"', 'cpu: "32"', 'memory: "64Gi"'):
+        assert line in text
+    assert "limits" not in format_yaml(MANIFESTS[kind](JOB))
+
+
+def test_the_yaml_of_mappings_in_lists_in_mappings():
+    value = {"a": [{"b": '$(X): "1"', "c": [1, "2"]}, {"d": {"e": True}}], "f": "y"}
+    assert format_yaml(value) == (
+        "a:\n"
+        '  - b: "$(X): \\"1\\""\n'
+        "    c:\n"
+        "      - 1\n"
+        '      - "2"\n'
+        "  - d:\n"
+        "      e: true\n"
+        'f: "y"\n'
+    )
+
+
+def test_the_name_is_made_of_the_script(capsys):
+    words = ["k8s", "--image", "i", "--tasks-per-node", "2", "-m", "My_pkg.train"]
+    assert cli.main(words) == 0
+    assert '\n  name: "my-pkg-train"\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ([], "nothing to run: name a script.py"),
+        (["train.py"], "instep k8s --image IMAGE train.py"),
+        (["--image", "i", "train.py"], "instep k8s --image i --gpus-per-node 4 train.py"),
+        (["--image", "i", "--kind", "Job", "train.py"], "invalid choice: 'Job'"),
+    ],
+)
+def test_wrong_lines_are_answered(capsys, words, answer):
+    assert cli.main(["k8s", *words]) == 2
+    assert answer in capsys.readouterr().err
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "kind", ["PyTorchJob", pytest.param("TrainJob", marks=pytest.mark.nightly)]
+)
+def test_the_command_runs_with_what_the_operator_sets(kind, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import instep, sys, torch\n"
+        "instep.init()\n"
+        "total = int(instep.all_reduce(torch.tensor(1 + instep.rank), 'sum'))\n"
+        "print(instep.rank, instep.world_size, total, sys.argv[1:], flush=True)\n"
+    )
+    job = KubernetesJob("a", "b", (str(script), "$(RANK)"), nodes=2, tasks=1)
+    command = command_of(MANIFESTS[kind](job))
+    port = free_port()
+    pods = []
+    for pod in range(2):
+        place = (pod, "127.0.0.1", port)
+        variables = dict(zip(VARIABLES[kind], place, strict=True))
+        operator = {"WORLD_SIZE": 2, **variables} if kind == "PyTorchJob" else variables
+        pods.append(
+            subprocess.Popen(
+                [sys.executable, *(in_pod(word, variables) for word in command[1:])],
+                env=clean_environ(**operator),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [pod.communicate()[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert "0 2 3 ['$(RANK)']" in said[0]
+    assert "1 2 3 ['$(RANK)']" in said[1]
