@@ -35,6 +35,17 @@ def test_a_blocking_collective_is_over_when_it_returns():
 
 
 @ranks(2, 3)
+def test_a_profiler_sees_the_collectives():
+    blocking = AllreduceOptions()
+    blocking.asyncOp = False
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        group().allreduce([torch.ones(3)], blocking)
+        group().broadcast([torch.ones(3)]).wait()
+    events = [event.name for event in profiler.events() if event.name.startswith("instep:")]
+    assert events == ["instep:all_reduce", "instep:broadcast"]
+
+
+@ranks(2, 3)
 def test_a_collective_under_way_can_be_asked_how_it_does():
     rank, n, store = dist.get_rank(), dist.get_world_size(), distributed_c10d._get_default_store()
     x = torch.ones(3) + rank

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from instep.distributed.errors import (
@@ -142,6 +145,7 @@ class QueuedWork(Work):
         return self._result
 
 
+_NO_EVENT = nullcontext()
 _CLOSE_SECONDS = 10.0
 """A collective that waits for its peers for longer is left to the group's timeout."""
 _EXCHANGE_SECONDS = 1.0
@@ -202,7 +206,7 @@ class WorkQueue:
             return
         number = _enter(collective)
         try:
-            with self._running:
+            with self._running, _event(text):
                 self._run(collective)
         finally:
             leave(number)
@@ -253,7 +257,8 @@ class WorkQueue:
     def _enqueue(self, collective: Collective, text: str, result: list[Tensor]) -> QueuedWork:
         if isinstance(self._error, ForkedChildError):
             raise self._error
-        number = _enter(collective)
+        with _event(text):
+            number = _enter(collective)
         issued(number)
         work = QueuedWork(text, result, self._run_until_done, number)
         self._pending.add(work)
@@ -290,6 +295,14 @@ class WorkQueue:
         leave(number)
         work.finish(error, self._pending.discard)
         return True
+
+
+def _event(text: str) -> AbstractContextManager[object]:
+    """An event "instep:text" of torch.profiler, if one runs in this thread.
+
+    It lasts as long as a blocking collective, and as long as the issue of an asynchronous one.
+    """
+    return record_function(f"instep:{text}") if _profiler_enabled() else _NO_EVENT
 
 
 def _enter(collective: Collective) -> int:
