@@ -15,12 +15,15 @@ import threading
 from contextlib import suppress
 from importlib import import_module
 
+from instep.distributed.identity import accelerators
 from instep.distributed.identity.launchers import STORE_FD
 from instep.launch.worker import entry, program, torch_init
 from instep.process import procfs
 
-_IMPORTS = ("torch", "torch.distributed", "torch.utils.data", "torch._dynamo")
-"""The first optimizer of a process imports torch._dynamo, which takes as long as torch."""
+_IMPORTS = ("torch", "torch.distributed", "torch.utils.data")
+_IMPORTS_OF_CPU_RANKS = ("torch._dynamo",)
+"""The first optimizer of a process imports it, which takes as long as torch. It may ask for
+accelerators, which is too early before a rank's variables say which of them it sees."""
 
 
 def main(line: str, imported: str) -> None:
@@ -30,7 +33,8 @@ def main(line: str, imported: str) -> None:
     waiting.start()
     program.freeze_torch_objects()
     torch_init.install_patches()  # before other modules of torch import what they replace
-    for name in _IMPORTS:
+    has_accelerators = accelerators.find_on_host() is not None
+    for name in (*_IMPORTS, *(() if has_accelerators else _IMPORTS_OF_CPU_RANKS)):
         with suppress(Exception):  # the script's own import will show it
             import_module(name)
     os.close(int(imported))
