@@ -92,6 +92,8 @@ def main() -> int:
         text = f"cannot work in {request.folder} ({error.strerror}). All hosts need the folder."
     except LaunchError as error:
         text = str(error)
+    except KeyboardInterrupt:  # while it waited for other hosts
+        return 128 + signal.SIGINT
     print(f"instep: on {os.uname().nodename}: {text}", file=sys.stderr)
     return 1
 
