@@ -1,8 +1,8 @@
 # `make demo` and `make test` do all set-up on a fresh machine with Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
-# Three tests at once: while the ranks of one wait or start, those of others compute.
-AT_ONCE := -n 3 --dist worksteal
+# Two tests at once: while the ranks of one wait or start, those of the other compute.
+AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -240,7 +240,7 @@ def test_a_signal_to_verify_ends_the_run_under_way(launch: Launch, number: signa
         process.send_signal(number)
         result = launch.end_of(process)
     assert (result.returncode, result.stdout) == (128 + number, "")
-    assert result.stderr == "instep verify: oracle ...\n"
+    assert result.stderr == "instep verify: run 1 of 6: 1 process\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -129,6 +129,7 @@ def test_horovodrun_starts_ranks_on_other_hosts(hosts, servers, tmp_path, monkey
     assert lines == [f"True {place} 3.0 what the user has set {host}" for place, host in places]
 
 
+@pytest.mark.nightly
 @launches
 def test_a_failure_on_the_far_host_ends_all_and_is_shown_once(hosts, servers, tmp_path) -> None:
     (tmp_path / "train.py").write_text(

@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("mode", ["plain", "unedited"])
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.nightly), "unedited"])
 def test_a_standby_becomes_the_rank_that_a_new_process_would_be(tmp_path: Path, mode: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
@@ -115,6 +115,7 @@ def test_a_standby_becomes_the_rank_that_a_new_process_would_be(tmp_path: Path, 
     assert (tmp_path / "e1").read_text().endswith("to stderr\n")
 
 
+@pytest.mark.nightly
 def test_a_rank_with_other_variables_is_a_new_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
@@ -128,6 +129,7 @@ def test_a_rank_with_other_variables_is_a_new_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "facts1").read_text())[1]["threads"][1] == 2
 
 
+@pytest.mark.nightly
 def test_a_standby_that_was_killed_is_replaced_by_a_new_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FACTS)
@@ -140,6 +142,7 @@ def test_a_standby_that_was_killed_is_replaced_by_a_new_process(tmp_path: Path) 
         assert run(pool.start_rank, tmp_path, script, 1, "plain").pid != process.pid
 
 
+@pytest.mark.nightly
 def test_there_is_none_for_a_script_that_configures_pytorch_before_its_import(
     tmp_path: Path,
 ) -> None:
@@ -214,4 +217,5 @@ def test_a_rank_of_a_restarted_job_was_a_standby(tmp_path: Path) -> None:
     assert (tmp_path / "0").read_text() == "False True "
     assert (tmp_path / "1").read_text() in ("False True ", "False False ")
     left = psutil.Process().children(recursive=True)
-    assert not [each for each in left if any("instep.launch" in word for word in each.cmdline())]
+    assert not [each for each in left if str(script) in each.cmdline()]
+    assert not [each for each in left if "instep.launch.worker.standby" in each.cmdline()]
