@@ -20,6 +20,8 @@ PROGRAMS = {
     "Slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo"),
     "Horovod": (str(PEERS / "horovodrun"),),  # by scripts/horovod, never under CI
     "network namespaces": ("ip", "unshare"),
+    "zsh": ("zsh",),
+    "fish": ("fish",),
     "ssh": ("ssh", "sshd", "ssh-keygen"),
 }
 ROOT_ONLY = ("Slurm", "network namespaces")

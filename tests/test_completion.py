@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
 
+import components
 from instep import cli
 
 
@@ -32,21 +32,16 @@ def in_bash(script, line):
     return done.stdout.split()
 
 
-FISH = shutil.which("fish")
-
-
 def in_fish(script, line):
     asked = f"{script}\ncomplete -C {shlex.quote(line)}"
-    done = subprocess.run([FISH, "-N", "-c", asked], capture_output=True, text=True, check=True)
+    done = subprocess.run(["fish", "-N", "-c", asked], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return [offer.partition("\t")[0] for offer in done.stdout.splitlines()]
 
 
 SHELLS = [
     pytest.param("bash", in_bash, id="bash"),
-    pytest.param(
-        "fish", in_fish, id="fish", marks=pytest.mark.skipif(FISH is None, reason="needs fish")
-    ),
+    pytest.param("fish", in_fish, id="fish", marks=components.needs("fish")),
 ]
 
 
@@ -77,7 +72,7 @@ def test_every_option_of_every_command_is_offered(scripts):
         assert {*in_bash(scripts["bash"], f"instep {name} -")} == options, name
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@components.needs("zsh")
 def test_zsh_defines_the_completion(scripts):
     asked = f"autoload -U compinit && compinit -D -u\n{scripts['zsh']}\necho $_comps[instep]"
     done = subprocess.run(["zsh", "-fc", asked], capture_output=True, text=True, check=True)

@@ -49,6 +49,11 @@ def test_a_job_has_one_way_to_its_hosts(capsys, tmp_path) -> None:
     script.touch()
     assert cli.main(["run", "--hosts", "a:2", "--nnodes", "2", str(script)]) == 2
     assert "leave --nnodes, --node-rank, --master" in capsys.readouterr().err
+    assert cli.main(["run", "--hosts", "a:2", "--dist-file", "f", str(script)]) == 2
+    assert "--dist-file out." in capsys.readouterr().err
+    restarts = ["--max-restarts", "1", "--min", "5"]
+    assert cli.main(["run", "--hosts", "a:2,b:2", *restarts, str(script)]) == 2
+    assert "--min takes a number of ranks" in capsys.readouterr().err
     assert cli.main(["run", "--hosts", "a:2", str(tmp_path / "other.py")]) == 2
     assert "there is no such file" in capsys.readouterr().err
 

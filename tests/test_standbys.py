@@ -19,7 +19,7 @@ from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.distributed.identity.world import World
 from instep.launch.environment import world_variables
 from instep.launch.job import Job
-from instep.launch.rank_process import RankProcess, StartRank
+from instep.launch.rank_process import RankProcess, RankSpec, StartRank
 from instep.launch.restarts import standbys
 from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
@@ -78,7 +78,7 @@ def run(
     )
     command = [str(script), str(folder / f"facts{attempt}"), *mode]
     environ = environment(folder, attempt, **more)
-    rank = start(0, command, environ, (out, err), None, plain="plain" in mode)
+    rank = start(RankSpec(0, command, environ, (out, err), None, plain="plain" in mode))
     for fd in (out, err):
         os.close(fd)
     rank.send_go()
@@ -140,6 +140,22 @@ def test_a_standby_that_was_killed_is_replaced_by_a_new_process(tmp_path: Path) 
         process.kill()
         process.wait()
         assert run(pool.start_rank, tmp_path, script, 1, "plain").pid != process.pid
+
+
+@pytest.mark.nightly
+def test_on_a_host_with_accelerators_it_imports_nothing_that_may_ask_for_them(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        FACTS.replace('"torch._dynamo" in', '"torch" in sys.modules, "torch._dynamo" in')
+    )
+    with Standbys() as pool:
+        for attempt in range(2):
+            run(pool.start_rank, tmp_path, script, attempt, "plain", CUDA_VISIBLE_DEVICES="0")
+            if attempt == 0:
+                wait_until(lambda: pool._processes)
+    assert json.loads((tmp_path / "facts1").read_text())[0] == [True, False]
 
 
 @pytest.mark.nightly

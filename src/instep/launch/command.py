@@ -152,14 +152,15 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None and asked.hosts is None:
         raise _no_number_of_ranks(program)
-    _check_restarts(asked)
+    slots = None if asked.hosts is None else _slots(asked)
+    _check_restarts(asked, asked.n if slots is None else sum(slots.values()))
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
     if asked.checkpoint:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
-    if asked.hosts is not None:
-        return _run_on_hosts(asked, program, variables)
+    if slots is not None:
+        return _run_on_hosts(asked, slots, program, variables)
     job = Job(
         asked.n,
         tuple(program),
@@ -176,15 +177,23 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     return run_attempts(job, policy, started=started).print_report()
 
 
+def _slots(asked: argparse.Namespace) -> dict[str, int]:
+    """The number of ranks on each host of --hosts."""
+    by_hand = (asked.nnodes, asked.node_rank, asked.master, asked.dist_file)
+    if any(value is not None for value in by_hand):
+        raise CommandLineError(
+            "--hosts starts all hosts: leave --nnodes, --node-rank, --master, --dist-file out."
+        )
+    return parse_hosts(asked.hosts, asked.n or 1)
+
+
 def _run_on_hosts(
-    asked: argparse.Namespace, program: Sequence[str], variables: Mapping[str, str]
+    asked: argparse.Namespace,
+    slots: Mapping[str, int],
+    program: Sequence[str],
+    variables: Mapping[str, str],
 ) -> int:
     """Run the job on the hosts of --hosts."""
-    if any(value is not None for value in (asked.nnodes, asked.node_rank, asked.master)):
-        raise CommandLineError(
-            "--hosts starts all hosts: leave --nnodes, --node-rank, --master out."
-        )
-    slots = parse_hosts(asked.hosts, asked.n or 1)
     Job(sum(slots.values()), tuple(program))  # finds what is wrong before anything is started
     return run_on_hosts(
         RemoteOptions(
@@ -223,7 +232,8 @@ def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
     return CommandLineError(f"say how many ranks: instep run -n 2 {line} ({why})")
 
 
-def _check_restarts(asked: argparse.Namespace) -> None:
+def _check_restarts(asked: argparse.Namespace, ranks: int) -> None:
+    """`ranks`: of this host, or of all hosts of --hosts."""
     if asked.max_restarts < 0:
         raise CommandLineError(
             f"--max-restarts takes a whole number from 0 up, not {asked.max_restarts}."
@@ -232,7 +242,7 @@ def _check_restarts(asked: argparse.Namespace) -> None:
         return
     if not asked.max_restarts:
         raise CommandLineError("--min belongs to --max-restarts, which is not there.")
-    if asked.min_ranks < 1 or (asked.nnodes in (None, 1) and asked.min_ranks > asked.n):
+    if asked.min_ranks < 1 or (asked.nnodes in (None, 1) and asked.min_ranks > ranks):
         raise CommandLineError(
             f"--min takes a number of ranks, from 1 to that of -n, not {asked.min_ranks}."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -90,3 +91,10 @@ def is_module(word: str) -> bool:
     """Whether this is the dotted name of a module below the working directory."""
     path = os.path.join(*word.split("."))
     return "." in word and (os.path.isfile(f"{path}.py") or os.path.isdir(path))
+
+
+def parse_count(value: str) -> int:
+    """A number of hosts, ranks or devices, as argparse's `type`. Raises ArgumentTypeError."""
+    if not value.isdecimal() or int(value) == 0:
+        raise ArgumentTypeError(f"takes a whole number from 1 up, not {value!r}")
+    return int(value)

@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.control_bytes import GO, READY
@@ -24,19 +24,15 @@ class RankProcess:
     """A started rank: a session of its own, a socket to it, and how it ended."""
 
     def __init__(
-        self,
-        number: int,
-        process: subprocess.Popen[bytes],
-        line: socket.socket,
-        environ: Mapping[str, str],
+        self, spec: RankSpec, process: subprocess.Popen[bytes], line: socket.socket
     ) -> None:
-        self.number = number
+        self.number = spec.number
         self.line = line
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)
         self.end: RankExit | None = None
         self._process = process
-        self._mark = marker_path(Path(environ[FAILURE_FILE]))
+        self._mark = marker_path(Path(spec.environ[FAILURE_FILE]))
         self._ready = False
 
     def send_go(self) -> None:
@@ -91,53 +87,43 @@ class RankProcess:
         self.line.close()
 
 
-class StartRank(Protocol):
-    """What `start_rank` does, perhaps in another way."""
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank that is to be started."""
 
-    def __call__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        streams: Streams,
-        store: socket.socket | None,
-        *,
-        plain: bool,
-    ) -> RankProcess:
-        """Start one rank, which waits for GO. Raises OSError if the operating system refuses."""
+    number: int
+    command: Sequence[str]
+    """As the interpreter would take it."""
+    environ: Mapping[str, str]
+    streams: Streams
+    store: socket.socket | None
+    """What it inherits: rank 0's listening socket, or in an elastic job each rank's socket to the
+    driver."""
+    plain: bool
+    """Whether nothing of the program is divided."""
+
+    @property
+    def entry_arguments(self) -> list[str]:
+        """The arguments of the rank's entry point after the first one, its socket."""
+        buffering = "untouched" if self.streams[0] is None else "lines"
+        return [buffering, "plain" if self.plain else "unedited", *self.command]
 
 
-def start_rank(
-    number: int,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    streams: Streams,
-    store: socket.socket | None,
-    *,
-    plain: bool,
-) -> RankProcess:
-    """Start one rank, which waits for GO. It inherits `store`: rank 0's listening socket, or in an
-    elastic job each rank's socket to the driver.
+StartRank = Callable[[RankSpec], RankProcess]
 
-    Raises OSError if the operating system refuses.
-    """
+
+def start_rank(spec: RankSpec) -> RankProcess:
+    """Start one rank, which waits for GO. Raises OSError if the operating system refuses."""
     ours, theirs = socket.socketpair()
     worker = [sys.executable, "-P", "-m", "instep.launch.worker.entry"]
-    arguments = entry_arguments(command, streams, plain=plain)
     with theirs:
         process = subprocess.Popen(
-            [*worker, str(theirs.fileno()), *arguments],
-            env=environ,
-            stdin=None if number == 0 else subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
+            [*worker, str(theirs.fileno()), *spec.entry_arguments],
+            env=spec.environ,
+            stdin=None if spec.number == 0 else subprocess.DEVNULL,
+            stdout=spec.streams[0],
+            stderr=spec.streams[1],
             start_new_session=True,
-            pass_fds=[held.fileno() for held in (theirs, store) if held is not None],
+            pass_fds=[held.fileno() for held in (theirs, spec.store) if held is not None],
         )
-    return RankProcess(number, process, ours, environ)
-
-
-def entry_arguments(command: Sequence[str], streams: Streams, *, plain: bool) -> list[str]:
-    """The arguments of a rank's entry point after the first one, its socket."""
-    buffering = "untouched" if streams[0] is None else "lines"
-    return [buffering, "plain" if plain else "unedited", *command]
+    return RankProcess(spec, process, ours)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import CommandLineError
-from instep.launch.job import Job
+from instep.launch.job import Job, parse_count
 from instep.process.exit_status import REQUEUE
 
 SLURM = """\
@@ -55,16 +55,22 @@ def add_command(commands: Any) -> None:
     )
     parser.set_defaults(command=run)
     add = parser.add_argument
-    add("--nodes", type=_count, default=1, metavar="N", help="hosts (default: 1)")
+    add("--nodes", type=parse_count, default=1, metavar="N", help="hosts (default: 1)")
     per_node = parser.add_mutually_exclusive_group()
     per_node.add_argument(
-        "--gpus-per-node", type=_count, metavar="G", help="GPUs on each host; one rank for each GPU"
+        "--gpus-per-node",
+        type=parse_count,
+        metavar="G",
+        help="GPUs on each host; one rank for each GPU",
     )
     per_node.add_argument("--gres", type=_gres, metavar="TYPE:G", help=GRES_HELP)
     per_node.add_argument(
-        "--tasks-per-node", type=_count, metavar="T", help="ranks on each host if there are no GPUs"
+        "--tasks-per-node",
+        type=parse_count,
+        metavar="T",
+        help="ranks on each host if there are no GPUs",
     )
-    add("--cpus-per-task", type=_count, metavar="C", help="cores for each rank")
+    add("--cpus-per-task", type=parse_count, metavar="C", help="cores for each rank")
     add("--time", metavar="LIMIT", help="the time limit, as in 1-12:00:00")
     add("--signal", type=int, default=120, metavar="SECONDS", help=SIGNAL_HELP)
     add("--requeue-at-limit", action="store_true", help=REQUEUE_HELP)
@@ -84,7 +90,7 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     job = Job(1, tuple(program))
     ranks = asked.gpus_per_node or asked.tasks_per_node
     if asked.gres is not None:
-        ranks = _count(asked.gres.rpartition(":")[2])
+        ranks = parse_count(asked.gres.rpartition(":")[2])
     if ranks is None:
         raise _no_size(job.command)
     name = job.command[1] if job.command[0] == "-m" else Path(job.command[0]).stem
@@ -128,14 +134,8 @@ def _gres(value: str) -> str:
     kind, _, count = value.rpartition(":")
     if not kind:
         raise argparse.ArgumentTypeError(f"takes a type and a number, as in npu:8, not {value!r}")
-    _count(count)
+    parse_count(count)
     return value
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) == 0:
-        raise argparse.ArgumentTypeError(f"takes a whole number from 1 up, not {value!r}")
-    return int(value)
 
 
 # ------------------------------------------------------------------- the batch script (pure)

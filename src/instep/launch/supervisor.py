@@ -26,7 +26,7 @@ from instep.launch.multi_node import connections
 from instep.launch.multi_node.connections import HostResult, Message, SupervisorConnections
 from instep.launch.multi_node.hosts import JobInfo, join_hosts
 from instep.launch.output import OutputMode, choose_output
-from instep.launch.rank_process import RankProcess, StartRank, start_rank
+from instep.launch.rank_process import RankProcess, RankSpec, StartRank, start_rank
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import REPORT_SIGNALS, SignalQueue
 from instep.launch.where.command import print_report
@@ -208,7 +208,7 @@ def _start_ranks(
             environ[RESTARTS] = str(job.restarts)
         try:
             rank = start(
-                number, job.command, environ, output.streams(number), held, plain=job.plain
+                RankSpec(number, job.command, environ, output.streams(number), held, job.plain)
             )
         except OSError as error:
             raise StartError(number, job_info.size, error.strerror or str(error)) from None

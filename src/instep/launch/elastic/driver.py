@@ -24,7 +24,7 @@ from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.multi_node.hosts import ONE_NODE, join_hosts
 from instep.launch.output import choose_output
-from instep.launch.rank_process import RankProcess, start_rank
+from instep.launch.rank_process import RankProcess, RankSpec, start_rank
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import TERMINATION_SIGNALS, SignalQueue
 from instep.process import pending_writes, settings, storage
@@ -228,7 +228,9 @@ class Driver:
         with theirs:
             try:
                 process = start_rank(
-                    rank, self._command, environ, self._output.streams(rank), theirs, plain=True
+                    RankSpec(
+                        rank, self._command, environ, self._output.streams(rank), theirs, plain=True
+                    )
                 )
             except OSError as error:
                 raise StartError(rank, size, error.strerror or str(error)) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.errors import CommandLineError
+from instep.launch.job import parse_count
 from instep.launch.kubernetes.manifests import MANIFESTS, KubernetesJob, format_yaml
 
 K8S = """\
@@ -46,15 +47,21 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--image", metavar="IMAGE", help="the container's image, which holds instep and the script")
     add("--kind", choices=tuple(MANIFESTS), default="PyTorchJob", help=KIND_HELP)
-    add("--nodes", type=_count, default=1, metavar="N", help="pods (default: 1)")
+    add("--nodes", type=parse_count, default=1, metavar="N", help="pods (default: 1)")
     per_node = parser.add_mutually_exclusive_group()
     per_node.add_argument(
-        "--gpus-per-node", type=_count, metavar="G", help="GPUs of each pod; one rank for each GPU"
+        "--gpus-per-node",
+        type=parse_count,
+        metavar="G",
+        help="GPUs of each pod; one rank for each GPU",
     )
     per_node.add_argument(
-        "--tasks-per-node", type=_count, metavar="T", help="ranks in each pod if there are no GPUs"
+        "--tasks-per-node",
+        type=parse_count,
+        metavar="T",
+        help="ranks in each pod if there are no GPUs",
     )
-    add("--cpus-per-task", type=_count, metavar="C", help="cores of each rank")
+    add("--cpus-per-task", type=parse_count, metavar="C", help="cores of each rank")
     add("--memory", metavar="SIZE", help="memory of each pod, as in 64Gi")
     add("--name", metavar="NAME", help="the job's name (default: the script's)")
     add("--namespace", metavar="NAME", help="the namespace (default: that of kubectl)")
@@ -94,9 +101,3 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
 def _dns_label(name: str) -> str:
     """Kubernetes takes small letters, digits and hyphens, 63 in all; pods' names add to it."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "train"
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) == 0:
-        raise argparse.ArgumentTypeError(f"takes a whole number from 1 up, not {value!r}")
-    return int(value)

@@ -17,8 +17,7 @@ from types import TracebackType
 
 from instep.distributed.identity.launchers import JOB, is_launcher_variable
 from instep.launch import rank_process
-from instep.launch.output import Streams
-from instep.launch.rank_process import RankProcess
+from instep.launch.rank_process import RankProcess, RankSpec
 from instep.launch.worker import static_opt_out
 from instep.process.procfs import environ_size
 
@@ -45,35 +44,25 @@ class Standbys:
         self._stop = threading.Event()
         """Stops the thread that starts standbys."""
 
-    def start_rank(
-        self,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        streams: Streams,
-        store: socket.socket | None,
-        *,
-        plain: bool,
-    ) -> RankProcess:
+    def start_rank(self, spec: RankSpec) -> RankProcess:
         """As `rank_process.start_rank`, by a standby if there is one that suits."""
-        local_rank, lasting = environ["LOCAL_RANK"], _lasting_variables(environ)
+        local_rank, lasting = spec.environ["LOCAL_RANK"], _lasting_variables(spec.environ)
         self._stop_starting()
         standby = self._processes.pop(local_rank, None)
-        if not _is_configured_by(command):
+        if not _is_configured_by(spec.command):
             self._environments[local_rank] = lasting
             self._stop = threading.Event()
             threading.Thread(
                 target=self._start_all, args=(dict(self._environments), self._stop), daemon=True
             ).start()
         if standby is not None:
-            if standby.is_compatible(lasting, environ):
+            if standby.is_compatible(lasting, spec.environ):
                 try:
-                    arguments = rank_process.entry_arguments(command, streams, plain=plain)
-                    return standby.start_rank(number, arguments, environ, streams, store)
+                    return standby.start_rank(spec)
                 except ConnectionError:  # it was killed
                     pass
             standby.close()
-        return rank_process.start_rank(number, command, environ, streams, store, plain=plain)
+        return rank_process.start_rank(spec)
 
     def _start_all(self, environments: Mapping[str, dict[str, str]], stop: threading.Event) -> None:
         """Start one after the other, so that all together take no more than a core."""
@@ -155,28 +144,21 @@ class _Standby:
         """Whether it was started with these variables, and has room for those of the rank."""
         return lasting == self._environ and environ_size(environ) <= self._size
 
-    def start_rank(
-        self,
-        number: int,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
-        streams: Streams,
-        store: socket.socket | None,
-    ) -> RankProcess:
+    def start_rank(self, spec: RankSpec) -> RankProcess:
         """Let it run a rank's entry point. Raises ConnectionError if it has ended."""
-        message = json.dumps([dict(environ), arguments]).encode()
+        message = json.dumps([dict(spec.environ), spec.entry_arguments]).encode()
         with open(os.devnull, "r+b", buffering=0) as devnull:
-            stdin = subprocess.DEVNULL if number else None
+            stdin = subprocess.DEVNULL if spec.number else None
             special = {subprocess.DEVNULL: devnull.fileno()}
             passed = [
                 own if stream is None else special.get(stream, stream)
-                for own, stream in enumerate((stdin, *streams))
+                for own, stream in enumerate((stdin, *spec.streams))
             ]
-            if store is not None:
-                passed.append(store.fileno())
+            if spec.store is not None:
+                passed.append(spec.store.fileno())
             socket.send_fds(self._line, [len(message).to_bytes(8)], passed)
         self._line.sendall(message)
-        return RankProcess(number, self._process, self._line, environ)
+        return RankProcess(spec, self._process, self._line)
 
     def close(self) -> None:
         """End it."""

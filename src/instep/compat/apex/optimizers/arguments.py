@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,32 @@ class ZeroGradByDefault(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None, or to zeros."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class StepByParameter(ZeroGradByDefault):
+    """An optimizer that updates one parameter after the other, and counts steps by group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient; returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _prepare(self) -> None:
+        """Look at all gradients before the first update."""
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter in place."""
+        raise NotImplementedError
 
 
 def fused(parameters: Iterable[Tensor], kinds: tuple[str, ...]) -> bool | None:

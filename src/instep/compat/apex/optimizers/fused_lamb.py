@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.compat.apex.optimizers.arguments import ZeroGradByDefault
+from instep.compat.apex.optimizers.arguments import StepByParameter
 
 
-class FusedLAMB(ZeroGradByDefault):
+class FusedLAMB(StepByParameter):
     """LAMB (Y. You et al., Large Batch Optimization for Deep Learning, ICLR 2020) as Apex has it.
 
     All gradients are divided by max(1, norm / max_grad_norm), with the norm over all groups. For
@@ -56,24 +55,13 @@ class FusedLAMB(ZeroGradByDefault):
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _prepare(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
-        clip = torch.clamp(norm / self.defaults["max_grad_norm"], min=1.0)
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad / clip, group)
-        return loss
+        self._clip = torch.clamp(norm / self.defaults["max_grad_norm"], min=1.0)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        grad = grad / self._clip
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)

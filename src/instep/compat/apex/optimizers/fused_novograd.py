@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.compat.apex.optimizers.arguments import ZeroGradByDefault
+from instep.compat.apex.optimizers.arguments import StepByParameter
 
 
-class FusedNovoGrad(ZeroGradByDefault):
+class FusedNovoGrad(StepByParameter):
     """NovoGrad (B. Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments,
     2019) as Apex has it.
 
@@ -59,20 +58,6 @@ class FusedNovoGrad(ZeroGradByDefault):
         super().__init__(params, defaults)
         self.reg_inside_moment = reg_inside_moment
         self.set_grad_none = set_grad_none
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what `closure` does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
