@@ -64,10 +64,7 @@ class Launch:
         self.environ = {
             name: value
             for name, value in os.environ.items()
-            # Unbuffered, a line of rank 0's goes out piece by piece, others between them.
-            if not name.startswith(
-                ("INSTEP", "OMP", "MKL", "GLOO", "PYTHONHASH", "PYTHONUNBUFFERED", "COV_")
-            )
+            if not name.startswith(("INSTEP", "OMP", "MKL", "GLOO", "PYTHONHASH", "COV_"))
         } | {
             "LAUNCH_TEST": self.mark,
             "INSTEP_DIVIDE": "always",  # most models here are too small to gain from it

@@ -73,7 +73,7 @@ def cell(jobs: failures.Jobs, launcher: str, busy: str, fails: str) -> failures.
                 ("srun", "loading", "raise"): 1,
             },
             id="srun",
-            marks=components.needs("Slurm"),
+            marks=[components.needs("Slurm"), pytest.mark.nightly],
         ),
         pytest.param(
             {

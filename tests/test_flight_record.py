@@ -283,8 +283,7 @@ with instep.single_process_scope() as here:
 record = record_format.read(fd)
 words = [instep.rank, *phases, "|", record.epoch, record.step, record.phase or "none", "|",
          *sorted({e.op for e in record.entries if "gradients" in e.op})]
-# In one write: where PYTHONUNBUFFERED is set, print() makes one for each word, and lines mix.
-os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+print(*words)
 """
 
 

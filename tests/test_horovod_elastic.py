@@ -254,6 +254,7 @@ def test_the_others_go_on_from_the_last_commit(launch: Launch, victim: int, deat
     assert f"goes on with 2 ranks: ranks {living[0]}, {living[1]} of before\n" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_rank_without_which_the_job_cannot_go_on_is_replaced(launch: Launch) -> None:
     script = train_script(

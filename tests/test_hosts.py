@@ -317,6 +317,7 @@ instep.barrier()
 """
 
 
+@pytest.mark.nightly
 def test_a_job_is_asked_on_any_of_its_hosts(hosts, tmp_path):
     (tmp_path / "asked.py").write_text(ASKED)
     for name in ("there", "go"):

@@ -101,7 +101,7 @@ WAYS = {
     "plain, 3": ([*INSTEP, "run", "-n", "3", "plain.py"], 1, (), nightly),
     "dataparallel alone": ([*PYTHON, "dataparallel.py"], 1, (), nightly),
     "dataparallel": ([*INSTEP, "run", "-n", "2", "dataparallel.py"], 1, (), nightly),
-    "distributed": ([*INSTEP, "run", "-n", "3", "distributed.py"], 3, (), ()),
+    "distributed": ([*INSTEP, "run", "-n", "3", "distributed.py"], 3, (), nightly),
     "distributed alone": ([*PYTHON, "distributed.py"], 1, (), nightly),
     "torchrun": ([*TORCHRUN, "--nproc-per-node", "2", "distributed.py"], 2, (), nightly),
     "MPICH": ([*MPICH, "-n", "3", *PYTHON, "distributed.py"], 3, ("MPICH",), nightly),
@@ -110,7 +110,8 @@ WAYS = {
     "Jittor": ([*OPEN_MPI, "-n", "2", *PYTHON, "jittor_style.py"], 2, ("Open MPI",), ()),
     "Jittor, 3": ([*OPEN_MPI, "-n", "3", *PYTHON, "jittor_style.py"], 3, ("Open MPI",), nightly),
     "Horovod's file": (
-        [*INSTEP, "horovodrun", "-np", "2", *PYTHON, "horovod_distributed.py", "--same"], 2, (), (),
+        [*INSTEP, "horovodrun", "-np", "2", *PYTHON, "horovod_distributed.py", "--same"],
+        2, (), nightly,
     ),
     "Horovod itself": ([*HOROVODRUN, "horovod_distributed.py", "--same"], 2, ("Horovod",), nightly),
     "Apex's file": ([*INSTEP, "run", "-n", "2", "apex_distributed.py", "--same"], 2, (), nightly),
@@ -386,6 +387,7 @@ def test_a_flag_of_no_meaning_is_refused(plain, capsys, flags):
     assert flags[0] in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @launch
 def test_a_batch_smaller_than_the_ranks_is_said(tmp_path, data):
     command = [*INSTEP, "run", "-n", "2", FOLDER / "distributed.py"]

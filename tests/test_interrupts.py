@@ -84,7 +84,12 @@ def until(process: subprocess.Popen[str], word: str) -> None:
     ("parts", "said"),
     [
         pytest.param(UNEDITED, "interrupted\nall at the same step: ", id="unedited"),
-        pytest.param(UNEDITED | {"before": HANDLER}, "all at the same step: ", id="handler"),
+        pytest.param(
+            UNEDITED | {"before": HANDLER},
+            "all at the same step: ",
+            id="handler",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             TWO_LINES,
             "all at the same step: True\n",
@@ -103,6 +108,7 @@ def test_a_script_goes_on_after_ctrl_c(launch: Launch, parts: dict[str, str], sa
     assert (launch.folder / "model.pt").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_sleep_is_interrupted_and_the_second_ctrl_c_ends_the_job(launch: Launch) -> None:
     with launch.start("-n", 2, script(launch, **UNEDITED | SLEEPS)) as process:
@@ -124,6 +130,7 @@ def test_an_interrupt_that_nobody_catches_is_quiet(launch: Launch) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "interrupted\n", "")
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_one_rank_that_is_interrupted_interrupts_all(launch: Launch) -> None:
     """Without `instep run`: a launcher may interrupt them one after the other."""
@@ -191,6 +198,7 @@ def test_a_script_goes_on_after_ctrl_c_of_another_launcher(
     assert (launch.folder / "model.pt").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.slow
 @components.needs("Open MPI")

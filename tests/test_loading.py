@@ -645,6 +645,7 @@ print(torch.rand(1), np.random.rand())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.slow
 def test_a_script_has_the_same_random_samples_on_one_rank_and_on_two(tmp_path):

@@ -176,6 +176,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_trainer_of_a_library_trains_in_one_process_that_is_divided(tmp_path):
     place = Place(tmp_path)

@@ -335,6 +335,7 @@ def test_every_rank_is_told_of_a_gpu_given_twice_before_the_process_group_is_mad
         assert [said[rank].startswith(shared) for rank in range(3)] == [True] * 3
 
 
+@pytest.mark.nightly
 def test_no_thread_of_the_process_group_outlives_it(tmp_path):
     script = tmp_path / "threads.py"
     script.write_text("""

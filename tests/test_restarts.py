@@ -213,10 +213,11 @@ def test_the_other_hosts_go_on_when_one_is_lost(launch: Launch) -> None:
     assert "restart 1 of 1 with 1 of 2 ranks: the job goes on from saved1\n" in err
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize(
     ("targets", "count"),
-    [(["rank"], 1), pytest.param(["writer", "supervisor"], 6, marks=pytest.mark.nightly)],
+    [(["rank"], 1), (["writer", "supervisor"], 6)],
 )
 def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not(
     targets: list[str], count: int

@@ -99,7 +99,7 @@ def test_same_as_one_process(tmp_path, oracle, command, source, backend, size):
 
 
 @components.needs("Slurm")
-@pytest.mark.parametrize("spread", [pytest.param(("-N1", "-n2"), marks=NIGHTLY), ("-N2", "-n3")])
+@pytest.mark.parametrize("spread", [("-N1", "-n2"), pytest.param(("-N2", "-n3"), marks=NIGHTLY)])
 def test_same_under_srun(tmp_path, oracle, cluster, spread):
     start(tmp_path, "srun", *spread, *PYTHON, TESTS / "trained.py", tmp_path, **cluster.environ)
     assert_same(tmp_path, int(spread[1][2:]), oracle, "srun")
@@ -118,8 +118,9 @@ def learn(local_rank, folder):
     return local_rank
 
 
+@NIGHTLY
 @components.needs("Slurm")
-@pytest.mark.parametrize("how", [pytest.param("instep run", marks=NIGHTLY), "spawn"])
+@pytest.mark.parametrize("how", ["instep run", "spawn"])
 def test_one_task_per_node_starts_the_ranks_of_the_node(tmp_path, oracle, cluster, how):
     if how == "spawn":
         script = tmp_path / "spawning.py"

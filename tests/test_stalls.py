@@ -207,6 +207,7 @@ SCOPES_AND_MESSAGES = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_a_run_once_scope_or_a_message_are_reported_too(

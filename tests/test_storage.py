@@ -55,6 +55,7 @@ def can_mount() -> bool:
     return bool(shutil.which("unshare")) and not subprocess.run(made, check=False).returncode
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_checkpoints_that_are_larger_than_the_temporary_folder(tmp_path: Path) -> None:
     if not can_mount():

@@ -84,9 +84,8 @@ print("after", file=sys.stderr)
 def test_of_another_rank_nothing_is_heard_meanwhile(rank, heard):
     """Whatever is still in a buffer."""
     done = subprocess.run(
-        [sys.executable, "-c", MUTED, str(rank)], capture_output=True, text=True, check=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
-    )  # fmt: skip
+        [sys.executable, "-c", MUTED, str(rank)], capture_output=True, text=True, check=True
+    )
     assert (done.stdout.split(), done.stderr.split()) == (heard, heard)
 
 

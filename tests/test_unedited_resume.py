@@ -295,12 +295,13 @@ def launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "commands",
     [
         [["-n", "2", "--max-restarts", "1"]],
-        pytest.param([["-n", "2"], ["-n", "3"]], marks=pytest.mark.nightly),
+        [["-n", "2"], ["-n", "3"]],
     ],
     ids=["started again by itself", "at another number of ranks"],
 )

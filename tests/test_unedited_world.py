@@ -195,6 +195,7 @@ DISTRIBUTED = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) -> None:
     done = place.run("n2", *RUN, "2", place.script(DISTRIBUTED))
