@@ -41,6 +41,11 @@ class Region:
     turns: Turns | None = None
     """The run of several shards, while it is under way."""
 
+    @property
+    def shard(self) -> int:
+        """The number of the shard that this thread computes."""
+        return self.group.own[0 if self.turns is None else self.turns.number]
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, this call is under way."""

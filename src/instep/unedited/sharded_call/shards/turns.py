@@ -88,6 +88,12 @@ class Turns:
             raise self._error
         return found
 
+    @property
+    def number(self) -> int:
+        """That of the function on this thread."""
+        number: int = self._thread.number
+        return number
+
     def meet(self, value: Any, joint: Joint) -> Any:
         """This function's result of `joint`, to which every function gives a value.
 
