@@ -83,6 +83,49 @@ def deny(*_):
 
 
 @ranks(3)
+def test_where_one_rank_is_denied_later_none_reads_directly_any_more() -> None:
+    group = dist.new_group()
+    exchange = group._exchange
+    assert exchange.peer_memory is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if instep.rank == 1:
+            patch.setattr(PeerMemory, "read_each", deny)
+        mine = torch.full((1_000_000,), float(instep.rank))
+        parts = [mine if rank == instep.rank else torch.empty_like(mine) for rank in range(3)]
+        group.all_gather_each_now([[part] for part in parts])
+    assert [part[-1].item() for part in parts] == [0.0, 1.0, 2.0]
+    assert exchange.peer_memory is None
+    dist.destroy_process_group(group)
+
+
+WIDE = """
+import torch
+from torch import nn
+model = nn.Linear(3, 400_000)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(8):
+    loss = (model(torch.ones(4, 3)) * torch.ones(4, 400_000)).mean()
+    loss.backward()
+    optimizer.step()
+print(f"{loss.item():.3f}")
+"""
+
+
+@pytest.mark.launch
+def test_a_rank_that_may_not_trace_the_others_any_more_gets_large_outputs(tmp_path) -> None:
+    """Ranks of an unedited script other than 0 restrict themselves at the first sharded call."""
+    (tmp_path / "train.py").write_text(WIDE)
+    alone, many = (
+        subprocess.run(
+            [sys.executable, "-m", "instep", "run", "-n", n, "train.py"],
+            cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"INSTEP_SEED": "0"},
+        )
+        for n in "12"
+    )  # fmt: skip
+    assert (many.stdout, many.stderr) == (alone.stdout, "")
+
+
+@ranks(3)
 def test_where_one_rank_is_denied_none_reads_directly() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if instep.rank == 1:

@@ -13,7 +13,6 @@ of the others, and puts the result of its own share into the slot that this leav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -101,11 +100,15 @@ class Exchange:
         probe = torch.tensor([self.rank])
         addresses = self._publish_addresses([probe], signature_of("peer memory"), None)
         fine = can_read(memory, [of_rank[0] for of_rank in addresses], range(self.size))
-        agreed = torch.tensor([int(fine)], dtype=torch.int32)
+        self.peer_memory = memory if self._on_all_ranks(fine, None) else None
+
+    def _on_all_ranks(self, condition: bool, timeout: timedelta | None) -> bool:
+        """Whether it is true on all ranks, which have come here. Collective."""
+        agreed = torch.tensor([int(condition)], dtype=torch.int32)
         minimum = find_reduction(ReduceOp.MIN, agreed.dtype)
         assert minimum is not None
-        self.all_reduce(agreed, minimum, None)
-        self.peer_memory = memory if agreed.item() else None
+        self.all_reduce(agreed, minimum, timeout)
+        return bool(agreed)
 
     def barrier(self, timeout: timedelta | None) -> None:
         """Wait for all ranks."""
@@ -195,11 +198,9 @@ class Exchange:
     ) -> None:
         if self.peer_memory is not None and self._is_read_directly(parts):
             addresses = self._publish_addresses(parts[self.rank], signature, timeout)
-            for other in self._others:
-                with suppress(ProcessLookupError):  # it has died: the barrier says so
-                    self.peer_memory.read_each(other, addresses[other], parts[other])
-            self.signals.barrier(signature, timeout)
-            return
+            if self._on_all_ranks(self._read_others(parts, addresses), timeout):
+                return
+            self.peer_memory = None  # as on every other rank
         chunks = [_chunks_of_bytes(each, self._staging.part_bytes) or [[]] for each in parts]
         for pieces in zip_longest(*chunks, fillvalue=[]):
             use = self._staging.next_use()
@@ -215,6 +216,24 @@ class Exchange:
                 values = staged[other].split(sizes[other])
                 for piece, value in zip(pieces[other], values, strict=True):
                     piece.copy_(value)
+
+    def _read_others(
+        self, parts: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]
+    ) -> bool:
+        """Read the other ranks' tensors where they are; False if the system denies it by now.
+
+        A rank of an unedited script restricts itself after its group was made (landlock(7)), and
+        may not trace the others from then on.
+        """
+        assert self.peer_memory is not None
+        for other in self._others:
+            try:
+                self.peer_memory.read_each(other, addresses[other], parts[other])
+            except PermissionError:
+                return False
+            except ProcessLookupError:
+                pass  # it has died: what follows says so
+        return True
 
     def reduce_scatter(
         self,
