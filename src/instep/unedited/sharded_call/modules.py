@@ -265,6 +265,9 @@ def _report_whole(module: nn.Module, why: str) -> None:
     if (name, why) in _reported or (call_state.whole_depth and why == _FEW_ROWS):
         return
     _reported.add((name, why))
-    if get_transport().rank == 0:
+    group = ShardGroup.of(get_transport())
+    if group.transport.rank == 0:
         separator = " " if why.startswith("where ") else ": "
+        if group.is_virtual and why == _FEW_ROWS:
+            why = why.replace("ranks", "shards")
         print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)

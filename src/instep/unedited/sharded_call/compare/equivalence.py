@@ -49,7 +49,7 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_subclass,
 )
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.turns import next_sequence_number
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
 def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, Any, str]:

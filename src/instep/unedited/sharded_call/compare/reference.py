@@ -30,7 +30,7 @@ from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
-from instep.unedited.sharded_call.shards.turns import next_sequence_number
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 _PERTURBATIONS = 3
 

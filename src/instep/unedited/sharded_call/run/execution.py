@@ -40,7 +40,11 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
 )
 from instep.unedited.sharded_call.shards.module_tables import ModuleTables
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.turns import Turns, TurnsError, next_sequence_number
+from instep.unedited.sharded_call.shards.shard_threads import (
+    BranchError,
+    ShardThreads,
+    next_sequence_number,
+)
 
 LocalOutputs = list[tuple[Any, ...]]
 """Of each output of a module, that of each of this rank's shards."""
@@ -124,12 +128,12 @@ def run_local(
     if torch.is_grad_enabled():
         region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
     before = versions(call.leaves)
-    shards = [_Shard(call, leaves, region) for leaves in zip(*by_leaf, strict=True)]
+    shards = [_ShardForward(call, leaves, region) for leaves in zip(*by_leaf, strict=True)]
     with region.entered(), _aliased_parameters(call.module, region, stored) as tables:
         if len(shards) == 1:
             shards[0].run()
         else:
-            _run_in_turns(shards, region, tables)
+            _run_in_threads(shards, region, tables)
     if before != versions(call.leaves):
         raise ShardedCallError.changes_arguments(call.module)
     structures = [shard.structure for shard in shards]
@@ -139,7 +143,7 @@ def run_local(
     return region, outputs, structures[0]
 
 
-class _Shard:
+class _ShardForward:
     """The forward for one shard."""
 
     def __init__(self, call: BoundCall, leaves: Sequence[Any], region: Region) -> None:
@@ -158,14 +162,14 @@ class _Shard:
         self.outputs, self.structure = flatten(watch.result(output))
 
 
-def _run_in_turns(shards: Sequence[_Shard], region: Region, tables: ModuleTables) -> None:
-    region.turns = Turns(len(shards), tables.show)
+def _run_in_threads(shards: Sequence[_ShardForward], region: Region, tables: ModuleTables) -> None:
+    region.threads = ShardThreads(len(shards), tables.show)
     try:
-        region.turns.run([shard.run for shard in shards])
-    except TurnsError as error:
+        region.threads.run([shard.run for shard in shards])
+    except BranchError as error:
         raise ShardedCallError(str(error)) from None
     finally:
-        region.turns = None
+        region.threads = None
 
 
 def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:

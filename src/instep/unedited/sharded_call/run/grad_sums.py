@@ -230,6 +230,10 @@ def _reduce_now(by_shard: Sequence[Grads], group: ShardGroup) -> list[Tensor | N
             groups.setdefault((grad.dtype, grad.device), []).append(k)
     for members in groups.values():
         tensors = [[grad for k in members if (grad := grads[k]) is not None] for grads in by_shard]
+        if group.is_virtual and not torch.is_grad_enabled():
+            for k, total in zip(members, group.sum_each(tensors), strict=True):
+                results[k] = total
+            continue
         flat = [torch.cat([tensor.reshape(-1) for tensor in each]) for each in tensors]
         sizes = [tensor.numel() for tensor in tensors[0]]
         sums = reduce_from_region(flat, [1] * len(flat), group).split(sizes)

@@ -79,7 +79,7 @@ def checkpoint(
     both. Otherwise the recomputation must save the same tensors, and modules run as they are.
     """
     region = current_region()
-    if region is not None and region.turns is not None:  # what backward recomputes meets nobody
+    if region is not None and region.threads is not None:  # what backward recomputes meets nobody
         return function(*args, **kwargs)
     inside = region is not None or call_state.inside or call_state.is_checkpointed
     reentrant = use_reentrant is not False  # torch's default, too

@@ -22,7 +22,7 @@ from instep.training.random_streams import default_generators
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.turns import Joint
+from instep.unedited.sharded_call.shards.shard_threads import Joint
 
 
 class TorchGeneratorStates:

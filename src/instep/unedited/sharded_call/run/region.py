@@ -20,7 +20,7 @@ from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.mappings import reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
-from instep.unedited.sharded_call.shards.turns import Joint, Turns
+from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
 
 @dataclass(eq=False)
@@ -38,13 +38,13 @@ class Region:
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
-    turns: Turns | None = None
+    threads: ShardThreads | None = None
     """The run of several shards, while it is under way."""
 
     @property
     def shard(self) -> int:
         """The number of the shard that this thread computes."""
-        return self.group.own[0 if self.turns is None else self.turns.number]
+        return self.group.own[0 if self.threads is None else self.threads.number]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Region:
 
     def meet(self, value: Any, joint: Joint) -> Any:
         """This shard's result of `joint`, which takes a value of each of this rank's shards."""
-        return joint([value])[0] if self.turns is None else self.turns.meet(value, joint)
+        return joint([value])[0] if self.threads is None else self.threads.meet(value, joint)
 
 
 @dataclass

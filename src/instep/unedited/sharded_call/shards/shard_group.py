@@ -19,6 +19,7 @@ from instep.process import settings
 from instep.training.blocks import Block
 
 _SUMMED_BY_TREE = (torch.float32, torch.float64)
+"""What ranks of one host add up in shared memory, along the same tree (`shm.memory.reduction`)."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,38 @@ class ShardGroup:
         return [part for parts in by_rank for part in parts]
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards, from the tensors of this rank's, which it overwrites.
+        """The sum over all shards, from the tensors of this rank's, which it may overwrite.
 
         They are contiguous and of one shape and dtype. Collective.
         """
-        total = _tree_sum(tensors)
-        if not self.is_virtual or (self.transport.in_place and total.dtype in _SUMMED_BY_TREE):
-            self.transport.all_reduce(total, "sum").wait()
-            return total
-        return _tree_sum(self.transport.all_gather(total))
+        if self.is_virtual:
+            return self.sum_each([[tensor] for tensor in tensors])[0]
+        self.transport.all_reduce(tensors[0], "sum").wait()
+        return tensors[0]
+
+    def sum_each(self, by_shard: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The sums over virtual shards of each of several tensors, from those of this rank's.
+
+        The tensors have one dtype, and are only read. Collective.
+        """
+        totals = [total.contiguous() for total in _tree_sum(by_shard)]
+        if self.transport.in_place and totals[0].dtype in _SUMMED_BY_TREE:
+            self.transport.all_reduce_each(totals, "sum")
+            return totals
+        flat = torch.cat([total.view(-1) for total in totals])
+        (flat,) = _tree_sum([[part] for part in self.transport.all_gather(flat)])
+        parts = flat.split([total.numel() for total in totals])
+        return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
 
 
-def _tree_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """((0 + 1) + (2 + 3)) + ..., in the memory of the first ones."""
-    sums = list(tensors)
+def _tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """((0 + 1) + (2 + 3)) + ... of lists of tensors, as new tensors."""
+    if len(terms) == 1:
+        return [tensor.clone() for tensor in terms[0]]
+    pairs = zip(terms[::2], terms[1::2], strict=True)
+    sums = [torch._foreach_add(list(left), list(right)) for left, right in pairs]
     while len(sums) > 1:
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [left.add_(right) for left, right in pairs]
-    return sums[0]
+        for left, right in zip(sums[::2], sums[1::2], strict=True):
+            torch._foreach_add_(left, right)
+        sums = sums[::2]
+    return list(sums[0])

@@ -28,7 +28,7 @@ Joint = Callable[[Sequence[Any]], Sequence[Any]]
 """From a value of each function, in their order, a result for each."""
 
 
-class TurnsError(Exception):
+class BranchError(Exception):
     """The functions do not meet in the same places."""
 
 
@@ -36,18 +36,18 @@ class _StoppedError(BaseException):
     """Another function has failed; no `except Exception` of the script's may catch this."""
 
 
-class Turns:
+class ShardThreads:
     """One run of several functions, each in a thread of its own.
 
     Args:
         count: how many functions there are.
-        on_turn: called with the number of a function before it begins or goes on.
+        on_switch: called with the number of a function before it begins or goes on.
     """
 
-    def __init__(self, count: int, on_turn: Callable[[int], None]) -> None:
-        self._on_turn = on_turn
-        self._turns = [threading.Semaphore(0) for _ in range(count)]
-        self._main_turn = threading.Semaphore(0)
+    def __init__(self, count: int, on_switch: Callable[[int], None]) -> None:
+        self._on_switch = on_switch
+        self._semaphores = [threading.Semaphore(0) for _ in range(count)]
+        self._main = threading.Semaphore(0)
         self._values: list[Any] = [None] * count
         self._results: Sequence[Any] = ()
         self._joint: Joint = tuple
@@ -57,7 +57,7 @@ class Turns:
         self._thread = threading.local()
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """What the functions return. Raises the first error of one of them, and TurnsError."""
+        """What the functions return. Raises the first error of one of them, and BranchError."""
         found: list[Any] = [None] * len(functions)
         state = _ThreadState()
 
@@ -100,7 +100,7 @@ class Turns:
         Called by each function, at the same place.
         """
         if self._ended:
-            raise TurnsError("parts of the batch take different branches")
+            raise BranchError("parts of the batch take different branches")
         number = self._thread.number
         self._values[number] = value
         self._arrived += 1
@@ -113,8 +113,8 @@ class Turns:
     def _run_joints(self) -> None:
         """On the main thread: compute what the functions meet for, until all have ended."""
         while True:
-            self._turns[0].release()
-            self._main_turn.acquire()
+            self._semaphores[0].release()
+            self._main.acquire()
             if self._error is not None or self._ended:
                 return
             with torch.set_grad_enabled(self._joint_grad_mode):
@@ -126,25 +126,25 @@ class Turns:
 
     def _end(self) -> None:
         if self._arrived:
-            raise TurnsError("parts of the batch take different branches")
+            raise BranchError("parts of the batch take different branches")
         self._ended += 1
         self._pass_on()
 
     def _pass_on(self) -> None:
         following = self._thread.number + 1
-        is_last = following == len(self._turns)
-        (self._main_turn if is_last else self._turns[following]).release()
+        is_last = following == len(self._semaphores)
+        (self._main if is_last else self._semaphores[following]).release()
 
     def _wait(self) -> None:
-        self._turns[self._thread.number].acquire()
+        self._semaphores[self._thread.number].acquire()
         if self._error is not None:
             raise _StoppedError
-        self._on_turn(self._thread.number)
+        self._on_switch(self._thread.number)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        for turn in (*self._turns, self._main_turn):
-            turn.release()
+        for semaphore in (*self._semaphores, self._main):
+            semaphore.release()
 
 
 class _ThreadState:
