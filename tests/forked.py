@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -42,6 +42,7 @@ class Place:
     size: int
     port: int
     folder: str
+    variables: Mapping[str, str]
 
     def environment(self, rank: int) -> dict[str, str]:
         """As a launcher says it."""
@@ -57,10 +58,14 @@ class Place:
 class Forked:
     """A Starter: as `instep run`, without the seconds that a fresh interpreter costs."""
 
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: additional ones of the environment."""
+        self._variables = dict(variables or {})
+
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
         size = max(n, 1)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            place = Place(size, listener.getsockname()[1], str(folder))
+            place = Place(size, listener.getsockname()[1], str(folder), self._variables)
             processes = [
                 _processes.Process(
                     target=_rank, args=(rank, place, tuple(command), None if rank else listener)
@@ -104,7 +109,7 @@ def _rank(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (as long as the process)
     torch.set_num_threads(1)
     os.chdir(place.folder)
-    os.environ |= REPEATABLE
+    os.environ |= REPEATABLE | dict(place.variables)
     multiprocessing.process._parent_process = None  # this is a rank, and no worker of one
     rank_local._depth.value = 0
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter

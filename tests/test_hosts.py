@@ -94,6 +94,28 @@ def test_instep_run_by_a_shared_file(hosts, tmp_path, oracle):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_two_hosts_have_the_bits_of_one_process(hosts, tmp_path):
+    training = [TESTS.parent / "benchmarks" / "scripts" / "small_trainings.py", "digits", 8]
+    fixed = {"INSTEP_BITWISE": "4", "INSTEP_SEED": "1"}
+    alone = subprocess.run(
+        [*map(str, (*PYTHON, "-m", "instep", "run", "-n", 1, *training))],
+        env=environment(tmp_path, **fixed), text=True, stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    master = f"{hosts.addresses[0]}:29473"
+    ends = start(
+        hosts, tmp_path,
+        lambda host: [
+            *(*PYTHON, "-m", "instep", "run", "-n", 2, "--nnodes", 2, "--node-rank", host),
+            *("--master", master, *training),
+        ],
+        **fixed,
+    )  # fmt: skip
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert ends[0][1].split()[1] == alone.stdout.split()[1]
+
+
+@pytest.mark.nightly
 def test_torchrun(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_torchrun(hosts, *c), "torchrun")
 

@@ -33,6 +33,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run import grad_sums
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from pool import ranks, talking_over
 from sharded_training import Normed, With, mlp, sharding
 
@@ -43,7 +44,8 @@ def test_rows_on_their_ranks_are_an_ordinary_tensor_to_everybody_else() -> None:
     block = Block(instep.rank, instep.world_size, 5)
 
     def fresh() -> ShardedOutput:
-        return ShardedOutput.of(whole[block.start : block.stop].clone(), block, get_transport())
+        rows = whole[block.start : block.stop].clone()
+        return ShardedOutput.of(rows, block, ShardGroup.of(get_transport()))
 
     assert fresh().shape == (5, 4)
     assert len(fresh()) == 5
@@ -584,7 +586,7 @@ def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() ->
     q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
     expected = F.scaled_dot_product_attention(q, k, v)
     nobody: Any = None  # no way to ask another rank
-    with GlobalBatchRandomMode(Block(0, 2, 4), 0, nobody, DrawsWithoutRows()):
+    with GlobalBatchRandomMode([Block(0, 2, 4)], 0, nobody, DrawsWithoutRows(), nobody):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 

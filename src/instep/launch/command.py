@@ -28,6 +28,7 @@ from instep.launch.restarts.attempts import run_attempts
 from instep.launch.restarts.policy import RestartPolicy
 from instep.launch.worker import static_opt_out
 from instep.process import settings
+from instep.unedited import bitwise
 
 RUN = """\
 Run a script on N processes (ranks) of this host, as `python script.py` runs it on one.
@@ -72,6 +73,10 @@ CHECKPOINT = """\
 save the training loop of an unedited script in this folder after each iteration (epoch), and go on
 from there if the folder holds one; at any number of ranks"""
 
+BITWISE = """\
+cut every batch into V shards, whatever the number of ranks, and add up along one tree: the numbers
+have the same bits at any N that divides V (a power of two)"""
+
 HOSTS = """\
 the hosts and the number of ranks on each (without a number: -n), started by ssh from here. They
 share the folder, the interpreter and the files"""
@@ -85,6 +90,7 @@ WITH_VALUE = (
     "--output",
     "--load",
     "--checkpoint",
+    "--bitwise",
     "--hosts",
     "--host",
     "-H",
@@ -105,7 +111,7 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes",
         description=RUN,
-        usage="instep run -n N [--plain] [--load own|whole] [--checkpoint FOLDER] "
+        usage="instep run -n N [--plain] [--load own|whole] [--checkpoint FOLDER] [--bitwise V] "
         "[--output prefix|rank0|DIR] [--timeline FILE] [--max-restarts K [--min M]] "
         "[--hosts HOST:N,HOST:N | --nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)]"
         " "
@@ -122,6 +128,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--load", choices=("own", "whole"), help=LOAD)
     parser.add_argument("--checkpoint", metavar="FOLDER", help=CHECKPOINT)
+    parser.add_argument("--bitwise", type=int, metavar="V", help=BITWISE)
     parser.add_argument("--output", default="prefix", metavar="prefix|rank0|DIR", help=OUTPUT)
     parser.add_argument(
         "--timeline",
@@ -157,6 +164,8 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
     if asked.checkpoint:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
+    if asked.bitwise is not None or bitwise.is_on():
+        variables |= bitwise.variables(asked.bitwise, asked.n or sum((slots or {}).values()))
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)
     if slots is not None:

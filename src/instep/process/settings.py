@@ -123,6 +123,13 @@ LOAD = Setting(
     "everything, with the random numbers of plain Python.",
     choices=("own", "whole"),
 )
+BITWISE = Setting(
+    "INSTEP_BITWISE",
+    "0",
+    "The number of shards into which every batch is cut, so that the numbers have the same bits on "
+    "any number of ranks that divides it: a power of two; 0: a shard for each rank.",
+    numbers=range(1025),
+)
 DIVIDE = Setting(
     "INSTEP_DIVIDE",
     "auto",
@@ -176,7 +183,7 @@ STALL_SECONDS = Setting(
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, CHECKPOINT, LOAD, DIVIDE, DIST_FILE, SECRET, WATCH),
+    *(SEED, CHECKPOINT, LOAD, DIVIDE, BITWISE, DIST_FILE, SECRET, WATCH),
     *(DRIFT_STEPS, NAN, TIMELINE, STALL_SECONDS),
 )
 """The settings for users; docs/variables.md shows them."""

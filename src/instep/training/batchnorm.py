@@ -1,7 +1,8 @@
 """Batch statistics of the global batch, on any device.
 
 Every rank reduces its own rows once (count, mean, variance per channel), all ranks gather these
-few numbers, and each normalises its rows with the merged statistics:
+few numbers, and each normalises its rows with the merged statistics. A rank may hold its rows in
+several shards, each with statistics of its own:
 
     n = sum n_r,   mean = sum n_r mean_r / n,
     n var = sum (squares_r + n_r (mean_r - mean)^2)      (Chan, Golub, LeVeque 1979, eq. 2.1)
@@ -13,6 +14,8 @@ The passes over the activations are PyTorch's own fused kernels with given stati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +41,49 @@ class ReduceTransport(Protocol):
         """Start to reduce `tensor` into itself."""
 
 
+class ShardCollectives(Protocol):
+    """The same between shards, of which each rank has one or several."""
+
+    @property
+    def transport(self) -> Any:
+        """Between the ranks."""
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Every shard's tensor, from those of this rank's shards."""
+
+    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards, from the tensors of this rank's, which it overwrites."""
+
+
+@dataclass(frozen=True)
+class _OneShard:
+    """A rank is one shard."""
+
+    transport: ReduceTransport
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.transport.all_gather(tensors[0])
+
+    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        self.transport.all_reduce(tensors[0], "sum").wait()
+        return tensors[0]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What torch.nn.functional.batch_norm gets for one shard."""
+
+    input: Tensor
+    """(rows, channels, ...), the shard's rows."""
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
+
+
 def batch_norm(
     input: Tensor,  # noqa: A002  (torch's name)
     running_mean: Tensor | None,
@@ -59,19 +105,34 @@ def batch_norm(
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
     """
-    is_placeholder = current_candidates().is_placeholder
-    output: Tensor
-    output, mean, var, count = apply(
-        _GlobalBatchNorm, input, weight, bias, eps, is_placeholder, transport or get_transport()
-    )
-    _check_value_count(count, input, is_placeholder)
-    with torch.no_grad():
-        if running_mean is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        if running_var is not None:
-            unbiased = var * (count / (count - 1))
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    shard = Shard(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    (output,) = batch_norm_of_shards([shard], _OneShard(transport or get_transport()))
     return output
+
+
+def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives) -> list[Tensor]:
+    """`batch_norm` for each of this rank's shards, as one node of the autograd graph."""
+    is_placeholder = current_candidates().is_placeholder
+    first = shards[0]
+    outputs: list[Tensor]
+    *outputs, mean, var, count = apply(
+        _GlobalBatchNorm,
+        first.eps,
+        is_placeholder,
+        collectives,
+        *(shard.input for shard in shards),
+        *(shard.weight for shard in shards),
+        *(shard.bias for shard in shards),
+    )
+    _check_value_count(count, first.input, is_placeholder)
+    with torch.no_grad():
+        for shard in shards:
+            if shard.running_mean is not None:
+                shard.running_mean.lerp_(mean.to(shard.running_mean.dtype), shard.momentum)
+            if shard.running_var is not None:
+                unbiased = var * (count / (count - 1))
+                shard.running_var.lerp_(unbiased.to(shard.running_var.dtype), shard.momentum)
+    return outputs
 
 
 def normalize(module: _BatchNorm, x: Tensor, transport: ReduceTransport) -> Tensor:
@@ -95,66 +156,79 @@ def normalize(module: _BatchNorm, x: Tensor, transport: ReduceTransport) -> Tens
 
 
 class _GlobalBatchNorm(torch.autograd.Function):
-    """Normalise with merged statistics; returns them beside the output."""
+    """Normalise with merged statistics; returns them after the outputs."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
         eps: float,
         is_placeholder: bool,
-        transport: ReduceTransport,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype = _statistics_dtype(x)
-        mean, var, count = _merge(transport, _local_moments(x, is_placeholder))
+        collectives: ShardCollectives,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        inputs, weights, biases = _thirds(tensors)
+        dtype = _statistics_dtype(inputs[0])
+        moments = [_local_moments(x, is_placeholder) for x in inputs]
+        mean, var, count = _merge(collectives.all_gather(moments))
         mean, var = mean.to(dtype), var.to(dtype)
-        # The kernels take weights in half precision with statistics in that only.
-        slope, offset = (t if t is None else t.to(dtype) for t in (weight, bias))
-        output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
-        ctx.save_for_backward(x, weight, bias, mean, var)
-        ctx.eps, ctx.is_placeholder, ctx.count, ctx.transport = (
-            eps,
-            is_placeholder,
-            count,
-            transport,
-        )
+        outputs = []
+        for x, weight, bias in zip(inputs, weights, biases, strict=True):
+            # The kernels take weights in half precision with statistics in that only.
+            slope, offset = (t if t is None else t.to(dtype) for t in (weight, bias))
+            output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
+            outputs.append(output)
+        ctx.save_for_backward(*tensors, mean, var)
+        ctx.eps, ctx.is_placeholder, ctx.count = eps, is_placeholder, count
+        ctx.collectives = collectives
         ctx.mark_non_differentiable(mean, var, count)
-        return output, mean, var, count
+        return *outputs, mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, var = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, mean, var = ctx.saved_tensors
+        inputs, weights, biases = _thirds(tensors)
         if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
-            return _differentiable_backward(ctx, grad, x, weight, bias)
-        dot, total = _local_sums(grad, x, mean, var, ctx.eps)
-        sums = torch.stack((dot, total)).double()
+            return _differentiable_backward(ctx, grads[0], tensors)
+        own = [_local_sums(g, x, mean, var, ctx.eps) for g, x in zip(grads, inputs, strict=False)]
+        sums = [torch.stack(each).double() for each in own]
         if ctx.is_placeholder:
-            sums.zero_()
-        ctx.transport.all_reduce(sums, "sum").wait()
-        dx = _input_gradient(grad, x, weight, mean, var, sums.div_(ctx.count), ctx.eps)
-        needed = ctx.needs_input_grad
-        return (
-            dx if needed[0] else None,
-            dot.to(weight.dtype) if needed[1] else None,
-            total.to(weight.dtype) if needed[2] else None,
-            None,
-            None,
-            None,
-        )
+            sums[0].zero_()
+        averages = ctx.collectives.sum(sums).div_(ctx.count)
+        needed = _thirds(ctx.needs_input_grad[3:])
+        results: list[Tensor | None] = [
+            _input_gradient(grad, x, weight, mean, var, averages, ctx.eps) if need else None
+            for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=False)
+        ]
+        for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True)):
+            results += [
+                each[k].to(parameter.dtype) if need else None
+                for each, parameter, need in zip(own, parameters, needs, strict=True)
+            ]
+        return None, None, None, *results
+
+
+def _thirds(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Of each shard the input, the weight, the bias."""
+    count = len(values) // 3
+    return values[:count], values[count : 2 * count], values[2 * count :]
 
 
 def _differentiable_backward(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ctx: Any, grad: Tensor, tensors: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
     """The same gradients as a graph: the layer once more, written in differentiable steps."""
-    candidates = zip((x, weight, bias), ctx.needs_input_grad, strict=False)
-    inputs = [tensor for tensor, needed in candidates if needed and tensor is not None]
-    with use_transport(ctx.transport):
+    if len(tensors) > 3:
+        raise TrainingError(
+            "--bitwise cannot differentiate the gradient of batch normalisation once more "
+            "(create_graph=True). Run without --bitwise, or normalise otherwise there."
+        )
+    needed = ctx.needs_input_grad[3:]
+    inputs = [t for t, needs in zip(tensors, needed, strict=True) if needs and t is not None]
+    with use_transport(ctx.collectives.transport):
+        x, weight, bias = tensors
         output = _composite(x, weight, bias, ctx.eps, ctx.is_placeholder)
         found = iter(torch.autograd.grad(output, inputs, grad, create_graph=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+    return None, None, None, *(next(found) if needs else None for needs in needed)
 
 
 def _composite(
@@ -250,12 +324,10 @@ def _channel_stride(x: Tensor) -> int:
     return x.stride(1) if plain else 0
 
 
-def _merge(transport: ReduceTransport, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of all ranks' rows together, and their number; in float64."""
-    channels = local.numel() // 2
-    means, squares, counts = torch.stack(transport.all_gather(local)).split(
-        (channels, channels, 1), 1
-    )
+def _merge(moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of all shards' rows together, and their number; in float64."""
+    channels = moments[0].numel() // 2
+    means, squares, counts = torch.stack(list(moments)).split((channels, channels, 1), 1)
     total = counts.sum()
     merged = (counts * means).sum(0).div_(total)
     offsets = means - merged

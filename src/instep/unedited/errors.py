@@ -12,6 +12,19 @@ class UneditedError(LaunchError):
 class ShardedCallError(TrainingError):
     """A module's call cannot be sharded over the ranks."""
 
+    @classmethod
+    def changes_arguments(cls, module: object) -> ShardedCallError:
+        """A forward that changes its arguments, of which each rank has others."""
+        return cls(
+            f"{type(module).__name__} began to change its arguments in its forward (a cache, a "
+            "list, a tensor in place), which it did not do when its calls were first divided. "
+            "Run this script with --plain, or let it return what is new instead."
+        )
+
+
+class BitwiseError(LaunchError):
+    """`--bitwise` with a number of ranks or a script that cannot be."""
+
 
 class LoadingError(TrainingError, RuntimeError):
     """A rank could not load its rows, and its exception cannot be sent to the other ranks."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from instep.distributed.identity import launchers
 from instep.distributed.identity.world import World
-from instep.unedited import launcher_env
+from instep.unedited import bitwise, launcher_env
 from instep.unedited.errors import UneditedError
 from instep.unedited.opt_out import BatchEffect
 from instep.unedited.single_rank import SingleRankSession
@@ -53,6 +53,8 @@ def start() -> UneditedSession | None:
     global _current
     if _current is None and multiprocessing.parent_process() is None:
         world = launchers.detect()
+        if bitwise.is_on():
+            bitwise.start(world.size)
         if world.size > 1:
             fix_hash_seed()
         launcher_env.set_visible_device(world)
@@ -81,6 +83,7 @@ def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     session = _current
     if session is None:
         return
+    bitwise.check_divided(reason)
     if (
         session.multi_rank.has_begun
         or import_module("instep.unedited.sharded_call.modules").call_counts.sharded

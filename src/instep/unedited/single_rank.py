@@ -1,15 +1,17 @@
 """A world of one: random numbers are those of any other world, and everything else is untouched.
 
-It imports neither torch nor what is needed to run on several ranks.
+It imports neither torch nor what is needed to run on several ranks, unless `--bitwise` cuts the
+batch into shards here, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.unedited import launcher_env, seeds
+from instep.unedited import bitwise, launcher_env, seeds
 
 
 def _iterate(original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -24,6 +26,13 @@ LOADER_PATCH = Patch(
 )
 
 
+def _bitwise_patches() -> Sequence[Patch]:
+    if not bitwise.is_on():
+        return ()
+    patches: Sequence[Patch] = import_module("instep.unedited.patch_table").SHARDED_CALL_PATCHES
+    return patches
+
+
 class SingleRankSession:
     """What is installed in a world of one, until `end`."""
 
@@ -31,7 +40,7 @@ class SingleRankSession:
         self.seed = seeds.choose_seed()
         seeds.seed_everything(self.seed)
         launcher_env.mask()
-        self._patches = PatchHandle([LOADER_PATCH, *seeds.SEED_PATCHES])
+        self._patches = PatchHandle([LOADER_PATCH, *seeds.SEED_PATCHES, *_bitwise_patches()])
 
     def end(self) -> None:
         """Restore everything."""

@@ -24,7 +24,11 @@ input, and its output is not shown.
 The exit code is 0 for the first two verdicts, 1 for DIFFERENT, and 2 if no verdict is possible.
 """
 
-WITH_VALUE = ("-n", "--steps", "--json", "--plot")
+BITWISE = """\
+run with instep run --bitwise V and compare bytes at every step: IDENTICAL, or the first step and
+value whose bits differ"""
+
+WITH_VALUE = ("-n", "--steps", "--bitwise", "--json", "--plot")
 """Options that take the next word as their value."""
 
 
@@ -34,7 +38,7 @@ def add_command(commands: Any) -> None:
         "verify",
         help="verify that a script gives the same numbers on several ranks",
         description=DESCRIPTION,
-        usage="instep verify -n 1,2,3 [--steps K] [--json FILE] [--plot FILE.png] "
+        usage="instep verify -n 1,2,3 [--steps K] [--bitwise V] [--json FILE] [--plot FILE.png] "
         "(script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
@@ -49,6 +53,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=_steps, metavar="K", help="stop the script after K optimizer steps"
     )
+    parser.add_argument("--bitwise", type=int, metavar="V", help=BITWISE)
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON to this file")
     parser.add_argument("--plot", metavar="FILE.png", help="plot the loss curves to this file")
 
@@ -66,7 +71,15 @@ def run(asked: argparse.Namespace, program: tuple[str, ...]) -> int:
         raise CommandLineError(
             "--plot needs matplotlib. Install it with: pip install 'instep[plot]'"
         )
-    # Not at the top: it imports torch, and `instep run` must start without.
+    # Not at the top: they import torch, and `instep run` must start without.
+    if asked.bitwise is not None:
+        if asked.json is not None or asked.plot is not None:
+            raise CommandLineError("--bitwise prints its report; leave --json and --plot out.")
+        from instep.verify.bit_comparison import run_and_report_bits
+
+        with exit_on_signal():
+            return run_and_report_bits(job.command, asked.n, asked.bitwise, asked.steps)
+
     from instep.verify.verification import run_and_report
 
     with exit_on_signal():

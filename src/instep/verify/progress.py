@@ -36,15 +36,18 @@ class RunProgress:
         sizes: Sequence[int],
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        expected: Sequence[str] | None = None,
     ) -> None:
         """
         Args:
             sizes: the numbers of ranks other than 1.
             stream: where to write; None: stderr.
             clock: the time in seconds.
+            expected: the titles of the runs; None: those of a comparison with one process.
         """
         several = [title(n) for n in sizes for title in (first_steps, all_steps)]
-        self._expected = [WHOLE, AGAIN, PLAIN, NOISE, *several]
+        whole = [WHOLE, AGAIN, PLAIN, NOISE, *several]
+        self._expected = whole if expected is None else [*expected]
         self._stream = stream or sys.stderr
         self._clock = clock
         self._terminal = self._stream.isatty()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -208,6 +208,10 @@ def _noise(
 class InstepRunStarter:
     """Starts ranks with `instep run`; the script has no input, and its output goes to a file."""
 
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: additional ones of the environment."""
+        self._variables = {**REPEATABLE, **os.environ, **(variables or {})}
+
     def __call__(self, n: int, folder: Path, command: Sequence[str], limit: float | None) -> None:
         """Run as RankStarter describes."""
         launcher = ["-m", "instep", "run", "--nnodes", "1", "-n", str(n)] if n else []
@@ -216,7 +220,7 @@ class InstepRunStarter:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *launcher, *entry, *command],
-                env=REPEATABLE | os.environ,
+                env=self._variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from instep.launch.worker import (
 )
 from instep.process import settings
 from instep.process.import_hooks import during_import
-from instep.unedited import session
+from instep.unedited import bitwise, session
 from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files import bypass
 
@@ -69,6 +69,7 @@ def start_session(command: Sequence[str]) -> None:
     if reason is None:
         session.start()
     else:
+        bitwise.check_divided(reason)
         session.print_opt_out(launchers.detect(), reason, static_opt_out.batch_effect(reason))
 
 

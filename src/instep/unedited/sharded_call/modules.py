@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.rank_local import is_rank_local
-from instep.distributed.communication.transport import Transport, get_transport
+from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
@@ -37,6 +37,7 @@ from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
 from instep.unedited.sharded_call.run.timed_calls import run_timed
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
 _FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
@@ -91,19 +92,19 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
     try:
         name = "forward" if torch.is_grad_enabled() else "evaluation"
         with ignore_grad_warnings(module.modules()), phase(name):
-            return _call_outermost(call, get_transport())
+            return _call_outermost(call, ShardGroup.of(get_transport()))
     finally:
         call_state.inside = False
 
 
-def _call_outermost(call: BoundCall, transport: Transport) -> Any:
+def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it."""
     whole_calls.undecided += 1
     if call_state.is_checkpointed:
         _report_whole(call.module, _CHECKPOINTED)
         _count_whole(call)
         return call.run_whole()
-    entry = plan_cache.lookup(call, transport.size)
+    entry = plan_cache.lookup(call, group.size)
     entry.calls += 1
     if entry.plan is not None and not all(each.is_current() for each in entry.plan.stored):
         entry.plan, entry.why_whole = None, MOVED
@@ -114,7 +115,7 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         if entry.why_whole:
             _remember_whole(call, None, by_parts=entry.has_parts)
         return _run_by_parts(call.run_whole) if entry.has_parts else call.run_whole()
-    if _count_batch(call, entry.plan) < transport.size:
+    if _count_batch(call, entry.plan) < group.size:
         _report_whole(call.module, _FEW_ROWS)
         _count_whole(call)
         _remember_whole(call, None, by_parts=False)
@@ -128,13 +129,13 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
     is_new = entry.is_new(call) or hooks != entry.hooks
     entry.hooks = hooks
     if entry.plan is None:
-        entry.plan, output, entry.why_whole = find_plan(call, transport)
+        entry.plan, output, entry.why_whole = find_plan(call, group)
         if entry.why_whole.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
             _report_whole(call.module, f"{entry.why_whole} in this call")
             _count_whole(call)
             entry.why_whole = ""  # they are made by now
             return output
-        if entry.why_whole and max_rows(call.leaves) < transport.size:
+        if entry.why_whole and max_rows(call.leaves) < group.size:
             entry.why_whole = _FEW_ROWS
         if entry.why_whole.startswith(SIDE_EFFECTS) and entry.calls < _FIRST_CALLS:
             entry.why_whole = ""  # many print or write in their first call only
@@ -143,7 +144,7 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
         if entry.why_whole != _FEW_ROWS:
             temporary_modules.note(call.module, entry.why_whole)
     elif is_new or entry.is_sampled():
-        output, entry.why_whole = verify_plan(call, entry.plan, transport, gradients=is_new)
+        output, entry.why_whole = verify_plan(call, entry.plan, group, gradients=is_new)
         if entry.why_whole:
             entry.why_whole += (
                 f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided): what they "
@@ -151,20 +152,20 @@ def _call_outermost(call: BoundCall, transport: Transport) -> Any:
             )
         entry.last_compared = entry.calls
     elif tuner is not None and tuner.is_due:
-        entry.plan, output, is_sharded = run_timed(call, entry.plan, tuner, transport)
+        entry.plan, output, is_sharded = run_timed(call, entry.plan, tuner, group)
         if not is_sharded:
             tuner.count(count_elements(call.leaves), sharded=False)
             _count_whole(call)
             return output
     else:
-        entry.plan, output = run_sharded(call, entry.plan, transport)
+        entry.plan, output = run_sharded(call, entry.plan, group)
     if entry.why_whole:
         entry.plan = None
         _report_whole(call.module, entry.why_whole)
         _count_whole(call)
     else:
         assert entry.plan is not None
-        _count_sharded(call, entry.plan, transport)
+        _count_sharded(call, entry.plan, group)
         if tuner is not None:
             tuner.count(count_elements(call.leaves), sharded=True)
     entry.finish(call.module)
@@ -220,12 +221,12 @@ def _run_by_parts(function: Callable[[], Any]) -> Any:
         call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
 
 
-def _count_sharded(call: BoundCall, plan: ShardingPlan, transport: Transport) -> None:
+def _count_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> None:
     call_counts.sharded += 1
     start_work()
-    block = plan.division.block(call.leaves, transport.rank, transport.size)
-    assert block is not None
-    _count_samples(block.count)
+    rows = plan.division.count_rows(call.leaves)
+    assert rows is not None
+    _count_samples(sum(block.count for block in group.blocks(rows)))
 
 
 def _count_whole(call: BoundCall) -> None:
@@ -241,8 +242,7 @@ def _count_samples(rows: int) -> None:
 def _count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
     """How many rows this batch has; 0 where it cannot be said."""
     if plan is not None:
-        block = plan.division.block(call.leaves, 0, 1)
-        return 0 if block is None else block.total
+        return plan.division.count_rows(call.leaves) or 0
     sizes = [max(x.shape[:2]) for x in call.leaves if isinstance(x, Tensor) and x.dim()]
     return max(sizes, default=0)
 
@@ -265,6 +265,9 @@ def _report_whole(module: nn.Module, why: str) -> None:
     if (name, why) in _reported or (call_state.whole_depth and why == _FEW_ROWS):
         return
     _reported.add((name, why))
-    if get_transport().rank == 0:
+    group = ShardGroup.of(get_transport())
+    if group.transport.rank == 0:
         separator = " " if why.startswith("where ") else ": "
+        if group.is_virtual and why == _FEW_ROWS:
+            why = why.replace("ranks", "shards")
         print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)

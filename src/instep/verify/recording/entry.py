@@ -14,6 +14,7 @@ from instep.distributed.rendezvous import bootstrap
 from instep.launch.worker import main_module, program
 from instep.process.patching import PatchHandle
 from instep.unedited import seeds
+from instep.verify.recording.bit_recorder import BitRecorder
 from instep.verify.recording.recorder import Recorder
 from instep.verify.recording.records import RunPlan
 
@@ -27,7 +28,8 @@ def main(folder: str, *command: str) -> None:
         PatchHandle(seeds.SEED_PATCHES)
     else:
         program.start_session(command)
-    recorder = Recorder(plan, where, bootstrap.current().rank)
+    kind = BitRecorder if plan.bits else Recorder
+    recorder = kind(plan, where, bootstrap.current().rank)
     recorder.install()
     try:
         main_module.run_as_main(command)

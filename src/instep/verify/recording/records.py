@@ -51,6 +51,9 @@ class RunPlan:
     without_instep: bool = False
     """Whether instep.replicate and instep.shard return what they are given."""
 
+    bits: bool = False
+    """Whether digests of all that is computed are recorded, and nothing else."""
+
     def write(self, folder: Path) -> None:
         """Write the plan for the ranks."""
         (folder / "plan").write_bytes(pickle.dumps(asdict(self)))
@@ -177,7 +180,7 @@ class RecordWriter:
         with bypass_overlay():
             self._steps = (folder / f"rank{rank}.steps").open("wb")
 
-    def step(self, step: StepRecord) -> None:
+    def step(self, step: object) -> None:
         """Write one step."""
         pickle.dump(step, self._steps)
         self._steps.flush()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.transport import Transport
 from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
@@ -35,12 +34,13 @@ from instep.unedited.sharded_call.plan.sharding_plan import (
 from instep.unedited.sharded_call.plan.stored_parameters import find_stored_parameters
 from instep.unedited.sharded_call.run.argument_writes import run_whole, write_back
 from instep.unedited.sharded_call.run.execution import (
+    LocalOutputs,
     gather_arguments,
     join_output,
     run_local,
     run_planned,
 )
-from instep.unedited.sharded_call.run.graph_leaves import find_leaves, next_sequence_number
+from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -48,9 +48,11 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_equal,
     is_subclass,
 )
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 
-def find_plan(call: BoundCall, transport: Transport) -> tuple[ShardingPlan | None, Any, str]:
+def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, Any, str]:
     """Find a plan for calls like this one, by trying the candidates.
 
     Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
@@ -58,15 +60,15 @@ def find_plan(call: BoundCall, transport: Transport) -> tuple[ShardingPlan | Non
     """
     if is_compiled(call.module.modules()):
         allow_repeated_backward()
-    mismatch = first_mismatch(call.module, call.leaves, transport)
+    mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
     if why := mismatch or reference.check_supported():
         return None, reference.value, why
     reasons = []
-    for division in candidate_divisions(call.leaves, at_least=transport.size):
+    for division in candidate_divisions(call.leaves, at_least=group.size):
         reference.compute_gradients(call)
-        found, why = _try(call, division, reference, transport)
+        found, why = _try(call, division, reference, group)
         if found is not None:
             return *found, ""
         reasons.append(why)
@@ -74,13 +76,13 @@ def find_plan(call: BoundCall, transport: Transport) -> tuple[ShardingPlan | Non
 
 
 def verify_plan(
-    call: BoundCall, plan: ShardingPlan, transport: Transport, *, gradients: bool
+    call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, gradients: bool
 ) -> tuple[Any, str]:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
 
     Returns what the call returns to the script, and why it cannot be sharded any more. Collective.
     """
-    mismatch = first_mismatch(call.module, call.leaves, transport)
+    mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
@@ -88,20 +90,22 @@ def verify_plan(
     if not why:
         if gradients:
             reference.compute_gradients(call)
-        found, why = _try(call, plan.division, reference, transport)
+        found, why = _try(call, plan.division, reference, group)
         if found is not None:
             return found[1], ""
     return reference.value, why
 
 
 def _try(
-    call: BoundCall, division: Division, reference: Reference, transport: Transport
+    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """The plan and what the call returns; or why not, and all is as the whole forward left it."""
     reference.before.restore()
+    transport = group.transport
     with observed(is_silent=True):
         found, why = attempt(
-            lambda checked: _compare(call, division, reference, checked), transport
+            lambda checked: _compare(call, division, reference, replace(group, transport=checked)),
+            transport,
         )
     if found is not None:
         plan, joined = found
@@ -109,20 +113,21 @@ def _try(
     if reference.is_random and not reference.drawn:
         reference.note_draws(call)
         if reference.drawn:
-            return _try(call, division, reference, transport)
-    if reference.stored is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
+            return _try(call, division, reference, group)
+    asks = reference.stored is None and not group.is_virtual
+    if asks and any(transport.all_gather_object(reference.has_foreign_leaf)):
         reference.stored = find_stored_parameters(call.module)
         if reference.stored:
-            return _try(call, division, reference, transport)
+            return _try(call, division, reference, group)
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
-        return _try(call, division, reference, transport)
+        return _try(call, division, reference, group)
     reference.after.restore()
     return None, why
 
 
 def _compare(
-    call: BoundCall, division: Division, reference: Reference, transport: Transport
+    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
 ) -> tuple[ShardingPlan, list[Any]]:
     """Run the call with this division. Raises ShardedCallError if it is not the same."""
     start = next_sequence_number()
@@ -130,7 +135,7 @@ def _compare(
         region, local, structure = run_local(
             call,
             division,
-            transport,
+            group,
             is_random=reference.is_random,
             without_rows=DrawsWithoutRows(reference.drawn),
             stored=reference.stored or (),
@@ -144,15 +149,20 @@ def _compare(
     if why := reference.find_difference(after):
         raise ShardedCallError(why)
     if reference.stored:  # then the leaves are looked at in each call, and there must be none
-        reference.has_foreign_leaf = find_leaves(local, start) != []
+        reference.has_foreign_leaf = find_leaves(chain(*local), start) != []
     else:
-        reference.has_foreign_leaf = _has_foreign_leaf(local, start, call, reference.outputs)
+        own = list(chain(*local))
+        if group.is_virtual:  # the threads of shards number their nodes from 0
+            start = 0
+        reference.has_foreign_leaf = (
+            group.is_virtual and reference.uses_older(call)
+        ) or _has_foreign_leaf(own, start, call, reference.outputs)
     if reference.has_foreign_leaf:
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     in_caches = leaves_in_caches(structure)  # of which nobody reads most
     outputs = tuple(
-        replace(_plan_output(mine, k, reference, region, in_caches[k]), is_lazy=in_caches[k])
-        for k, mine in enumerate(local)
+        replace(_plan_output(parts, k, reference, region, in_caches[k]), is_lazy=in_caches[k])
+        for k, parts in enumerate(local)
     )
     generators = tuple(reference.before.graph.generators)
     is_random = reference.is_random or bool(generators)  # its own may begin to draw later
@@ -166,22 +176,22 @@ def _compare(
         reference.changes_attributes,
         reference.stored or (),
     )
-    tag_outputs(local, region)
+    tag_outputs(chain(*local), region)
     if not reference.matches_gradients(_join(local, plan, region)):
         raise ShardedCallError("its gradients are not those of the whole batch")
     joined = _join(local, plan, region)
-    if plan.has_reductions and not _holds_for_others(call, plan, reference.before, transport):
+    if plan.has_reductions and not _holds_for_others(call, plan, reference.before, group):
         raise ShardedCallError("it divides by something else than its rows")
     after.restore()  # what was computed since has left traces
     return plan, joined
 
 
-def _join(local: Sequence[Any], plan: ShardingPlan, region: Region) -> list[Any]:
+def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
     return [join_output(*pair, region) for pair in zip(local, plan.outputs, strict=True)]
 
 
 def _holds_for_others(
-    call: BoundCall, plan: ShardingPlan, before: Snapshot, transport: Transport
+    call: BoundCall, plan: ShardingPlan, before: Snapshot, group: ShardGroup
 ) -> bool:
     """Whether a plan with means or sums over rows also holds for other arguments.
 
@@ -204,11 +214,12 @@ def _holds_for_others(
             if kept is _beginnings:
                 raise
     before.restore()
-    region, local, local_structure = run_planned(other, plan, transport)
+    region, local, local_structure = run_planned(other, plan, group)
     return structure == local_structure and all(
         not isinstance(whole, Tensor)
-        or relative_error(join_output(out.detach(), how, region), whole) <= output_tolerance(whole)
-        for out, how, whole in zip(local, plan.outputs, wholes, strict=True)
+        or relative_error(join_output(_detached(parts), how, region), whole)
+        <= output_tolerance(whole)
+        for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
     )
 
 
@@ -240,14 +251,14 @@ def _beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> T
 
 
 def _plan_output(
-    local: Any, k: int, reference: Reference, region: Region, in_cache: bool
+    parts: Sequence[Any], k: int, reference: Reference, region: Region, in_cache: bool
 ) -> OutputPlan:
     """How the ranks' `k`-th outputs become that of the whole forward. Raises ShardedCallError."""
-    whole = reference.outputs[k]
-    if is_column(whole) and is_column(local) and _is_concatenated(local, whole, region):
+    whole, local = reference.outputs[k], parts[0]
+    if is_column(whole) and is_column(local) and _is_concatenated(parts, whole, region):
         return OutputPlan("shard")
     if not isinstance(whole, Tensor) or not isinstance(local, Tensor):
-        if type(local) is not type(whole) or not is_equal(local, whole):
+        if any(type(part) is not type(whole) or not is_equal(part, whole) for part in parts):
             raise ShardedCallError(f"it returns a {type(whole).__name__} that depends on the rows")
         return OutputPlan("replicate")
     if is_subclass(whole) and not has_attributes_of(whole, local):
@@ -256,8 +267,8 @@ def _plan_output(
         )
     if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
         return OutputPlan("replicate")  # the length of a window, say; as a plain number would be
-    for plan in candidate_outputs(local, whole, region.block):
-        joined = join_output(local.detach(), plan, region)
+    for plan in candidate_outputs(local, whole, region.blocks[0]):
+        joined = join_output(_detached(parts), plan, region)
         # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
         if plan.placement == "shard":
             matches = reference.matches_output(k, joined)
@@ -270,12 +281,16 @@ def _plan_output(
     raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")
 
 
-def _is_concatenated(local: Any, whole: Any, region: Region) -> bool:
-    """Whether all ranks' lists, one after the other, are the whole one. Collective."""
-    if len(whole) != region.block.total:
+def _detached(parts: Sequence[Any]) -> list[Any]:
+    return [part.detach() for part in parts]
+
+
+def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
+    """Whether all shards' lists, one after the other, are the whole one. Collective."""
+    if len(whole) != region.blocks[0].total:
         return False
-    parts = region.transport.all_gather_object(local)
-    return type(local) is type(whole) and whole == type(whole)(chain(*parts))
+    lists = region.group.transport.all_gather_object(list(chain(*parts)))
+    return type(parts[0]) is type(whole) and whole == type(whole)(chain(*lists))
 
 
 def _has_foreign_leaf(

@@ -28,7 +28,9 @@ from instep.unedited.sharded_call.plan.module_properties import is_compiled, lib
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
+from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
+from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 _PERTURBATIONS = 3
 
@@ -72,6 +74,7 @@ class Reference:
         watch = ArgumentWatch(call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
+        self._start = next_sequence_number()
         with observed() as effects:
             self.value = call.run_whole()
         compiles = is_compiled(call.module.modules())
@@ -115,6 +118,10 @@ class Reference:
         if why := self.side_effect or self.before.find_change(self.after):
             return why
         return "its forward changes its arguments" if self.changes_arguments else ""
+
+    def uses_older(self, call: BoundCall) -> bool:
+        """Whether it was computed from something that is no argument and was computed before."""
+        return find_leaves(self.outputs, self._start, call.leaves) is None
 
     def compute_gradients(self, call: BoundCall) -> None:
         """Compute its gradients now, while what autograd has saved is as it was."""

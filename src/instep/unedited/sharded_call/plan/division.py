@@ -1,4 +1,4 @@
-"""Which rows of a call's arguments are this rank's."""
+"""How the rows of a call's arguments are divided."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from instep.training.blocks import Block
 from instep.training.pytree import is_column
 
 
@@ -21,15 +20,14 @@ class Division:
     batch_dim: int
     """The dimension of the batch in the leaf from which its size is taken."""
 
-    def block(self, leaves: Sequence[Any], rank: int, size: int) -> Block | None:
-        """This rank's rows of these leaves; None if they do not divide like this."""
+    def count_rows(self, leaves: Sequence[Any]) -> int | None:
+        """The rows of these leaves; None if they do not divide like this."""
         if len(leaves) != len(self.dims):
             return None
         sizes = {
             _size(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True) if dim is not None
         }
-        total = sizes.pop() if len(sizes) == 1 else None
-        return None if total is None else Block(rank, size, total)
+        return sizes.pop() if len(sizes) == 1 else None
 
 
 def candidate_divisions(leaves: Sequence[Any], at_least: int) -> Iterator[Division]:

@@ -43,7 +43,8 @@ all_tuners: list[CallTuner] = []
 
 
 def _tuners() -> dict[int, CallTuner] | None:
-    return None if str(settings.DIVIDE) == "always" else {}
+    by_time = str(settings.DIVIDE) == "auto" and not int(settings.BITWISE)
+    return {} if by_time else None
 
 
 @dataclass(eq=False)

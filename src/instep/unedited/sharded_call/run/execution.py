@@ -1,4 +1,5 @@
-"""A sharded call as planned: the module runs on this rank's rows, and the outputs are joined."""
+"""A sharded call as planned: the module runs on the rows of this rank's shards, and the outputs are
+joined."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.transport import Transport
 from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -22,7 +22,7 @@ from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter,
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
-from instep.unedited.sharded_call.run.graph_leaves import find_leaves, next_sequence_number
+from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.mappings import (
     copy_to_region,
     gather_from_region,
@@ -38,11 +38,19 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_subclass,
     with_attributes_of,
 )
+from instep.unedited.sharded_call.shards.module_tables import ModuleTables
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import (
+    BranchError,
+    ShardThreads,
+    next_sequence_number,
+)
+
+LocalOutputs = list[tuple[Any, ...]]
+"""Of each output of a module, that of each of this rank's shards."""
 
 
-def run_sharded(
-    call: BoundCall, plan: ShardingPlan, transport: Transport
-) -> tuple[ShardingPlan, Any]:
+def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple[ShardingPlan, Any]:
     """Make the call as planned; returns the plan for the next call, and this one's output.
 
     Collective. Raises ShardedCallError.
@@ -51,7 +59,7 @@ def run_sharded(
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
     start = next_sequence_number() if plan.stored else 0
-    region, local, structure = run_planned(call, plan, transport)
+    region, local, structure = run_planned(call, plan, group)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
             raise ShardedCallError(
@@ -60,35 +68,35 @@ def run_sharded(
                 "draw from the first call on (a dropout of 1e-9, say)."
             )
         generators.restore()
-        return run_sharded(call, replace(plan, is_random=True), transport)
+        return run_sharded(call, replace(plan, is_random=True), group)
     if structure != plan.structure:
         raise ShardedCallError(
             f"{name} returns something else than when its calls were first divided (another "
             "number of outputs, or others). Run this script with --plain, or keep what it returns "
             "the same for the same kind of arguments."
         )
-    if plan.stored and find_leaves(local, start) != []:
+    if plan.stored and find_leaves(chain(*local), start) != []:
         raise ShardedCallError(
             f"{name} began to use a parameter from an object or list that it did not use when its "
             "calls were first divided. Run this script with --plain, or let its forward read "
             "parameters from attributes of modules."
         )
     joined = [
-        join_output(output, how, region) for output, how in zip(local, plan.outputs, strict=True)
+        join_output(parts, how, region) for parts, how in zip(local, plan.outputs, strict=True)
     ]
-    tag_outputs(local, region)
+    tag_outputs(chain(*local), region)
     return plan, write_back(unflatten(joined, structure), call)
 
 
 def run_planned(
-    call: BoundCall, plan: ShardingPlan, transport: Transport
-) -> tuple[Region, list[Any], Structure]:
+    call: BoundCall, plan: ShardingPlan, group: ShardGroup
+) -> tuple[Region, LocalOutputs, Structure]:
     """As `run_local`, with the plan's division and draws."""
     known = DrawsWithoutRows(found=plan.without_rows)
     return run_local(
         call,
         plan.division,
-        transport,
+        group,
         is_random=plan.is_random,
         without_rows=known,
         stored=plan.stored,
@@ -98,120 +106,134 @@ def run_planned(
 def run_local(
     call: BoundCall,
     division: Division,
-    transport: Transport,
+    group: ShardGroup,
     *,
     is_random: bool,
     without_rows: DrawsWithoutRows,
     stored: Sequence[StoredParameter],
-) -> tuple[Region, list[Any], Structure]:
-    """Call the module with this rank's rows; returns its outputs, flat, and their structure.
+) -> tuple[Region, LocalOutputs, Structure]:
+    """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
+    their structure.
 
     Raises ShardedCallError where it changes its arguments otherwise than by items of dicts: the
     script would not see it.
     """
-    block = division.block(call.leaves, transport.rank, transport.size)
-    assert block is not None
-    region = Region(block, division, transport, is_random, without_rows)
-    region.gradients.module, region.gradients.block = weakref.ref(call.module), block
-    leaves = [
+    total = division.count_rows(call.leaves)
+    assert total is not None
+    region = Region(group.blocks(total), division, group, is_random, without_rows)
+    region.gradients.module, region.gradients.block = weakref.ref(call.module), region.blocks[0]
+    by_leaf = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]
     if torch.is_grad_enabled():
         region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
-    args, kwargs = unflatten(leaves, call.structure)
-    watch = ArgumentWatch(args, kwargs)
     before = versions(call.leaves)
-    with region.entered(), _aliased_parameters(call.module, region, stored):
-        output = call.original(call.module, *args, **kwargs)
-    if watch.has_other_changes() or before != versions(call.leaves):
-        raise ShardedCallError(
-            f"{type(call.module).__name__} began to change its arguments in its forward (a cache, "
-            "a list, a tensor in place), which it did not do when its calls were first divided. "
-            "Run this script with --plain, or let it return what is new instead."
-        )
-    return region, *flatten(watch.result(output))
+    shards = [_ShardForward(call, leaves, region) for leaves in zip(*by_leaf, strict=True)]
+    with region.entered(), _aliased_parameters(call.module, region, stored) as tables:
+        if len(shards) == 1:
+            shards[0].run()
+        else:
+            _run_in_threads(shards, region, tables)
+    if before != versions(call.leaves):
+        raise ShardedCallError.changes_arguments(call.module)
+    structures = [shard.structure for shard in shards]
+    if any(structure != structures[0] for structure in structures):
+        raise ShardedCallError("its outputs have another structure for a part of the batch")
+    outputs = list(zip(*(shard.outputs for shard in shards), strict=True))
+    return region, outputs, structures[0]
 
 
-def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Any:
-    block = region.block
+class _ShardForward:
+    """The forward for one shard."""
+
+    def __init__(self, call: BoundCall, leaves: Sequence[Any], region: Region) -> None:
+        self._call, self._region = call, region
+        self._arguments = unflatten(list(leaves), call.structure)
+        self.outputs: list[Any] = []
+        self.structure: Structure | None = None
+
+    def run(self) -> None:
+        args, kwargs = self._arguments
+        watch = ArgumentWatch(args, kwargs)
+        with self._region.entered_by_shard():
+            output = self._call.original(self._call.module, *args, **kwargs)
+        if watch.has_other_changes():
+            raise ShardedCallError.changes_arguments(self._call.module)
+        self.outputs, self.structure = flatten(watch.result(output))
+
+
+def _run_in_threads(shards: Sequence[_ShardForward], region: Region, tables: ModuleTables) -> None:
+    region.threads = ShardThreads(len(shards), tables.show)
+    try:
+        region.threads.run([shard.run for shard in shards])
+    except BranchError as error:
+        raise ShardedCallError(str(error)) from None
+    finally:
+        region.threads = None
+
+
+def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
+    """An argument as each of this rank's shards gets it."""
+    blocks = region.blocks
     if isinstance(leaf, ShardedOutput):
-        if dim == 0 and leaf.full is None and leaf.block == block:
-            return pass_to_region(leaf.local)
+        if dim == 0 and leaf.full is None and leaf.block == blocks[0]:
+            return [pass_to_region(leaf.local)]
         leaf = leaf.full_tensor()
     if dim is not None and not isinstance(leaf, Tensor):
-        return leaf[block.start : block.stop]
+        return [leaf[block.start : block.stop] for block in blocks]
     if dim is not None:
-        return scatter_to_region(leaf, block, dim, region.transport)
+        return scatter_to_region(leaf, blocks, dim, region.group)
     if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-        return copy_to_region(leaf, 1, region.transport)
-    return leaf
+        return copy_to_region(leaf, [1] * len(blocks), region.group)
+    return [leaf] * len(blocks)
 
 
 @contextmanager
 def _aliased_parameters(
     module: nn.Module, region: Region, stored: Sequence[StoredParameter]
-) -> Iterator[None]:
+) -> Iterator[ModuleTables]:
     """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
-    if not torch.is_grad_enabled():
-        yield
-        return
-    parts = list(module.modules())
-    slots = [
-        (part._parameters, name, parameter)
-        for part in parts
-        for name, parameter in part._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    parameters = list({id(p): p for _, _, p in slots}.values())
-    if not parameters:
-        yield
-        return
-    made = alias_parameters(parameters, region.gradients, region.transport)
-    alias_of: dict[int, Any] = {id(p): alias for p, alias in zip(parameters, made, strict=True)}
-    for table, name, parameter in slots:
-        table[name] = alias_of[id(parameter)]
-    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
-    _refresh_flat_weights(recurrent)
+    tables = ModuleTables(module, len(region.blocks))
+    parameters = tables.trained_parameters() if torch.is_grad_enabled() else []
+    aliases: Sequence[Sequence[Tensor]] = []
+    if parameters:
+        aliases = alias_parameters(parameters, region.gradients, region.group)
+        tables.replace(parameters, aliases)
+    tables.show(0)
     try:
-        with replaced(stored, alias_of):
-            yield
+        with replaced(stored, {id(p): a for p, a in zip(parameters, *aliases[:1], strict=False)}):
+            yield tables
     finally:
-        for table, name, parameter in slots:
-            table[name] = parameter
-        _refresh_flat_weights(recurrent)
+        tables.restore()
 
 
-def _refresh_flat_weights(recurrent: Sequence[nn.RNNBase]) -> None:
-    """Recurrent layers keep a list of their weights."""
-    for part in recurrent:
-        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
-
-
-def join_output(local: Any, plan: OutputPlan, region: Region) -> Any:
-    """The script's output, from this rank's. Collective, unless it stays sharded."""
-    block, transport, dim = region.block, region.transport, plan.dim
+def join_output(parts: Sequence[Any], plan: OutputPlan, region: Region) -> Any:
+    """The script's output, from those of this rank's shards. Collective, unless it stays there."""
+    blocks, group, dim, local = region.blocks, region.group, plan.dim, parts[0]
     if plan.placement == "replicate":
         return local
     if is_subclass(local):  # the script may read its attributes: it does not stay sharded
-        joined = join_output(as_plain(local), plan, region)
+        joined = join_output(list(map(as_plain, parts)), plan, region)
         whole = joined.full_tensor() if isinstance(joined, ShardedOutput) else joined
         return with_attributes_of(local, whole)
     if plan.placement != "shard":
-        weight = block.fraction if plan.placement == "partial_mean" else 1
-        return reduce_from_region(local, weight, transport)
+        is_mean = plan.placement == "partial_mean"
+        return reduce_from_region(parts, [b.fraction if is_mean else 1 for b in blocks], group)
     if plan.interleaved:
-        rows = local.unflatten(dim, (-1, block.count))
-        return gather_from_region(rows, block, dim + 1, transport).flatten(dim, dim + 1)
+        rows = [x.unflatten(dim, (-1, b.count)) for x, b in zip(parts, blocks, strict=True)]
+        return gather_from_region(rows, blocks, dim + 1, group).flatten(dim, dim + 1)
     if not isinstance(local, Tensor):
-        return type(local)(chain(*transport.all_gather_object(local)))
-    if dim == 0 and (plan.is_lazy or _is_large(local, region)):
-        return ShardedOutput.of(local, block, transport)
-    return gather_from_region(local, block, dim, transport)
+        own = list(chain(*parts))
+        return type(local)(chain(*group.transport.all_gather_object(own)))
+    if dim == 0 and not group.is_virtual and (plan.is_lazy or _is_large(local, region)):
+        return ShardedOutput.of(local, blocks[0], group)
+    return gather_from_region(parts, blocks, dim, group)
 
 
 def _is_large(local: Tensor, region: Region) -> bool:
     """By the size of the whole output: all ranks decide alike, whatever their shares."""
-    whole = local.numel() // region.block.count * region.block.total
+    block = region.blocks[0]
+    whole = local.numel() // block.count * block.total
     return whole * local.element_size() >= sharded_output.LARGE
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.tensors import apply, as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
@@ -29,7 +29,9 @@ from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
@@ -57,31 +59,46 @@ class CallGradients:
 
 
 def alias_parameters(
-    parameters: Sequence[Tensor], gradients: CallGradients, transport: Transport
-) -> list[Tensor]:
-    """Aliases of these parameters for the sharded call with these gradients.
+    parameters: Sequence[Tensor], gradients: CallGradients, group: ShardGroup
+) -> list[list[Tensor]]:
+    """For each of this rank's shards, aliases of these parameters for the sharded call with these
+    gradients.
 
     They share the parameters' memory, and count as nn.Parameter.
     """
+    if group.is_virtual:  # buckets add up several calls before they are summed over the ranks
+        return _alias(parameters, gradients, None, [0] * len(parameters), group)
     unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
     if unplanned:
-        _make_buckets(unplanned, transport)
-    groups: dict[GradBucket | None, list[int]] = {}
+        _make_buckets(unplanned, group.transport)
+    by_bucket: dict[GradBucket | None, list[int]] = {}
     for k, parameter in enumerate(parameters):
         bucket = None if _is_reduced_now(parameter) else _bucket_of[parameter][0]
-        groups.setdefault(bucket, []).append(k)
+        by_bucket.setdefault(bucket, []).append(k)
     found: dict[int, Tensor] = {}
-    for bucket, members in groups.items():
+    for bucket, members in by_bucket.items():
         own = [parameters[k] for k in members]
         indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
-        aliases = apply(_Alias, gradients, bucket, indices, transport, *own)
-        aliases[0].grad_fn._set_sequence_nr(_HIGHEST_PRIORITY)
-        for k, alias in zip(members, aliases, strict=True):
-            alias._is_param = True
-            found[k] = alias
-    buckets = (bucket for bucket in groups if bucket is not None)
+        (aliases,) = _alias(own, gradients, bucket, indices, group)
+        found |= zip(members, aliases, strict=True)
+    buckets = (bucket for bucket in by_bucket if bucket is not None)
     gradients.buckets = sorted(buckets, key=lambda bucket: bucket.ids)
-    return [found[k] for k in range(len(parameters))]
+    return [[found[k] for k in range(len(parameters))]]
+
+
+def _alias(
+    parameters: Sequence[Tensor],
+    gradients: CallGradients,
+    bucket: GradBucket | None,
+    indices: list[int],
+    group: ShardGroup,
+) -> list[list[Tensor]]:
+    aliases = apply(_Alias, gradients, bucket, indices, group, *parameters)
+    aliases[0].grad_fn._set_sequence_nr(_HIGHEST_PRIORITY)
+    for alias in aliases:
+        alias._is_param = True
+    count = len(parameters)
+    return [list(aliases[start : start + count]) for start in range(0, len(aliases), count)]
 
 
 def is_alias(node: Any) -> bool:
@@ -150,19 +167,24 @@ class _Alias(torch.autograd.Function):
         gradients: CallGradients,
         bucket: GradBucket | None,
         indices: list[int],
-        transport: Transport,
+        group: ShardGroup,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.bucket, ctx.indices = gradients, bucket, indices
-        ctx.transport, ctx.parameters = transport, parameters
+        ctx.group, ctx.parameters = group, parameters
         ctx.set_materialize_grads(False)
-        return tuple(parameter.detach() for parameter in parameters)
+        return tuple(parameter.detach() for _ in group.own for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         backward = ctx.gradients.backward
         if backward is None or not backward.accepts(ctx.bucket):
-            return None, None, None, None, *_reduce_now(grads, ctx.transport)
+            count = len(ctx.parameters)
+            starts = range(0, len(grads), count)
+            by_shard: list[Grads] = [grads[start : start + count] for start in starts]
+            if ctx.group.is_virtual:
+                by_shard = _without_gaps(by_shard, ctx.parameters, ctx.group)
+            return None, None, None, None, *_reduce_now(by_shard, ctx.group)
         sparse: list[Tensor | None] = [None] * len(grads)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
             if grad is not None and grad.is_sparse:
@@ -174,20 +196,48 @@ class _Alias(torch.autograd.Function):
         return None, None, None, None, *sparse
 
 
-def _reduce_now(grads: Sequence[Tensor | None], transport: Transport) -> list[Tensor | None]:
-    """The sums over ranks of these tensors: one message per dtype."""
-    results = list(grads)
+Grads = Sequence[Tensor | None]
+"""A gradient for each parameter, or None."""
+
+
+def _without_gaps(
+    by_shard: Sequence[Grads], parameters: Sequence[Tensor], group: ShardGroup
+) -> list[Grads]:
+    """The gradients of this rank's shards; zeros where only other shards have one. Collective."""
+    if any(grad is not None and grad.is_sparse for grads in by_shard for grad in grads):
+        raise ShardedCallError(
+            "--bitwise adds up dense gradients only: give nn.Embedding no sparse=True."
+        )
+    mine = [torch.tensor([grad is not None for grad in grads]) for grads in by_shard]
+    in_any = torch.stack(group.all_gather([as_bytes(each) for each in mine])).any(0).tolist()
+    return [
+        [
+            grad if grad is not None or not has else torch.zeros_like(parameter)
+            for grad, parameter, has in zip(grads, parameters, in_any, strict=True)
+        ]
+        for grads in by_shard
+    ]
+
+
+def _reduce_now(by_shard: Sequence[Grads], group: ShardGroup) -> list[Tensor | None]:
+    """The sums over shards of these tensors: one message per dtype."""
+    results = list(by_shard[0])
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for k, grad in enumerate(grads):
+    for k, grad in enumerate(results):
         if grad is not None and grad.is_sparse:
             results[k] = all_reduce_sparse(grad)
         elif grad is not None:
             groups.setdefault((grad.dtype, grad.device), []).append(k)
     for members in groups.values():
-        tensors = [grad for k in members if (grad := grads[k]) is not None]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        sums = reduce_from_region(flat, 1, transport).split([tensor.numel() for tensor in tensors])
-        for k, tensor, total in zip(members, tensors, sums, strict=True):
+        tensors = [[grad for k in members if (grad := grads[k]) is not None] for grads in by_shard]
+        if group.is_virtual and not torch.is_grad_enabled():
+            for k, total in zip(members, group.sum_each(tensors), strict=True):
+                results[k] = total
+            continue
+        flat = [torch.cat([tensor.reshape(-1) for tensor in each]) for each in tensors]
+        sizes = [tensor.numel() for tensor in tensors[0]]
+        sums = reduce_from_region(flat, [1] * len(flat), group).split(sizes)
+        for k, tensor, total in zip(members, tensors[0], sums, strict=True):
             results[k] = total.view(tensor.shape)
     return results
 

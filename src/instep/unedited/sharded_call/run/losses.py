@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instep.distributed.communication.collectives import all_reduce
 from instep.process.patching import Function
 from instep.process.torch_compile import disable_compile
 from instep.unedited.sharded_call.run.mappings import reduce_from_region, scatter_to_region
-from instep.unedited.sharded_call.run.region import is_inside
+from instep.unedited.sharded_call.run.region import current_region, is_inside
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     as_plain,
@@ -55,13 +54,15 @@ def _loss_inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, An
     call = _LossCall(original, args, kwargs)
     if call.reduction not in ("mean", "sum", "batchmean"):
         return original(*args, **kwargs)
-    total = all_reduce(call.sum(call.arguments))
+    region = current_region()
+    assert region is not None
+    total = region.sum(call.sum(call.arguments))
     if call.reduction == "sum":
         return total
     divisor = call.mean_divisor(call.arguments)
     if not isinstance(divisor, Tensor):  # filled in: a copy to a GPU would be waited for
         divisor = total.new_full((), divisor)
-    return total / all_reduce(divisor.detach().to(total.dtype))
+    return total / region.sum(divisor.detach().to(total.dtype))
 
 
 def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +72,7 @@ def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str
     local = call.local_arguments(output)
     if local is None or call.reduction not in ("mean", "sum", "batchmean"):
         return original(*args, **kwargs)
-    total = reduce_from_region(call.sum(local), 1, output.transport)
+    total = reduce_from_region([call.sum(local)], [1], output.group)
     return total if call.reduction == "sum" else total / call.mean_divisor(call.arguments)
 
 
@@ -104,7 +105,7 @@ class _LossCall:
             elif not isinstance(value, Tensor):
                 local[name] = value
             elif value.dim() and value.shape[0] == output.shape[0]:
-                local[name] = scatter_to_region(value, output.block, 0, output.transport)
+                (local[name],) = scatter_to_region(value, [output.block], 0, output.group)
             elif name in _PER_CLASS:
                 local[name] = value
             else:

@@ -2,53 +2,70 @@
 which each has its own rows. Their names are those of Megatron-LM's mappings.
 
 Outside all ranks compute the same, so a gradient there is whole on every rank. Inside, what is
-differentiated is the sum over ranks of each rank's own function. Each mapping has the derivative
+differentiated is the sum over shards of each one's own function. A rank has one shard, or several
+(`shards`), which one node of the graph takes or gives together. Each mapping has the derivative
 that this asks for, which is a mapping, too (Shoeybi et al. 2019, section 3, call two of them f
 and g):
 
     scatter_to_region   <->  gather_from_region
     reduce_from_region  <->  copy_to_region
-    a parameter in      <->  the sum over ranks (see `grad_sums`)
+    reduce_in_region    <->  reduce_in_region
+    a parameter in      <->  the sum over shards (see `grad_sums`)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.distributed.communication.tensors import apply, as_bytes
-from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
-def scatter_to_region(whole: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
-    """This rank's rows of a tensor that every rank has; along other dimensions than 0 a copy."""
+def scatter_to_region(
+    whole: Tensor, blocks: Sequence[Block], dim: int, group: ShardGroup
+) -> tuple[Tensor, ...]:
+    """The rows of these blocks: a view where it is one and `dim` is 0, else copies."""
     if not _needs_grad(whole):
-        return _slice_rows(whole, block, dim)
-    local: Tensor = apply(_ScatterToRegion, whole, block, dim, transport)
-    return local
+        return _slice_rows(whole, blocks, dim)
+    parts: tuple[Tensor, ...] = apply(_ScatterToRegion, whole, blocks, dim, group)
+    return parts
 
 
-def gather_from_region(local: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
-    """The rows of all ranks, of which each may have several per sample. Collective."""
-    if not _needs_grad(local):
-        return gather_rows(local, block, dim, transport)
-    whole: Tensor = apply(_GatherFromRegion, local, block, dim, transport)
+def gather_from_region(
+    parts: Sequence[Tensor], blocks: Sequence[Block], dim: int, group: ShardGroup
+) -> Tensor:
+    """The rows of all shards, of which each may have several per sample. Collective."""
+    if not any(map(_needs_grad, parts)):
+        return gather_rows(parts, blocks, dim, group)
+    whole: Tensor = apply(_GatherFromRegion, blocks, dim, group, *parts)
     return whole
 
 
-def reduce_from_region(local: Tensor, weight: float, transport: Transport) -> Tensor:
-    """The sum over ranks of each one's tensor times its weight. Collective."""
-    total: Tensor = apply(_ReduceFromRegion, local, weight, transport)
+def reduce_from_region(
+    parts: Sequence[Tensor], weights: Sequence[float], group: ShardGroup
+) -> Tensor:
+    """The sum over shards of each one's tensor times its weight. Collective."""
+    total: Tensor = apply(_ReduceFromRegion, weights, group, *parts)
     return total
 
 
-def copy_to_region(whole: Tensor, weight: float, transport: Transport) -> Tensor:
-    """A tensor that every rank has, times this rank's weight; its gradient is a sum over ranks."""
-    part: Tensor = apply(_CopyToRegion, whole, weight, transport)
-    return part
+def copy_to_region(
+    whole: Tensor, weights: Sequence[float], group: ShardGroup
+) -> tuple[Tensor, ...]:
+    """For each shard a tensor that every rank has, times its weight; its gradient is a sum."""
+    parts: tuple[Tensor, ...] = apply(_CopyToRegion, whole, weights, group)
+    return parts
+
+
+def reduce_in_region(parts: Sequence[Tensor], group: ShardGroup) -> tuple[Tensor, ...]:
+    """For each shard the sum over shards; its gradient is a sum over shards, too. Collective."""
+    totals: tuple[Tensor, ...] = apply(_ReduceInRegion, group, *parts)
+    return totals
 
 
 def pass_to_region(local: Tensor) -> Tensor:
@@ -67,31 +84,41 @@ def is_region_input(node: Any) -> bool:
     )
 
 
-def gather_rows(local: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
+def gather_rows(
+    parts: Sequence[Tensor], blocks: Sequence[Block], dim: int, group: ShardGroup
+) -> Tensor:
     """`gather_from_region` without a derivative."""
-    rows_first = local.detach().movedim(dim, 0).contiguous()
-    row_shape, per_sample = rows_first.shape[1:], rows_first.shape[0] // block.count
-    most = -(-block.total // block.size) * per_sample
-    if rows_first.shape[0] < most:
-        padding = rows_first.new_empty((most - rows_first.shape[0], *row_shape))
-        rows_first = torch.cat((rows_first, padding))
-    parts = transport.all_gather(as_bytes(rows_first))
-    rows = [
-        part.view(local.dtype).view(most, *row_shape)[
-            : Block(r, block.size, block.total).count * per_sample
+    first = blocks[0]
+    per_sample = parts[0].shape[dim] // first.count
+    most = -(-first.total // first.size) * per_sample
+    padded = []
+    for part in parts:
+        rows = part.detach().movedim(dim, 0).contiguous()
+        row_shape = rows.shape[1:]
+        if rows.shape[0] < most:
+            rows = torch.cat((rows, rows.new_empty((most - rows.shape[0], *row_shape))))
+        padded.append(as_bytes(rows))
+    whole = torch.cat(
+        [
+            rows.view(parts[0].dtype).view(most, *row_shape)[
+                : Block(shard, first.size, first.total).count * per_sample
+            ]
+            for shard, rows in enumerate(group.all_gather(padded))
         ]
-        for r, part in enumerate(parts)
-    ]
-    whole = torch.cat(rows)
+    )
     if dim == 0:
         return whole
     return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def _slice_rows(whole: Tensor, block: Block, dim: int) -> Tensor:
-    per_sample = whole.shape[dim] // block.total
-    rows = whole.narrow(dim, block.start * per_sample, block.count * per_sample)
-    return rows if dim == 0 else rows.contiguous()
+def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tensor, ...]:
+    per_sample = whole.shape[dim] // blocks[0].total
+    parts = [
+        whole.narrow(dim, block.start * per_sample, block.count * per_sample) for block in blocks
+    ]
+    if len(parts) > 1:  # autograd lets nobody change one of several views in place
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return (parts[0] if dim == 0 else parts[0].contiguous(),)
 
 
 def _needs_grad(tensor: Tensor) -> bool:
@@ -100,49 +127,73 @@ def _needs_grad(tensor: Tensor) -> bool:
 
 class _ScatterToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
-        ctx.block, ctx.dim, ctx.transport = block, dim, transport
-        return _slice_rows(whole, block, dim)
+    def forward(
+        ctx: Any, whole: Tensor, blocks: Sequence[Block], dim: int, group: ShardGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.blocks, ctx.dim, ctx.group = blocks, dim, group
+        return _slice_rows(whole, blocks, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_from_region(grads[0], ctx.block, ctx.dim, ctx.transport), None, None, None
+        return gather_from_region(grads, ctx.blocks, ctx.dim, ctx.group), None, None, None
 
 
 class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, block: Block, dim: int, transport: Transport) -> Tensor:
-        ctx.block, ctx.dim, ctx.transport = block, dim, transport
-        return gather_rows(local, block, dim, transport)
+    def forward(
+        ctx: Any, blocks: Sequence[Block], dim: int, group: ShardGroup, *parts: Tensor
+    ) -> Tensor:
+        ctx.blocks, ctx.dim, ctx.group = blocks, dim, group
+        return gather_rows(parts, blocks, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scatter_to_region(grads[0], ctx.block, ctx.dim, ctx.transport), None, None, None
+        return None, None, None, *scatter_to_region(grads[0], ctx.blocks, ctx.dim, ctx.group)
 
 
 class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, weight: float, transport: Transport) -> Tensor:
-        ctx.weight, ctx.transport = weight, transport
-        total = (local.detach() * weight).contiguous()
-        real = torch.view_as_real(total) if total.is_complex() else total
-        transport.all_reduce(real, "sum").wait()
-        return total
+    def forward(ctx: Any, weights: Sequence[float], group: ShardGroup, *parts: Tensor) -> Tensor:
+        ctx.weights, ctx.group = weights, group
+        return _sum_over_shards(
+            [part.detach() * weight for part, weight in zip(parts, weights, strict=True)], group
+        )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return copy_to_region(grads[0], ctx.weight, ctx.transport), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *copy_to_region(grads[0], ctx.weights, ctx.group)
 
 
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, weight: float, transport: Transport) -> Tensor:
-        ctx.weight, ctx.transport = weight, transport
-        return whole * weight
+    def forward(
+        ctx: Any, whole: Tensor, weights: Sequence[float], group: ShardGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.weights, ctx.group = weights, group
+        return tuple(whole * weight for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_from_region(grads[0], ctx.weight, ctx.transport), None, None
+        return reduce_from_region(grads, ctx.weights, ctx.group), None, None
+
+
+class _ReduceInRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ShardGroup, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        total = _sum_over_shards([part.detach().clone() for part in parts], group)
+        return tuple(total.clone() for _ in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *reduce_in_region(grads, ctx.group)
+
+
+def _sum_over_shards(tensors: Sequence[Tensor], group: ShardGroup) -> Tensor:
+    parts = [tensor.contiguous() for tensor in tensors]
+    if not parts[0].is_complex():
+        return group.sum(parts)
+    return torch.view_as_complex(group.sum([torch.view_as_real(part) for part in parts]))
 
 
 class _PassToRegion(torch.autograd.Function):

@@ -44,7 +44,12 @@ def batch_norm(
 
 @disable_compile
 def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    output = batchnorm.batch_norm(as_plain(rows), *args, **kwargs)
+    region = current_region()
+    assert region is not None
+    output: Tensor = region.meet(
+        batchnorm.Shard(as_plain(rows), *args, **kwargs),
+        partial(batchnorm.batch_norm_of_shards, collectives=region.group),
+    )
     return with_attributes_of(rows, output) if is_subclass(rows) else output
 
 
@@ -74,13 +79,15 @@ def checkpoint(
     both. Otherwise the recomputation must save the same tensors, and modules run as they are.
     """
     region = current_region()
+    if region is not None and region.threads is not None:  # what backward recomputes meets nobody
+        return function(*args, **kwargs)
     inside = region is not None or call_state.inside or call_state.is_checkpointed
     reentrant = use_reentrant is not False  # torch's default, too
     if reentrant and not (inside and _has_gradient(args)):
         return original(function, *args, use_reentrant=use_reentrant, **kwargs)
     script_contexts: Callable[[], Contexts] = kwargs.pop("context_fn", _no_contexts)
 
-    around = partial(call_state.setting, "inside") if region is None else region.entered
+    around = partial(call_state.setting, "inside") if region is None else region.recomputed
     checkpointed = nullcontext if inside else partial(call_state.setting, "is_checkpointed")
 
     def contexts() -> Contexts:

@@ -7,20 +7,22 @@ the generators are in step afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.training.random_ops import Draws, draws_nothing, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import Joint
 
 
 class TorchGeneratorStates:
@@ -107,67 +109,94 @@ class DrawShapes(_RandomMode):
 
 
 class GlobalBatchRandomMode(_RandomMode):
-    """While this is on, random operations draw for the whole batch."""
+    """While this is on, random operations draw for the whole batch: once for all shards of this
+    rank, which meet there."""
 
     def __init__(
-        self, block: Block, batch_dim: int, transport: Transport, without_rows: DrawsWithoutRows
+        self,
+        blocks: Sequence[Block],
+        batch_dim: int,
+        group: ShardGroup,
+        without_rows: DrawsWithoutRows,
+        meet: Callable[[_RandomCall, Joint], Any],
     ) -> None:
         super().__init__()
-        self._block, self._transport = block, transport
+        self._blocks, self._group, self._meet = blocks, group, meet
         self._dims = (batch_dim, 1 - batch_dim)
         self._without_rows = without_rows
 
     def _run_random(self, call: _RandomCall) -> Any:
-        func, args, kwargs, draw, shape = call
+        return self._meet(call, self._draw)
+
+    def _draw(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:
+        """What each shard draws."""
+        func, args, kwargs, draw, shape = calls[0]
         dim = None if self._without_rows.compare(draw, shape) else self._batch_dim(shape)
         if dim is None:
-            return func(*args, **kwargs)
+            return self._draw_same(calls)
         name = draw.op
         draws = draws_of(name)
         if _is_factory(name, args, kwargs):
-            return self._run_factory(func, dim, args, kwargs)
-        first = args[0] if args else kwargs["self"]
+            at = _place_of_size(args)
+            whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
+            return self._scatter(whole, dim)
+        firsts = [call.args[0] if call.args else call.kwargs["self"] for call in calls]
         if draws is Draws.MASK:
-            return self._dropout(func, dim, *args)
+            return self._dropout(func, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
-        whole = [self._gather(first, dim) if has_values else self._empty_whole(first, dim)]
-        whole += [self._gather(arg, dim) for arg in args[1:]]
+        whole = [self._gather(firsts, dim) if has_values else self._empty_whole(firsts[0], dim)]
+        whole += [self._gather([c.args[k] for c in calls], dim) for k in range(1, len(args))]
         drawn = func(*whole, **kwargs)
         if name.startswith("rrelu_with_noise") and not name.endswith("functional"):
-            args[1].copy_(self._scatter(whole[1], dim))  # for its derivative
+            for call, noise in zip(calls, self._scatter(whole[1], dim), strict=True):
+                call.args[1].copy_(noise)  # for its derivative
         if name.endswith("_"):
-            return first.copy_(self._scatter(whole[0], dim))
-        return torch.utils._pytree.tree_map_only(Tensor, lambda t: self._scatter(t, dim), drawn)
+            parts = self._scatter(whole[0], dim)
+            return [first.copy_(part) for first, part in zip(firsts, parts, strict=True)]
+        flat, structure = tree_flatten(drawn)
+        by_leaf = [
+            self._scatter(leaf, dim) if isinstance(leaf, Tensor) else [leaf] * len(calls)
+            for leaf in flat
+        ]
+        return [tree_unflatten(leaves, structure) for leaves in zip(*by_leaf, strict=True)]
 
-    def _run_factory(
-        self, func: Any, dim: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        at = _place_of_size(args)
-        whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
-        return self._scatter(whole, dim)
+    def _draw_same(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:
+        """What has no rows is drawn once."""
+        first, *others = calls
+        drawn = first.func(*first.args, **first.kwargs)
+        results = [drawn]
+        for call in others:
+            if first.draw.op.endswith("_"):
+                results.append(call.args[0].copy_(drawn))
+            else:
+                results.append(tree_map_only(Tensor, Tensor.clone, drawn))
+        return results
 
-    def _dropout(self, func: Any, dim: int, x: Tensor, p: float, train: bool | None) -> Any:
-        mask = self._scatter(func(self._empty_whole(x, dim).zero_(), p, train)[1], dim)
+    def _dropout(
+        self, func: Any, dim: int, inputs: Sequence[Tensor], p: float, train: bool | None
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        masks = self._scatter(func(self._empty_whole(inputs[0], dim).zero_(), p, train)[1], dim)
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
-        return x * mask * scale, mask
+        return [(x * mask * scale, mask) for x, mask in zip(inputs, masks, strict=True)]
 
     def _batch_dim(self, shape: Any) -> int | None:
         """The dimension in which this has one entry, or some, per row."""
-        count = self._block.count
+        count = self._blocks[0].count
         for dim in self._dims:
             if len(shape) > dim and shape[dim] == count:
                 return dim
         return 0 if len(shape) and shape[0] and shape[0] % count == 0 else None
 
     def _whole_shape(self, shape: Any, dim: int) -> list[int]:
-        whole = list(shape)
-        whole[dim] = whole[dim] // self._block.count * self._block.total
+        whole, block = list(shape), self._blocks[0]
+        whole[dim] = whole[dim] // block.count * block.total
         return whole
 
-    def _gather(self, arg: Any, dim: int) -> Any:
-        if not isinstance(arg, Tensor) or self._batch_dim(arg.shape) != dim:
-            return arg
-        return gather_rows(arg, self._block, dim, self._transport)
+    def _gather(self, args: Sequence[Any], dim: int) -> Any:
+        first = args[0]
+        if not isinstance(first, Tensor) or self._batch_dim(first.shape) != dim:
+            return first
+        return gather_rows(args, self._blocks, dim, self._group)
 
     def _empty_whole(self, local: Tensor, dim: int) -> Tensor:
         """An empty tensor for the whole batch. Draws fill it in memory order, so that is kept."""
@@ -175,8 +204,8 @@ class GlobalBatchRandomMode(_RandomMode):
         shape = self._whole_shape(local.shape, dim)
         return torch.empty_permuted(shape, layout, dtype=local.dtype, device=local.device)
 
-    def _scatter(self, whole: Tensor, dim: int) -> Tensor:
-        return scatter_to_region(whole, self._block, dim, self._transport)
+    def _scatter(self, whole: Tensor, dim: int) -> Sequence[Tensor]:
+        return scatter_to_region(whole, self._blocks, dim, self._group)
 
 
 def _shape(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The region of a sharded call: the part of a forward in which each rank has its own rows."""
+"""The region of a sharded call: the part of a forward in which each shard has its own rows."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from weakref import WeakSet
 from torch import Tensor
 
 from instep.distributed.communication.rank_local import rank_local
-from instep.distributed.communication.transport import Transport
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
+from instep.unedited.sharded_call.run.mappings import reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
 
 @dataclass(eq=False)
 class Region:
     """One sharded call, from its forward until its backward."""
 
-    block: Block
+    blocks: list[Block]
+    """The rows of this rank's shards."""
     division: Division
-    transport: Transport
+    group: ShardGroup
     is_random: bool
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
@@ -35,24 +38,51 @@ class Region:
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
+    threads: ShardThreads | None = None
+    """The run of several shards, while it is under way."""
+
+    @property
+    def shard(self) -> int:
+        """The number of the shard that this thread computes."""
+        return self.group.own[0 if self.threads is None else self.threads.number]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this call is under way: for its forward, and for what backward recomputes."""
+        """Inside, this call is under way."""
         global _current, _inside
-        mode = None
-        if self.is_random:
-            mode = GlobalBatchRandomMode(
-                self.block, self.division.batch_dim, self.transport, self.without_rows
-            )
-        forward_calls.push(ForwardCall.of(self.block, statistics="global"))
+        forward_calls.push(ForwardCall.of(self.blocks[0], statistics="global"))
         before, _current, _inside = _current, self, True
         try:
-            with rank_local(), mode or nullcontext():
-                yield
+            yield
         finally:
             _current, _inside = before, before is not None
             forward_calls.pop()
+
+    @contextmanager
+    def entered_by_shard(self) -> Iterator[None]:
+        """Inside, on the thread of a shard, random numbers are those of the whole batch."""
+        mode = None
+        if self.is_random:
+            mode = GlobalBatchRandomMode(
+                self.blocks, self.division.batch_dim, self.group, self.without_rows, self.meet
+            )
+        with rank_local(), mode or nullcontext():
+            yield
+
+    @contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Inside, backward recomputes a part of the call's forward."""
+        with self.entered(), self.entered_by_shard():
+            yield
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over shards of each one's tensor; so is its gradient. Collective."""
+        total: Tensor = self.meet(part, lambda parts: reduce_in_region(parts, self.group))
+        return total
+
+    def meet(self, value: Any, joint: Joint) -> Any:
+        """This shard's result of `joint`, which takes a value of each of this rank's shards."""
+        return joint([value])[0] if self.threads is None else self.threads.meet(value, joint)
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from instep.distributed.communication.tensors import apply
-from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 LARGE = 2**20
 """Bytes of a whole output from which on gathering it costs more than the two messages that a loss
@@ -30,14 +30,14 @@ class ShardedOutput(Tensor):
     local: Tensor
     """(this rank's rows, ...): part of the autograd graph inside of the call."""
     block: Block
-    transport: Transport
+    group: ShardGroup
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
 
     @staticmethod
-    def of(local: Tensor, block: Block, transport: Transport) -> ShardedOutput:
+    def of(local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
         """The rows of all ranks, to be gathered when an operation needs them."""
-        output: ShardedOutput = apply(_Shard, local, block, transport)
+        output: ShardedOutput = apply(_Shard, local, block, group)
         output.local = local
         return output
 
@@ -81,8 +81,8 @@ class ShardedOutput(Tensor):
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, block: Block, transport: Transport) -> ShardedOutput:
-        ctx.block, ctx.transport = block, transport
+    def forward(ctx: Any, local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
+        ctx.block, ctx.group = block, group
         per_sample = local.shape[0] // block.count
         output: ShardedOutput = Tensor._make_wrapper_subclass(
             ShardedOutput,
@@ -90,18 +90,18 @@ class _Shard(torch.autograd.Function):
             dtype=local.dtype,
             device=local.device,
         )
-        output.local, output.block, output.transport, output.full = local, block, transport, None
+        output.local, output.block, output.group, output.full = local, block, group, None
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_to_region(grads[0], ctx.block, 0, ctx.transport), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *scatter_to_region(grads[0], [ctx.block], 0, ctx.group), None, None
 
 
 class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: ShardedOutput) -> Tensor:
-        return gather_rows(output.local, output.block, 0, output.transport)
+        return gather_rows([output.local], [output.block], 0, output.group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -137,4 +137,4 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
     if not shape or shape[0] % block.total or output.shape[0] % block.total:
         return None
     rows = block.count * (shape[0] // block.total)
-    return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.transport)
+    return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.group)

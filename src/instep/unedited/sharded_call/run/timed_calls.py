@@ -22,6 +22,7 @@ from instep.unedited.sharded_call.plan.call_tuner import CallTuner, TimedStep
 from instep.unedited.sharded_call.plan.division import count_elements
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 MAX_CALLS = 16
 """A step ends after so many calls of which none was reached by a backward()."""
@@ -39,7 +40,7 @@ def clock(device: torch.device) -> float:
 
 
 def run_timed(
-    call: BoundCall, plan: ShardingPlan, tuner: CallTuner, transport: Transport
+    call: BoundCall, plan: ShardingPlan, tuner: CallTuner, group: ShardGroup
 ) -> tuple[ShardingPlan, Any, bool]:
     """Make a call sharded or whole, and learn what that costs; or as is decided by now.
 
@@ -49,15 +50,15 @@ def run_timed(
     tuner.begin()
     step = tuner.step
     if step is None or step.is_complete or step.is_reached:
-        _exchange(tuner, transport)
+        _exchange(tuner, group.transport)
         if tuner.is_decided:
-            return _run(call, plan, transport, is_sharded=tuner.is_sharded)
+            return _run(call, plan, group, is_sharded=tuner.is_sharded)
         sharded = tuner.next_is_sharded()
         step = tuner.step = TimedStep(sharded, not sharded and tuner.needs_bits())
         _open[step] = weakref.ref(call.module)
     device = _device_of(call.leaves)
     start = clock(device)
-    result = _run(call, plan, transport, is_sharded=step.is_sharded)
+    result = _run(call, plan, group, is_sharded=step.is_sharded)
     step.seconds += clock(device) - start
     step.calls += 1
     step.elements += count_elements(call.leaves)
@@ -105,10 +106,10 @@ def reset() -> None:
 
 
 def _run(
-    call: BoundCall, plan: ShardingPlan, transport: Transport, *, is_sharded: bool
+    call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, is_sharded: bool
 ) -> tuple[ShardingPlan, Any, bool]:
     if is_sharded:
-        return *run_sharded(call, plan, transport), True
+        return *run_sharded(call, plan, group), True
     return plan, call.run_whole(), False
 
 

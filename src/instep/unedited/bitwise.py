@@ -1,0 +1,61 @@
+"""`--bitwise V`: numbers whose bits do not depend on the number of ranks.
+
+Every batch is cut into V shards, of which each rank computes V/N, one by one and on one thread,
+and what is combined over rows is combined along one tree (`sharded_call/shards`). In a world of one
+the same is done, so module calls are replaced there, too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from instep.process import settings
+from instep.process.import_hooks import after_import
+from instep.unedited.errors import BitwiseError
+
+_THREADS = "OMP_NUM_THREADS"
+"""A kernel's result depends on its threads: by default there is one, at any number of ranks."""
+
+
+def is_on() -> bool:
+    """Whether the number of shards is fixed."""
+    return int(settings.BITWISE) > 0
+
+
+def check_ranks(shards: int, ranks: int) -> None:
+    """Raise BitwiseError unless each of so many ranks gets a whole subtree of the shards."""
+    if shards < 1 or shards.bit_count() != 1:
+        raise BitwiseError(
+            f"--bitwise takes a power of two (8, say), not {shards}: the number of shards into "
+            "which every batch is cut."
+        )
+    if shards % ranks:
+        *others, last = [str(1 << k) for k in range(shards.bit_length())]
+        possible = f"{', '.join(others)} or {last}" if others else last
+        raise BitwiseError(f"--bitwise {shards} runs on {possible} ranks, not on {ranks}.")
+
+
+def check_divided(reason: str) -> None:
+    """Raise BitwiseError where every rank would run a script as it is."""
+    if is_on():
+        raise BitwiseError(
+            f"--bitwise {settings.BITWISE} divides scripts that know nothing of instep, and every "
+            f"rank would run this one as it is, since {reason}. Run it without --bitwise."
+        )
+
+
+def variables(shards: int | None, ranks: int) -> dict[str, str]:
+    """The environment variables of a job with so many shards, or with INSTEP_BITWISE of them.
+
+    Raises BitwiseError.
+    """
+    shards = int(settings.BITWISE) if shards is None else shards
+    check_ranks(shards, ranks)
+    return {settings.BITWISE.name: str(shards), _THREADS: os.environ.get(_THREADS, "1")}
+
+
+def start(ranks: int) -> None:
+    """What a rank does at its start. Raises BitwiseError."""
+    check_ranks(int(settings.BITWISE), ranks)
+    threads = int(os.environ.get(_THREADS, "1"))
+    after_import("torch", lambda torch: torch.set_num_threads(threads))

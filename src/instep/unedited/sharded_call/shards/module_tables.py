@@ -1,0 +1,82 @@
+"""The parameters and buffers that each shard of a rank sees in a module.
+
+Each shard has aliases of the parameters. The buffers belong to the first shard, as they do to the
+only one of another rank; the others have copies of them, which are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class _Slot(NamedTuple):
+    """A name in the table of a part of the module."""
+
+    table: dict[str, Any]
+    name: str
+    value: Tensor
+
+
+class ModuleTables:
+    """The tables of a module and its parts during one call."""
+
+    def __init__(self, module: nn.Module, shards: int) -> None:
+        parts = list(module.modules())
+        self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
+        self._parameters = [
+            _Slot(part._parameters, name, parameter)
+            for part in parts
+            for name, parameter in part._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        self._aliases: list[dict[int, Tensor]] = []
+        self._buffers: list[_Slot] = []
+        self._copies: list[list[Tensor]] = []
+        """Of each shard, its buffers; those of the first are the module's."""
+        self._shown = 0
+        if shards > 1:
+            self._buffers = [
+                _Slot(part._buffers, name, buffer)
+                for part in parts
+                for name, buffer in part._buffers.items()
+                if buffer is not None
+            ]
+            own = [slot.value for slot in self._buffers]
+            others = [[buffer.detach().clone() for buffer in own] for _ in range(shards - 1)]
+            self._copies = [own, *others]
+
+    def trained_parameters(self) -> list[Tensor]:
+        """The parameters that require a gradient, each once."""
+        return list({id(slot.value): slot.value for slot in self._parameters}.values())
+
+    def replace(self, parameters: Sequence[Tensor], aliases: Sequence[Sequence[Tensor]]) -> None:
+        """For each shard, what `show` puts in the place of these parameters."""
+        keys = list(map(id, parameters))
+        self._aliases = [dict(zip(keys, each, strict=True)) for each in aliases]
+
+    def show(self, shard: int) -> None:
+        """From now on the module has the parameters and buffers of this shard."""
+        if self._copies and shard != self._shown:
+            self._copies[self._shown] = [slot.table[slot.name] for slot in self._buffers]
+            for slot, copy in zip(self._buffers, self._copies[shard], strict=True):
+                slot.table[slot.name] = copy
+        self._shown = shard
+        if self._aliases:
+            aliases = self._aliases[shard]
+            for table, name, parameter in self._parameters:
+                table[name] = aliases[id(parameter)]
+            _refresh_flat_weights(self._recurrent)
+
+    def restore(self) -> None:
+        """Show the module's own parameters again, and the buffers as the first shard left them."""
+        self._aliases = self._aliases and [{id(s.value): s.value for s in self._parameters}]
+        self.show(0)
+
+
+def _refresh_flat_weights(recurrent: Sequence[nn.RNNBase]) -> None:
+    """Recurrent layers keep a list of their weights."""
+    for part in recurrent:
+        part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]

@@ -1,0 +1,93 @@
+"""Collectives between the shards of a batch, of which each rank holds one or several.
+
+A sum is along one fixed binary tree over all shards, so that its bits do not depend on the number
+of ranks: each rank adds up its own shards, which are a subtree, and the ranks are the leaves of
+the tree that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.process import settings
+from instep.training.blocks import Block
+
+_SUMMED_BY_TREE = (torch.float32, torch.float64)
+"""What ranks of one host add up in shared memory, along the same tree (`shm.memory.reduction`)."""
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """All shards of each batch, and those of this rank."""
+
+    transport: Transport
+    size: int
+    """The number of shards: a multiple of the number of ranks."""
+    is_virtual: bool
+    """Whether it is the same on any number of ranks, so that bits must not depend on that."""
+
+    @classmethod
+    def of(cls, transport: Transport) -> ShardGroup:
+        """One shard for each rank, or as many as INSTEP_BITWISE says."""
+        fixed = int(settings.BITWISE)
+        return cls(transport, fixed or transport.size, fixed > 0)
+
+    @cached_property
+    def own(self) -> range:
+        """The numbers of this rank's shards."""
+        each = self.size // self.transport.size
+        return range(self.transport.rank * each, (self.transport.rank + 1) * each)
+
+    def blocks(self, total: int) -> list[Block]:
+        """The rows of this rank's shards of a batch with `total` rows."""
+        return [Block(shard, self.size, total) for shard in self.own]
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Every shard's tensor, from those of this rank's, of one shape. Collective."""
+        if len(tensors) == 1:
+            return self.transport.all_gather(tensors[0])
+        by_rank = self.transport.all_gather(torch.stack(list(tensors)))
+        return [part for parts in by_rank for part in parts]
+
+    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards, from the tensors of this rank's, which it may overwrite.
+
+        They are contiguous and of one shape and dtype. Collective.
+        """
+        if self.is_virtual:
+            return self.sum_each([[tensor] for tensor in tensors])[0]
+        self.transport.all_reduce(tensors[0], "sum").wait()
+        return tensors[0]
+
+    def sum_each(self, by_shard: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The sums over virtual shards of each of several tensors, from those of this rank's.
+
+        The tensors have one dtype, and are only read. Collective.
+        """
+        totals = [total.contiguous() for total in _tree_sum(by_shard)]
+        if self.transport.in_place and totals[0].dtype in _SUMMED_BY_TREE:
+            self.transport.all_reduce_each(totals, "sum")
+            return totals
+        flat = torch.cat([total.view(-1) for total in totals])
+        (flat,) = _tree_sum([[part] for part in self.transport.all_gather(flat)])
+        parts = flat.split([total.numel() for total in totals])
+        return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
+
+
+def _tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """((0 + 1) + (2 + 3)) + ... of lists of tensors, as new tensors."""
+    if len(terms) == 1:
+        return [tensor.clone() for tensor in terms[0]]
+    pairs = zip(terms[::2], terms[1::2], strict=True)
+    sums = [torch._foreach_add(list(left), list(right)) for left, right in pairs]
+    while len(sums) > 1:
+        for left, right in zip(sums[::2], sums[1::2], strict=True):
+            torch._foreach_add_(left, right)
+        sums = sums[::2]
+    return list(sums[0])

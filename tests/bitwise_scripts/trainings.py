@@ -1,0 +1,151 @@
+"""Small single-process trainings, by name, in which bits could depend on how a batch is divided.
+
+python trainings.py NAME [FAULT]
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+name, fault = (*sys.argv[1:], "")[:2]
+STEPS = 5
+torch.manual_seed(0)
+IMAGES, LABELS = torch.randn(64, 3, 8, 8), torch.randint(0, 10, (64,))
+
+
+def batches(size):
+    loader = DataLoader(TensorDataset(IMAGES, LABELS), batch_size=size, shuffle=True)
+    while True:
+        yield from loader
+
+
+class Residual(nn.Module):
+    """Its input has three gradients to be added up, two of them behind batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.wide, self.narrow = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        return x + self.wide(F.relu(self.first(x))) + self.narrow(F.relu(self.second(x)))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), Residual(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(288, 10)
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.head(self.encoder(x.flatten(1).view(-1, 8, 24)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.GRU(24, 16, 2, dropout=0.1, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x, state):
+        y, state = self.cells(x.flatten(1).view(-1, 8, 24), state)
+        return self.head(y[:, -1]), state
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, over labels of which some are ignored."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = cnn()
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layers(x), y, ignore_index=3)
+
+
+def supervised(model, size=26, every=1, half=False):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    data = batches(size)
+    for _ in range(STEPS):
+        for _ in range(every):
+            x, y = next(data)
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = model(x, y) if isinstance(model, WithLoss) else F.cross_entropy(model(x), y)
+            (loss / every).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adversarial():
+    maker = nn.Sequential(
+        nn.ConvTranspose2d(6, 8, 4), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2)
+    )
+    critic = nn.Sequential(
+        nn.Conv2d(3, 8, 4, 2), nn.BatchNorm2d(8), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(72, 1)
+    )
+    optimizers = [torch.optim.Adam(model.parameters(), 1e-3) for model in (maker, critic)]
+    loss, data = F.binary_cross_entropy_with_logits, batches(26)
+    for _ in range(STEPS):
+        real, _ = next(data)
+        made = maker(torch.randn(len(real), 6, 1, 1))
+        critic.zero_grad()
+        loss(critic(real), torch.ones(len(real), 1)).backward()
+        loss(critic(made.detach()), torch.zeros(len(real), 1)).backward()
+        optimizers[1].step()
+        maker.zero_grad()
+        loss(critic(made), torch.ones(len(real), 1)).backward()
+        optimizers[0].step()
+
+
+def recurrent():
+    model, data = Recurrent(), batches(32)
+    optimizer, state = torch.optim.RMSprop(model.parameters(), 1e-3), torch.zeros(2, 32, 16)
+    for _ in range(STEPS):
+        x, y = next(data)
+        scores, state = model(x, state.detach())
+        optimizer.zero_grad()
+        F.cross_entropy(scores, y).backward()
+        optimizer.step()
+
+
+def break_on_purpose():
+    """Faults that depend on the number of ranks; instep's own modules are loaded already."""
+    own = {key.rpartition(".")[2]: module for key, module in sys.modules.items()}
+    if fault == "sequential sums":
+        groups = own["shard_group"]
+
+        def one_by_one(terms):
+            totals = [tensor.clone() for tensor in terms[0]]
+            for term in terms[1:]:
+                torch._foreach_add_(totals, list(term))
+            return totals
+
+        groups._tree_sum = one_by_one
+    elif fault == "another kernel":
+        ranks = own["transport"].get_transport().size
+        original = nn.Conv2d.forward
+        nn.Conv2d.forward = lambda module, x: original(module, x * (1 + ranks * 1e-6))
+
+
+break_on_purpose()
+TRAININGS = {
+    "cnn": lambda: supervised(cnn()),
+    "attention": lambda: supervised(Attention()),
+    "adversarial": adversarial,
+    "recurrent": recurrent,
+    "loss inside": lambda: supervised(WithLoss()),
+    "accumulation": lambda: supervised(cnn(), every=3),
+    "bfloat16": lambda: supervised(cnn(), half=True),
+    "few rows": lambda: supervised(cnn(), size=3),
+}
+TRAININGS[name]()

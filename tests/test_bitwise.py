@@ -1,0 +1,242 @@
+"""`--bitwise`: the same bits at any number of ranks, and what `verify --bitwise` says if not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from forked import Forked
+from instep.distributed.communication.transport import get_transport
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
+from instep.verify.bit_comparison import report_bits, verify_bits
+from pool import ranks, run, talking_over
+
+SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
+SHARDS = 4
+BY_DAY = ("cnn", "attention", "adversarial")
+AT_NIGHT = ("recurrent", "loss inside", "accumulation", "bfloat16", "few rows")
+
+
+def report(*command: str, sizes: tuple[int, ...] = (1, 2, 4), **variables: str) -> list[str]:
+    start = Forked({"INSTEP_BITWISE": str(SHARDS), "OMP_NUM_THREADS": "1", **variables})
+    runs = verify_bits([SCRIPT, *command], sizes, SHARDS, start=start)
+    assert all(run.steps == (run_steps := runs[0].steps) and run_steps >= 5 for run in runs)
+    return list(report_bits(runs, SHARDS))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)]
+)
+def test_a_training_has_the_same_bits_on_any_number_of_ranks(name) -> None:
+    *_, verdict = report(name)
+    assert verdict == "IDENTICAL on 1, 2, 4 ranks, step by step, with every batch in 4 shards."
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_and_over_gloo() -> None:
+    *_, verdict = report("cnn", INSTEP_BACKEND="gloo")
+    assert verdict.startswith("IDENTICAL")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "another kernel",
+            "DIFFERENT: on 2 ranks the output of Sequential.0 for shard 1 of 4 has other bits than "
+            "on 1 rank, first in step 1.",
+        ),
+        pytest.param(
+            "sequential sums",
+            "DIFFERENT: on 2 ranks the gradient of ",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_the_first_value_with_other_bits_is_named(fault, said) -> None:
+    *_, verdict = report("cnn", fault, sizes=(1, 2))
+    assert verdict.startswith(said)
+
+
+@pytest.mark.slow
+def test_what_is_divided_is_computed_shard_by_shard() -> None:
+    """Or bits would be the same because every rank computes everything."""
+    start = Forked({"INSTEP_BITWISE": str(SHARDS), "OMP_NUM_THREADS": "1"})
+    for shards, steps in zip(_shards_of(start, 1), _shards_of(start, 2), strict=True):
+        assert set(shards[0]) == {0, 1, 2, 3}
+        assert [set(each) for each in steps] == [{0, 1}, {2, 3}]
+
+
+def _shards_of(start: Forked, n: int) -> list[list[dict[int, object]]]:
+    (run,) = verify_bits([SCRIPT, "attention"], [n], SHARDS, steps=2, start=start)
+    return [[rank.steps[step].of_shards for rank in run.ranks] for step in range(run.steps)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "-n", "3", "--bitwise", "8"), "--bitwise 8 runs on 1, 2, 4 or 8 ranks, not on 3."),
+        (("run", "-n", "1", "--bitwise", "6"), "--bitwise takes a power of two (8, say), not 6"),
+        (("verify", "-n", "1,2", "--bitwise", "1"), "--bitwise 1 runs on 1 ranks, not on 2."),
+        (
+            ("verify", "-n", "1", "--bitwise", "2", "--json", "x"),
+            "--bitwise prints its report; leave --json and --plot out.",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path, arguments, said) -> None:
+    done = instep(tmp_path, "", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.launch
+def test_a_script_that_uses_instep_itself_is_refused(tmp_path) -> None:
+    done = instep(tmp_path, "import instep", "run", "-n", "1", "--bitwise", "2")
+    assert done.returncode != 0
+    assert "divides scripts that know nothing of instep" in done.stderr
+    assert "train.py uses instep itself" in done.stderr
+
+
+def instep(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "-m", "instep", *arguments, "train.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+# ------------------------------------------------------------------------------ sums of shards
+
+
+def sums(dtype: torch.dtype) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(0)
+    terms = [[torch.randn(5, generator=generator).to(dtype)] * 2 for _ in range(8)]
+    group = ShardGroup(get_transport(), 8, True)
+    own = [terms[shard] for shard in group.own]
+    found = [*group.sum_each(own), group.sum([each[0].clone() for each in own])]
+    gathered = group.all_gather([each[0] for each in own])
+    assert all(torch.equal(part, term[0]) for part, term in zip(gathered, terms, strict=True))
+    return [total.double().tolist() for total in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_shards_does_not_depend_on_the_number_of_ranks(backend, dtype) -> None:
+    with talking_over(backend):
+        one, *others = (run(n, sums, dtype) for n in (1, 2, 4))
+    assert all(rank == one[0] for many in others for rank in many)
+
+
+# -------------------------------------------------------------------------------------- threads
+
+
+def test_functions_run_one_at_a_time_and_meet() -> None:
+    order: list[str] = []
+    threads = ShardThreads(3, lambda number: order.append(f"turn {number}"))
+
+    def function(number: int) -> int:
+        order.append(f"begin {number}")
+        met = threads.meet(number, lambda values: [sum(values)] * 3)
+        order.append(f"met {met}")
+        return met + number
+
+    found = threads.run([lambda k=k: function(k) for k in range(3)])
+    assert found == [3, 4, 5]
+    assert order == [
+        *("turn 0", "begin 0", "turn 1", "begin 1", "turn 2", "begin 2"),
+        *("turn 0", "met 3", "turn 1", "met 3", "turn 2", "met 3"),
+    ]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_functions_that_do_not_meet_are_an_error(absent) -> None:
+    threads = ShardThreads(2, lambda number: None)
+
+    def function(number: int) -> None:
+        if number != absent:
+            threads.meet(number, tuple)
+
+    with pytest.raises(BranchError, match="different branches"):
+        threads.run([lambda: function(0), lambda: function(1)])
+
+
+@pytest.mark.parametrize("place", ["function", "joint"])
+def test_the_error_of_one_function_or_of_what_they_meet_for_is_raised(place) -> None:
+    threads = ShardThreads(2, lambda number: None)
+
+    def fail(*values: object) -> None:
+        raise KeyError(place)
+
+    def function(number: int) -> None:
+        try:
+            threads.meet(number, fail if place == "joint" else tuple)
+        except Exception:
+            pytest.fail("a function that waits sees the error of another one")
+        fail()
+
+    with pytest.raises(KeyError, match=place):
+        threads.run([lambda: function(0), lambda: function(1)])
+
+
+def test_a_function_has_the_modes_of_the_caller() -> None:
+    threads = ShardThreads(1, lambda number: None)
+
+    def modes() -> tuple[object, ...]:
+        made = torch.ones(2, 2, device="cpu") @ torch.ones(2, 2, device="cpu")
+        return torch.is_grad_enabled(), made.dtype, torch.get_num_threads(), torch.empty(0).device
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        expected = modes()
+        assert threads.run([modes]) == [expected]
+    assert expected[1] is torch.bfloat16
+
+
+class Together(torch.autograd.Function):
+    """One node for several tensors, each of which it scales."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        return tuple(part * 0.3 for part in parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(grad * 0.3 for grad in grads)
+
+
+def test_gradients_are_added_up_in_the_order_of_one_function() -> None:
+    """A tensor with four gradients, two of which wait for a node of all functions."""
+
+    def forward(x, together):
+        early, met = x * 0.1, together(x)
+        return early.sin() + met + (x * 0.7).exp() + together(x * 1.3)
+
+    rows = [row.clone().requires_grad_() for row in torch.randn(2, 500)]
+    threads = ShardThreads(2, lambda number: None)
+
+    def meet(x):
+        return threads.meet(x, lambda parts: Together.apply(*parts))
+
+    first, second = threads.run([lambda row=row: forward(row * 1.1, meet) for row in rows])
+    (first.sum() + second.sum()).backward()
+    for row in rows:
+        alone = row.detach().clone().requires_grad_()
+        forward(alone * 1.1, lambda x: Together.apply(x)[0]).sum().backward()
+        assert torch.equal(row.grad, alone.grad)
+
+
+@ranks(2)
+def test_with_one_shard_for_each_rank_sums_are_those_of_the_transport() -> None:
+    group = ShardGroup.of(get_transport())
+    assert (group.size, group.is_virtual, len(group.own)) == (2, False, 1)
+    assert group.sum([torch.ones(3)]).tolist() == [2.0, 2.0, 2.0]
