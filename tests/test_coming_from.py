@@ -281,7 +281,7 @@ def grads_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def halves(scene: Scene) -> None:
-    assert {p.dtype for p in scene.model.parameters()} == {torch.float16, torch.float32}
+    assert {p.dtype for p in scene.model.parameters()} == {torch.bfloat16, torch.float32}
 
 
 def scaled_back(scene: Scene) -> None:
@@ -320,7 +320,8 @@ def by_launching(scene: Scene) -> None:
 
 def imported(name: str) -> Check:
     def check(scene: Scene) -> None:
-        assert getattr(scene, name).__name__.startswith("instep.compat")
+        found = getattr(scene, name)
+        assert getattr(found, "__module__", found.__name__).startswith("instep.compat")
 
     return check
 
@@ -392,13 +393,16 @@ _HOROVOD: dict[str, Check] = {
 _APEX: dict[str, Check] = {
     "python -m apex.parallel.multiproc train.py": by_launching,
     "from apex import amp": imported("amp"),
+    "amp_handle = amp.init()": waits,
     'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")': halves,
     "from apex.parallel import DistributedDataParallel, LARC": classes_imported,
+    "from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm": imported("SyncBatchNorm"),
     "model = convert_syncbn_model(model)": waits,
     "model = DistributedDataParallel(model)": equal,
     "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()": scaled_back,
     "clip_grad_norm_(amp.master_params(optimizer), 0.1)": clipped,
     "optimizer.step()": masters_stepped,
+    "scale = amp._amp_state.loss_scalers[0].loss_scale()": has("scale", lambda s: 2.0**16),
     'checkpoint = {"model": model.state_dict(), "amp": amp.state_dict()}': has(
         "checkpoint",
         lambda s: {
