@@ -366,6 +366,7 @@ _JITTOR: dict[str, Check] = {
 }
 _HOROVOD: dict[str, Check] = {
     "horovodrun -np 2 python train.py": by_launching,
+    "horovod.run(main, np=2)": by_launching,
     "hvd.init()": waits,
     "torch.cuda.set_device(hvd.local_rank())": waits,
     "hvd.rank()": rank,
@@ -387,6 +388,7 @@ _HOROVOD: dict[str, Check] = {
     "hvd.allgather_object(config)": gives(
         lambda s: [{"rank": r} for r in range(instep.world_size)]
     ),
+    "from horovod.common.util import gloo_built": imported("gloo_built"),
     "hvd.barrier()": waits,
     "hvd.join()": divided,
 }
