@@ -235,6 +235,16 @@ def stepped(scene: Scene) -> None:
         assert parameter.grad is not None
 
 
+def steps_with_a_loss(scene: Scene) -> None:
+    scene.batch()
+    before = copy.deepcopy(scene.model[0].weight)
+    scene.optimizer.step(scene.loss)
+    equal_parameters = [instep.broadcast(p.detach()) for p in scene.model.parameters()]
+    assert all(map(torch.equal, scene.model.parameters(), equal_parameters))
+    assert not torch.equal(before, scene.model[0].weight)
+    scene.batch()
+
+
 def nothing_sent(scene: Scene) -> None:
     """Every rank has its own part, and the next backward sends the sum of both."""
     weight = scene.model[0].weight.grad
@@ -347,11 +357,13 @@ _JITTOR: dict[str, Check] = {
     "mpi.local_rank()": local_rank,
     "jt.set_global_seed(3)": seeded,
     "dataset = MyDataset().set_attrs(batch_size=8)": divided,
+    "from jittor.dataset import Dataset": imported("Dataset"),
     "dataset.total_len": gives(lambda s: ROWS),
     "model = Model()": in_step,
     "model.mpi_param_broadcast()": in_step,
     "nn.BatchNorm(6)": batch_statistics,
     "optimizer.step(loss)": stepped,
+    "optimizer = nn.SGD(model.parameters(), 0.1)": steps_with_a_loss,
     'if jt.rank == 0: writer.add_scalar("loss", loss.item())': written_once,
     "x.mpi_all_reduce()": gives(sum_over_ranks),
     'x.mpi_all_reduce("mean")': gives(lambda s: sum_over_ranks(s) / instep.world_size),
@@ -362,6 +374,8 @@ _JITTOR: dict[str, Check] = {
     "if jt.in_mpi: correct_nums = correct_nums.mpi_all_reduce()": has(
         "correct_nums", lambda s: torch.full((1,), float(instep.world_size))
     ),
+    "jt.sync_all()": waits,
+    "jt.compile_extern.inside_mpi()": gives(lambda s: True),
     "@jt.single_process_scope()": one_process,
 }
 _HOROVOD: dict[str, Check] = {

@@ -26,6 +26,7 @@ IMPLEMENTATIONS = {
     "horovod.runner.common.util.codec": "instep.compat.horovod.util",
     "horovod.runner.common.util.env": "instep.compat.horovod.util",
     "horovod.runner": "instep.launch.horovod_runner",
+    "jittor": "instep.compat.jittor",
 }
 """The package of instep that is imported under each name, submodules included. The first name
 that fits counts; the parents of these names become empty packages."""
@@ -53,6 +54,10 @@ _REPLACED = {
     "horovod.runner.gloo_run": "the command `instep horovodrun`, or horovod.run",
     "horovod.runner.launch": "the command `instep horovodrun`, or horovod.run",
     "horovod.runner.mpi_run": "the command `instep horovodrun`, or horovod.run",
+    "jittor.init": "torch.nn.init",
+    "jittor.models": "torchvision.models",
+    "jittor.nn": "torch.nn, and jittor.optim for the optimizers",
+    "jittor.transform": "torchvision.transforms",
 }
 """What takes the place of modules that are not there."""
 
@@ -69,13 +74,16 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package = name.partition(".")[0]
-        if name in _REPLACED and not self._is_installed(package):
+        theirs = _their_name(name)
+        package = theirs.partition(".")[0]
+        if theirs in _REPLACED and not self._is_installed(package):
             # The name is the package's: `from a import b` hides an error about a.b itself.
             raise ModuleNotFoundError(
-                f"{name} needs an installed {package.title()}. In its place: {_REPLACED[name]}.",
+                f"{theirs} needs an installed {package.title()}. "
+                f"In its place: {_REPLACED[theirs]}.",
                 name=package,
             )
+        package = name.partition(".")[0]
         ours = _implementation(name)
         is_parent = any(known.startswith(f"{name}.") for known in (*IMPLEMENTATIONS, *_REPLACED))
         if not (ours or is_parent) or self._is_installed(package):
@@ -96,6 +104,14 @@ def _implementation(name: str) -> str | None:
         if name == known or name.startswith(f"{known}."):
             return ours + name.removeprefix(known)
     return None
+
+
+def _their_name(name: str) -> str:
+    """`jittor.nn` for `instep.compat.jittor.nn`, which `from jittor import nn` asks for."""
+    for known, ours in IMPLEMENTATIONS.items():
+        if name.startswith(f"{ours}."):
+            return known + name.removeprefix(ours)
+    return name
 
 
 def _exists(module: str) -> bool:
