@@ -1,7 +1,9 @@
 """`from apex import amp`: the scenarios of Apex's own tests, and those that it lacks."""
 
 import copy
-from contextlib import contextmanager
+import importlib
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional
 
 import instep
 from instep.compat.apex import amp
+from instep.compat.apex.amp import amp as functions
 from instep.compat.apex.parallel import LARC, DistributedDataParallel
 from instep.precision import PrecisionError
 from instep.training.amp import casting
@@ -27,7 +30,8 @@ def fresh_amp():
         yield
     finally:
         casting.stop_casting()
-        amp._mixed, amp._enabled = None, True
+        for name in ("mixed", "is_disabled", "opt_properties", "loss_scalers", "handle"):
+            vars(amp._amp_state).pop(name, None)
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +45,20 @@ def small_model(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+FLOAT16 = {
+    "O0": {},
+    "O1": {"patch_torch_functions_type": HALF},
+    "O2": {"cast_model_type": HALF},
+    "O3": {"cast_model_type": HALF},
+}
+"""The options that ask for float16 on a CPU."""
+
+
 def prepared(opt_level="O1", **options):
+    """In float16."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    options = {"verbosity": 0, "max_loss_scale": 256.0} | options
+    options = {"verbosity": 0, "max_loss_scale": 256.0} | FLOAT16[opt_level] | options
     return amp.initialize(model, optimizer, opt_level=opt_level, **options)
 
 
@@ -341,6 +355,118 @@ def test_a_group_added_before_or_after_the_first_step_is_trained(opt_level):
     assert not torch.equal(*ends)
 
 
+# ------------------------------------------------------------- half precision on a CPU, the state
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_on_a_cpu_half_precision_is_bfloat16_unless_float16_is_asked_for(opt_level, capsys):
+    def dtype_of_output(**options):
+        with fresh_amp():
+            model = amp.initialize(small_model(), opt_level=opt_level, verbosity=0, **options)
+            return model[0](torch.ones(2, 4).to(model[0].weight.dtype)).dtype
+
+    functions._say_bfloat16.cache_clear()
+    assert dtype_of_output() is torch.bfloat16
+    assert dtype_of_output() is torch.bfloat16
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("amp computes in bfloat16 here") == 1
+    assert captured.err.count("\n") == 1
+    functions._say_bfloat16.cache_clear()
+    for half in (HALF, torch.bfloat16):
+        (name,) = FLOAT16[opt_level]
+        assert dtype_of_output(**{name: half}) is half
+    amp.initialize(small_model(), opt_level="O0", verbosity=0)
+    amp.initialize(small_model(), opt_level="O1", patch_torch_functions=False, verbosity=0)
+    assert capsys.readouterr().err == ""
+
+
+@ranks(2)
+def test_one_rank_says_that_it_is_bfloat16():
+    functions._say_bfloat16.cache_clear()
+    with fresh_amp(), redirect_stderr(StringIO()) as said:
+        amp.initialize(small_model(), verbosity=0)
+    assert said.getvalue().count("bfloat16") == (instep.rank == 0)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_in_bfloat16_too_a_step_that_overflows_is_skipped(opt_level):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    before = copy.deepcopy(list(model.parameters()))
+    step(model, optimizer, torch.ones(2, 4), float("inf"))
+    assert all(map(torch.equal, model.parameters(), before))
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
+
+
+def test_the_state_is_what_initialize_has_set():
+    state = amp._amp_state
+    assert importlib.import_module("instep.compat.apex.amp._amp_state") is state
+    assert not any(hasattr(state, n) for n in ("opt_properties", "loss_scalers", "handle"))
+    assert (state.hard_override, state.allow_incoming_model_not_fp32) == (False, False)
+    model, optimizer = prepared("O2", num_losses=2, loss_scale="dynamic")
+    assert (state.verbosity, state.max_loss_scale, state.min_loss_scale) == (0, 256.0, None)
+    assert state.opt_properties.master_weights
+    assert state.opt_properties.options == {
+        "enabled": True,
+        "opt_level": "O2",
+        "cast_model_type": HALF,
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": True,
+        "master_weights": True,
+        "loss_scale": "dynamic",
+    }
+    with pytest.raises(AttributeError, match="no option 'speed'"):
+        _ = state.opt_properties.speed
+    assert [scaler.loss_scale() for scaler in state.loss_scalers] == [256.0, 256.0]
+    first = state.loss_scalers[0]
+    step(model, optimizer, torch.ones(2, 4), float("inf"))
+    assert (first.loss_scale(), first._unskipped, first._has_overflow) == (128.0, 0, True)
+    assert (first._overflow_buf.tolist(), first.dynamic) == ([1], True)
+    assert not state.loss_scalers[1]._has_overflow
+    for name in ("hard_override", "allow_incoming_model_not_fp32"):
+        with pytest.raises(PrecisionError, match=f"{name} cannot be set"):
+            setattr(state, name, True)
+        setattr(state, name, False)
+    amp.initialize(small_model(), enabled=False)
+    assert not state.opt_properties.enabled
+
+
+def test_what_is_written_to_a_scaler_counts_from_the_next_step():
+    model, optimizer = prepared("O2", loss_scale="dynamic", max_loss_scale=2.0**24)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale, scaler._unskipped, scaler._scale_seq_len = 64.0, 3, 4
+    scaler._max_loss_scale, scaler._min_loss_scale = 100.0, 80.0
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 3}}
+    step(model, optimizer, torch.ones(2, 4))
+    assert (scaler.loss_scale(), scaler._unskipped) == (100.0, 0)
+    step(model, optimizer, torch.ones(2, 4), float("inf"))
+    assert (scaler._loss_scale, scaler._max_loss_scale, scaler._min_loss_scale) == (80, 100, 80)
+
+
+def test_init_casts_functions_until_its_handle_is_deactivated():
+    x = torch.randn(2, 4)
+    handle = amp.init()
+    assert amp._amp_state.handle is handle
+    assert handle.is_active()
+    assert functional.linear(x, torch.ones(3, 4)).dtype is torch.bfloat16
+    with handle._disable_casts():
+        assert not handle.is_active()
+        assert functional.linear(x, torch.ones(3, 4)).dtype is FULL
+    for call in (lambda: handle.scale_loss(x, None), lambda: handle.wrap_optimizer(None)):
+        with pytest.raises(RuntimeError, match=r"amp\.scale_loss\(loss, optimizer\)"):
+            call()
+    handle._deactivate()
+    assert not handle.is_active()
+    assert functional.linear(x, torch.ones(3, 4)).dtype is FULL
+    disabled = amp.init(enabled=False)
+    assert not disabled.is_active()
+    assert functional.linear(x, torch.ones(3, 4)).dtype is FULL
+    with disabled.scale_loss(x, None) as scaled:
+        assert scaled is x
+
+
 # ------------------------------------------------------------------------ words and mistakes
 
 
@@ -377,6 +503,10 @@ def test_mistakes_are_named():
         amp.initialize(model, optimizer, opt_level="O4")
     with pytest.raises(RuntimeError, match="contradicts level O1"):
         amp.initialize(model, optimizer, opt_level="O1", keep_batchnorm_fp32="True")
+    with pytest.raises(RuntimeError, match=r"_type=torch.float16 contradicts"):
+        amp.initialize(model, optimizer, opt_level="O2", patch_torch_functions_type=HALF)
+    with pytest.raises(RuntimeError, match=r"torch.float16 or torch.bfloat16, not torch.float32"):
+        amp.initialize(model, optimizer, patch_torch_functions_type=FULL)
     with pytest.raises(TypeError, match="models is a module or a list of modules, not tuple"):
         amp.initialize((model,), optimizer)
     with pytest.raises(TypeError, match=r"optimizers is an optimizer or a list.* not dict"):

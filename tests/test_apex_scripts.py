@@ -93,7 +93,8 @@ def test_the_script_of_the_article_runs_as_it_is(launch: Launch) -> None:
     assert done.stdout.count("amp: Options(opt_level='O1'") == 1
     assert "no device_ids and no output_device; they are ignored" in done.stderr
     (_, dtype, first, last, parameters), other = launch.events(2)
-    assert dtype == "torch.float16"
+    assert dtype == "torch.bfloat16"
+    assert done.stderr.count("amp computes in bfloat16 here") == 1
     assert last < first / 2
     assert other[-1] == parameters
 
@@ -124,7 +125,10 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
         """
         import apex.parallel.distributed
         from apex import amp
+        from apex.amp._amp_state import _amp_state, maybe_print
         from apex.parallel.LARC import LARC
+        from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+        import apex.parallel.sync_batchnorm as sync_batchnorm
         import instep.compat.apex as ours
         from apex.normalization import FusedLayerNorm
         from apex.optimizers.fused_adam import FusedAdam
@@ -137,7 +141,9 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
             said = str(error)
         tell(apex is ours, amp is ours.amp, apex.parallel.distributed.DistributedDataParallel
              is ours.parallel.DistributedDataParallel, LARC.__name__, find_spec("apex.RNN"),
-             FusedAdam is ours.optimizers.FusedAdam, network_to_half.__module__, said)
+             FusedAdam is ours.optimizers.FusedAdam, network_to_half.__module__, said,
+             amp._amp_state is _amp_state, SyncBatchNorm is sync_batchnorm.SyncBatchNorm
+             is ours.parallel.SyncBatchNorm)
         """
     )
     assert launch.run("-n", 1, script).returncode == 0
@@ -146,7 +152,7 @@ def test_every_name_of_apexs_is_one_module_of_ours(launch: Launch) -> None:
         "torch.nn.CrossEntropyLoss(label_smoothing=...)."
     )
     fp16 = "instep.compat.apex.fp16_utils"
-    assert launch.event() == [True, True, True, "LARC", None, True, fp16, said]
+    assert launch.event() == [True, True, True, "LARC", None, True, fp16, said, True, True]
 
 
 def test_multiproc_starts_one_process_for_each_rank_with_its_arguments(launch: Launch) -> None:

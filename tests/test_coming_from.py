@@ -235,6 +235,16 @@ def stepped(scene: Scene) -> None:
         assert parameter.grad is not None
 
 
+def steps_with_a_loss(scene: Scene) -> None:
+    scene.batch()
+    before = copy.deepcopy(scene.model[0].weight)
+    scene.optimizer.step(scene.loss)
+    equal_parameters = [instep.broadcast(p.detach()) for p in scene.model.parameters()]
+    assert all(map(torch.equal, scene.model.parameters(), equal_parameters))
+    assert not torch.equal(before, scene.model[0].weight)
+    scene.batch()
+
+
 def nothing_sent(scene: Scene) -> None:
     """Every rank has its own part, and the next backward sends the sum of both."""
     weight = scene.model[0].weight.grad
@@ -281,7 +291,7 @@ def grads_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def halves(scene: Scene) -> None:
-    assert {p.dtype for p in scene.model.parameters()} == {torch.float16, torch.float32}
+    assert {p.dtype for p in scene.model.parameters()} == {torch.bfloat16, torch.float32}
 
 
 def scaled_back(scene: Scene) -> None:
@@ -320,7 +330,8 @@ def by_launching(scene: Scene) -> None:
 
 def imported(name: str) -> Check:
     def check(scene: Scene) -> None:
-        assert getattr(scene, name).__name__.startswith("instep.compat")
+        found = getattr(scene, name)
+        assert getattr(found, "__module__", found.__name__).startswith("instep.compat")
 
     return check
 
@@ -346,11 +357,13 @@ _JITTOR: dict[str, Check] = {
     "mpi.local_rank()": local_rank,
     "jt.set_global_seed(3)": seeded,
     "dataset = MyDataset().set_attrs(batch_size=8)": divided,
+    "from jittor.dataset import Dataset": imported("Dataset"),
     "dataset.total_len": gives(lambda s: ROWS),
     "model = Model()": in_step,
     "model.mpi_param_broadcast()": in_step,
     "nn.BatchNorm(6)": batch_statistics,
     "optimizer.step(loss)": stepped,
+    "optimizer = nn.SGD(model.parameters(), 0.1)": steps_with_a_loss,
     'if jt.rank == 0: writer.add_scalar("loss", loss.item())': written_once,
     "x.mpi_all_reduce()": gives(sum_over_ranks),
     'x.mpi_all_reduce("mean")': gives(lambda s: sum_over_ranks(s) / instep.world_size),
@@ -361,10 +374,13 @@ _JITTOR: dict[str, Check] = {
     "if jt.in_mpi: correct_nums = correct_nums.mpi_all_reduce()": has(
         "correct_nums", lambda s: torch.full((1,), float(instep.world_size))
     ),
+    "jt.sync_all()": waits,
+    "jt.compile_extern.inside_mpi()": gives(lambda s: True),
     "@jt.single_process_scope()": one_process,
 }
 _HOROVOD: dict[str, Check] = {
     "horovodrun -np 2 python train.py": by_launching,
+    "horovod.run(main, np=2)": by_launching,
     "hvd.init()": waits,
     "torch.cuda.set_device(hvd.local_rank())": waits,
     "hvd.rank()": rank,
@@ -386,19 +402,23 @@ _HOROVOD: dict[str, Check] = {
     "hvd.allgather_object(config)": gives(
         lambda s: [{"rank": r} for r in range(instep.world_size)]
     ),
+    "from horovod.common.util import gloo_built": imported("gloo_built"),
     "hvd.barrier()": waits,
     "hvd.join()": divided,
 }
 _APEX: dict[str, Check] = {
     "python -m apex.parallel.multiproc train.py": by_launching,
     "from apex import amp": imported("amp"),
+    "amp_handle = amp.init()": waits,
     'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")': halves,
     "from apex.parallel import DistributedDataParallel, LARC": classes_imported,
+    "from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm": imported("SyncBatchNorm"),
     "model = convert_syncbn_model(model)": waits,
     "model = DistributedDataParallel(model)": equal,
     "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()": scaled_back,
     "clip_grad_norm_(amp.master_params(optimizer), 0.1)": clipped,
     "optimizer.step()": masters_stepped,
+    "scale = amp._amp_state.loss_scalers[0].loss_scale()": has("scale", lambda s: 2.0**16),
     'checkpoint = {"model": model.state_dict(), "amp": amp.state_dict()}': has(
         "checkpoint",
         lambda s: {

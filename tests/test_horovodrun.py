@@ -259,9 +259,24 @@ def test_every_name_in_the_finder_has_an_implementation():
         "from horovod.common.process_sets import ProcessSet, global_process_set\n"
         "assert (allreduce, Compression) == (hvd.allreduce, hvd.Compression)\n"
         "assert global_process_set is hvd.global_process_set\n"
+        "import horovod.runner\n"
+        "assert horovod.run is horovod.runner.run\n"
+        "assert not hasattr(horovod, 'walk')\n"
+        "from horovod.common.util import gloo_built\n"
+        "from horovod.runner.common.util import codec, env\n"
+        "try: from horovod.runner.common.util import hosts\n"
+        "except ImportError as error: print(error)\n"
+        "try: import horovod.runner.elastic.discovery\n"
+        "except ImportError as error: print(error)\n"
         "try: import horovod.spark\n"
         "except ModuleNotFoundError as error: print(error.name)\n"
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert seen.stdout == "horovod.spark\n"
+    assert seen.stdout.splitlines() == [
+        "horovod.runner.common.util.hosts needs an installed Horovod. In its place: the command "
+        "`instep horovodrun -H host:4,...`.",
+        "horovod.runner.elastic needs an installed Horovod. In its place: the command "
+        "`instep horovodrun --host-discovery-script FILE`.",
+        "horovod.spark",
+    ]
     assert "horovod.torch" in finder.IMPLEMENTATIONS

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 IMPLEMENTATIONS = {
     "apex": "instep.compat.apex",
@@ -20,9 +22,17 @@ IMPLEMENTATIONS = {
     "horovod.common.elastic": "instep.compat.horovod.elastic.state",
     "horovod.common.exceptions": "instep.compat.horovod.errors",
     "horovod.common.process_sets": "instep.compat.horovod.basics",
+    "horovod.common.util": "instep.compat.horovod.util",
+    "horovod.runner.common.util.codec": "instep.compat.horovod.util",
+    "horovod.runner.common.util.env": "instep.compat.horovod.util",
+    "horovod.runner": "instep.launch.horovod_runner",
+    "jittor": "instep.compat.jittor",
 }
 """The package of instep that is imported under each name, submodules included. The first name
 that fits counts; the parents of these names become empty packages."""
+
+_ATTRIBUTES = {"horovod": ("run", "instep.launch.horovod_runner")}
+"""Of an empty package: a name in it, and the package of instep that has it."""
 
 _REPLACED = {
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
@@ -39,6 +49,15 @@ _REPLACED = {
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
     "apex.multi_tensor_apply": "torch._foreach_add_ and its relatives",
     "apex.transformer": "Megatron-LM's own package megatron.core",
+    "horovod.runner.common.util.hosts": "the command `instep horovodrun -H host:4,...`",
+    "horovod.runner.elastic": "the command `instep horovodrun --host-discovery-script FILE`",
+    "horovod.runner.gloo_run": "the command `instep horovodrun`, or horovod.run",
+    "horovod.runner.launch": "the command `instep horovodrun`, or horovod.run",
+    "horovod.runner.mpi_run": "the command `instep horovodrun`, or horovod.run",
+    "jittor.init": "torch.nn.init",
+    "jittor.models": "torchvision.models",
+    "jittor.nn": "torch.nn, and jittor.optim for the optimizers",
+    "jittor.transform": "torchvision.transforms",
 }
 """What takes the place of modules that are not there."""
 
@@ -55,15 +74,21 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in _REPLACED and not self._is_installed(name.partition(".")[0]):
+        theirs = _their_name(name)
+        package = theirs.partition(".")[0]
+        if theirs in _REPLACED and not self._is_installed(package):
+            # The name is the package's: `from a import b` hides an error about a.b itself.
             raise ModuleNotFoundError(
-                f"{name} needs an installed Apex. In its place: {_REPLACED[name]}.", name=name
+                f"{theirs} needs an installed {package.title()}. "
+                f"In its place: {_REPLACED[theirs]}.",
+                name=package,
             )
+        package = name.partition(".")[0]
         ours = _implementation(name)
         is_parent = any(known.startswith(f"{name}.") for known in (*IMPLEMENTATIONS, *_REPLACED))
-        if not (ours or is_parent) or self._is_installed(name.partition(".")[0]):
+        if not (ours or is_parent) or self._is_installed(package):
             return None
-        if ours is None or find_spec(ours) is None:
+        if ours is None or not _exists(ours):
             return ModuleSpec(name, _EmptyLoader(), is_package=True) if is_parent else None
         return ModuleSpec(name, _AliasLoader(ours), is_package=True)
 
@@ -81,6 +106,21 @@ def _implementation(name: str) -> str | None:
     return None
 
 
+def _their_name(name: str) -> str:
+    """`jittor.nn` for `instep.compat.jittor.nn`, which `from jittor import nn` asks for."""
+    for known, ours in IMPLEMENTATIONS.items():
+        if name.startswith(f"{ours}."):
+            return known + name.removeprefix(ours)
+    return name
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package
+        return False
+
+
 class _AliasLoader(Loader):
     """Makes an existing module importable under another name."""
 
@@ -92,5 +132,15 @@ class _AliasLoader(Loader):
 
 
 class _EmptyLoader(Loader):
+    """Makes an empty package, in which the name of `_ATTRIBUTES` is imported at its first use."""
+
     def exec_module(self, module: ModuleType) -> None:
-        return None
+        if module.__name__ in _ATTRIBUTES:
+            name, home = _ATTRIBUTES[module.__name__]
+            vars(module)["__getattr__"] = partial(_attribute, module.__name__, name, home)
+
+
+def _attribute(package: str, name: str, home: str, asked: str) -> Any:
+    if asked != name:
+        raise AttributeError(f"module {package!r} has no attribute {asked!r}")
+    return getattr(import_module(home), name)

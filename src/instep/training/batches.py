@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ class BatchCandidates:
             return False
         blocks = [block for block in self.blocks if block is not None]
         return all(
-            len({_rows(Block(rank, block.size, block.total)) for block in blocks}) == len(blocks)
+            len({_rows(replace(block, rank=rank)) for block in blocks}) == len(blocks)
             for rank in range(blocks[0].size)
         )
 

@@ -5,7 +5,7 @@ Rank r of N holds the contiguous block [r*n//N, (r+1)*n//N) of a batch of n samp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -51,7 +51,7 @@ class Block:
 
     def fractions(self) -> tuple[float, ...]:
         """The fractions of all ranks."""
-        return tuple(Block(r, self.size, self.total).fraction for r in range(self.size))
+        return tuple(replace(self, rank=r).fraction for r in range(self.size))
 
     def slice(self, batch: list[T]) -> list[T]:
         """The rank's samples; for an empty block one placeholder, which must leave no trace."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
@@ -120,7 +120,10 @@ def _shard_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
 class ShardedLoader(DataLoader[T]):
     """A DataLoader that loads this rank's block of every batch of another one."""
 
-    def __init__(self, whole: DataLoader[T]) -> None:
+    def __init__(
+        self, whole: DataLoader[T], *, empty_block: Callable[[], Block] = empty_block
+    ) -> None:
+        """`empty_block` makes this rank's block of a batch without samples."""
         if whole.generator is not None:
             whole.generator.set_state(broadcast_object(whole.generator.get_state()))
         assert whole.batch_sampler is not None
@@ -129,7 +132,9 @@ class ShardedLoader(DataLoader[T]):
         self._position = LoaderPosition()
         self._resumes = False
         """Whether the next iteration goes on at `_position`."""
-        self._blocks = BlockBatchSampler(whole.batch_sampler, self._seed, seeded=self._seeded)
+        self._blocks = BlockBatchSampler(
+            whole.batch_sampler, self._seed, seeded=self._seeded, empty_block=empty_block
+        )
         super().__init__(
             whole.dataset,
             batch_sampler=self._blocks,

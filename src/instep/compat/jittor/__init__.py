@@ -1,6 +1,6 @@
-"""Jittor's MPI functions, for PyTorch tensors, under any launcher.
+"""Jittor's names for scripts on several processes, for PyTorch tensors, under any launcher.
 
-    from instep.compat import jittor as jt
+    import instep.jittor as jt    # or, under `instep run`, import jittor as jt
     from instep.compat.jittor import mpi
 
 Each has Jittor's name, meaning and gradient, except for the errors of Jittor that
@@ -11,16 +11,17 @@ as in Jittor's documentation; `mpi.world_rank()` is the rank, as in its code.
 
 from __future__ import annotations
 
-import random
+import random as _random
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+import torch as _torch
+from torch import nn as _nn
 
-from instep.compat.jittor import mpi
+from instep.compat.jittor import compile_extern, dataset, mpi, optim
 from instep.compat.jittor.ops import mpi_all_reduce, mpi_broadcast, mpi_reduce
 from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.scopes import single_process_scope
+from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
 
 if TYPE_CHECKING:
@@ -35,15 +36,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_methods",
+    "compile_extern",
+    "dataset",
     "in_mpi",
     "mpi",
     "mpi_all_reduce",
     "mpi_broadcast",
     "mpi_param_broadcast",
     "mpi_reduce",
+    "optim",
     "rank",
     "set_global_seed",
     "single_process_scope",
+    "sync_all",
     "world_rank",
     "world_size",
 ]
@@ -55,14 +60,49 @@ _WORLD_ATTRIBUTES = {
     "world_size": "size",
 }
 
+_IN_ITS_PLACE = {
+    "Module": "torch.nn.Module",
+    "Var": "torch.Tensor",
+    "array": "torch.tensor",
+    "concat": "torch.cat",
+    "flags": "tensor.to(device) and model.to(device)",
+    "float32": "torch.tensor(..., dtype=torch.float32)",
+    "grad": "torch.autograd.grad",
+    "init": "torch.nn.init",
+    "int32": "torch.tensor(..., dtype=torch.int32)",
+    "load": "torch.load",
+    "local_rank": "mpi.local_rank()",
+    "models": "torchvision.models",
+    "nn": "torch.nn, and jt.optim for the optimizers",
+    "no_grad": "torch.no_grad",
+    "ones": "torch.ones",
+    "rand": "torch.rand",
+    "randn": "torch.randn",
+    "random": "torch.rand",
+    "save": "torch.save",
+    "transform": "torchvision.transforms",
+    "zeros": "torch.zeros",
+}
+"""Of Jittor's names that are not here: what scripts call. Tensors and models are PyTorch's."""
+
 
 def __getattr__(name: str) -> Any:
     if name in _WORLD_ATTRIBUTES:
         return getattr(bootstrap.current(), _WORLD_ATTRIBUTES[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        f"module 'jittor' of instep has no attribute {name!r}. It has what scripts need on several "
+        f"processes; in its place: {_IN_ITS_PLACE.get(name, 'the function of torch')}."
+    )
 
 
-def mpi_param_broadcast(module: nn.Module, root: int = 0) -> None:
+def sync_all(device_sync: bool = False) -> None:
+    """Wait until this process's accelerator, if it is in use, has done its work. No rank waits for
+    another one, as in Jittor: that is `mpi.mpi_barrier()`."""
+    if torch_devices.is_in_use():
+        _torch.accelerator.synchronize()
+
+
+def mpi_param_broadcast(module: _nn.Module, root: int = 0) -> None:
     """Overwrite the parameters of `module` (not its buffers) with root's. Collective."""
     broadcast_coalesced(list(module.parameters()), root)
 
@@ -74,8 +114,8 @@ def set_global_seed(seed: int, different_seed_for_mpi: bool = True) -> None:
     """
     if different_seed_for_mpi:
         seed += 2591 * bootstrap.current().rank
-    random.seed(seed)
-    torch.manual_seed(seed)
+    _random.seed(seed)
+    _torch.manual_seed(seed)
     try:
         import numpy
     except ImportError:
@@ -87,5 +127,5 @@ def add_methods() -> None:
     """Add the methods `mpi_all_reduce`, `mpi_reduce` and `mpi_broadcast` to tensors, and
     `mpi_param_broadcast` to modules. Changes torch's classes, for the whole process."""
     for function in (mpi_all_reduce, mpi_reduce, mpi_broadcast):
-        setattr(torch.Tensor, function.__name__, function)
-    setattr(nn.Module, mpi_param_broadcast.__name__, mpi_param_broadcast)
+        setattr(_torch.Tensor, function.__name__, function)
+    setattr(_nn.Module, mpi_param_broadcast.__name__, mpi_param_broadcast)

@@ -1,8 +1,8 @@
 """Scripts that run as they are because they divide their work themselves, found by their text.
 
-A script opts out if it, or a file of the user's that it imports, uses instep or Horovod, or if it
-certainly starts a process group. A call that a condition can prevent does not count: many scripts
-start a process group under a launcher only, and are one process without it.
+A script opts out if it, or a file of the user's that it imports, uses instep, Horovod or Jittor, or
+if it certainly starts a process group. A call that a condition can prevent does not count: many
+scripts start a process group under a launcher only, and are one process without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instep.unedited.opt_out import BatchEffect
 
 MAX_FILES = 300
 """Files that are read at most."""
-_EXPLICIT_LIBRARIES = {"instep", "horovod"}
+_EXPLICIT_LIBRARIES = {"instep", "horovod", "jittor"}
 """A script that uses one of these packages divides its work itself."""
 _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of theirs whose use does not mean it."""

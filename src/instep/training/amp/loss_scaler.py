@@ -11,15 +11,14 @@ from torch import Tensor
 from instep.distributed.communication.transport import get_transport
 
 WINDOW = 2000
-"""Good steps after which a dynamic scale doubles."""
+"""Good steps after which a dynamic scale doubles, unless a scaler has another `window`."""
 
 
 class LossScaler:
     """The scale of one loss: fixed, or dynamic.
 
     A dynamic scale begins at 2^16, is halved by an overflow (not below `least`) and doubled after
-    `WINDOW` good steps in a row (not above `most`); a fixed one never
-    changes.
+    `window` good steps in a row (not above `most`); a fixed one never changes.
     """
 
     def __init__(
@@ -32,19 +31,23 @@ class LossScaler:
         self.scale = min(most, 2.0**16) if scale == "dynamic" else scale
         self.good = 0
         """Steps without an overflow since the scale last changed."""
-        self._least = least or 0.0
-        self._most = most
+        self.overflowed = False
+        """Whether the last backward has overflowed."""
+        self.least = least or 0.0
+        self.most = most
+        self.window = WINDOW
 
     def update(self, overflowed: bool) -> bool:
         """Adapt the scale after a backward; returns whether the step must be skipped."""
+        self.overflowed = overflowed
         skip = self.dynamic and overflowed
         if skip:
-            self.scale = max(self._least, self.scale / 2)
+            self.scale = max(self.least, self.scale / 2)
             self.good = 0
         else:
             self.good += 1
-        if self.dynamic and self.good == WINDOW:
-            self.scale = min(self._most, self.scale * 2)
+        if self.dynamic and self.good >= self.window:
+            self.scale = min(self.most, self.scale * 2)
             self.good = 0
         return skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,19 @@ class BlockBatchSampler:
     `SeededIndex` instead of an index.
     """
 
-    def __init__(self, batches: Iterable[list[Any]], seed: int, *, seeded: bool) -> None:
+    def __init__(
+        self,
+        batches: Iterable[list[Any]],
+        seed: int,
+        *,
+        seeded: bool,
+        empty_block: Callable[[], Block] = empty_block,
+    ) -> None:
         self.last: EpochBatches | None = None
         self._batches = batches
         self.seed = seed
         self._seeded = seeded
+        self._empty_block = empty_block
         self.epoch = -1  # set by the loader: torch may iterate twice for one epoch
         self.skipped = 0
         """How many samples of the epoch were taken before a checkpoint."""
@@ -52,7 +60,7 @@ class BlockBatchSampler:
             derive_seed(self.seed, self.epoch), only_torch=_is_of_torch(self._batches)
         )
         epoch = self.epoch if self._seeded else None
-        self.last = EpochBatches(self._batches, stream, empty_block(), epoch, self.skipped)
+        self.last = EpochBatches(self._batches, stream, self._empty_block(), epoch, self.skipped)
         return self.last
 
 

@@ -4,7 +4,7 @@ from torch.distributed import ReduceOp
 
 from instep.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
 from instep.compat.apex.parallel.LARC import LARC
-from instep.compat.apex.parallel.syncbn import (
+from instep.compat.apex.parallel.sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,
     create_syncbn_process_group,
