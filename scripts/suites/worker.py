@@ -1,0 +1,161 @@
+"""Run the tests of a module in this process; each outcome is a line of a JSON file.
+
+    python worker.py MODULE OUTCOMES [--forked] [--only PATTERN]
+
+Tests that OUTCOMES already has are left out: after a crash the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import unittest
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any
+
+LENGTH = 240
+
+
+def reason_of(text: str) -> str:
+    """The last line of the first traceback in `text` that names an error."""
+    inner = text.partition("and exception:\n")[2] or text
+    lines = [
+        line.strip()
+        for line in inner.splitlines()
+        if re.match(r"[\w.]+(Error|Exit|Exception|Warning|Interrupt)\b", line)
+    ]
+    return (lines or [text.strip().rpartition("\n")[2]])[0][:LENGTH]
+
+
+class RecordedResult(unittest.TestResult):
+    """Writes each test's outcome as it ends: pass, fail or skip."""
+
+    def __init__(self, file: Path, notes: Path | None) -> None:
+        super().__init__()
+        self.file, self.notes = file, notes
+
+    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().startTest(test)
+        self.outcome, self.reason, self.began = "pass", "", monotonic()
+        if self.notes:
+            self.notes.write_text("")
+        self.write(test=name_of(test), started=True)
+
+    def stopTest(self, test: unittest.TestCase) -> None:  # noqa: N802
+        super().stopTest(test)
+        groups = Counter(self.notes.read_text().splitlines()) if self.notes else {}
+        self.write(
+            test=name_of(test),
+            outcome=self.outcome,
+            reason=self.reason,
+            groups=dict(groups),
+            seconds=round(monotonic() - self.began, 2),
+        )
+
+    def addError(self, test: Any, err: Any) -> None:  # noqa: N802
+        super().addError(test, err)
+        self.fail(test, self.errors[-1][1])
+
+    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
+        super().addFailure(test, err)
+        self.fail(test, self.failures[-1][1])
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
+        super().addSubTest(test, subtest, err)
+        if err is not None:
+            self.fail(test, self._exc_info_to_string(err, test))
+
+    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
+        super().addSkip(test, reason)
+        if self.outcome == "pass":
+            self.outcome, self.reason = "skip", reason[:LENGTH]
+
+    def addUnexpectedSuccess(self, test: Any) -> None:  # noqa: N802
+        super().addUnexpectedSuccess(test)
+        self.outcome, self.reason = "fail", "unexpected success"
+
+    def fail(self, test: Any, text: str) -> None:
+        print(f"--- {test}\n{text}", flush=True)
+        if isinstance(test, unittest.TestCase):
+            self.outcome, self.reason = "fail", reason_of(text)
+        else:  # a class or module could not be set up
+            self.write(test=str(test), outcome="fail", reason=reason_of(text), groups={}, seconds=0)
+
+    def write(self, **values: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def name_of(test: unittest.TestCase) -> str:
+    """Class and method."""
+    return ".".join(test.id().split(".")[-2:])
+
+
+def flat(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    """The tests of a suite, in its order."""
+    for each in suite:
+        if isinstance(each, unittest.TestSuite):
+            yield from flat(each)
+        else:
+            yield each
+
+
+def load(module: str) -> ModuleType:
+    """The module of that name, or in that file."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    path = Path(module)
+    sys.path[:0] = [str(path.parent)]
+    return importlib.import_module(path.stem)
+
+
+def read_done(file: Path) -> set[str]:
+    """The tests that were started before."""
+    if not file.exists():
+        return set()
+    return {json.loads(line)["test"] for line in file.read_text().splitlines()}
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("module")
+    parser.add_argument("outcomes", type=Path)
+    parser.add_argument("--forked", action="store_true")
+    parser.add_argument("--only", default="")
+    asked = parser.parse_args()
+    sys.argv[1:] = []
+    notes = os.environ.get("SUITE_NOTES")
+    if notes:
+        import mapped_backend
+
+        mapped_backend.install_from_environment()
+    if asked.forked:
+        import forked_tests
+
+        forked_tests.install(*([] if asked.module.endswith(".py") else [asked.module]))
+    module = load(asked.module)
+    done = read_done(asked.outcomes)
+    tests = [
+        test
+        for test in flat(unittest.defaultTestLoader.loadTestsFromModule(module))
+        if name_of(test) not in done and re.search(asked.only, name_of(test))
+    ]
+    asked.outcomes.touch()
+    unittest.TestSuite(tests).run(RecordedResult(asked.outcomes, Path(notes) if notes else None))
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
