@@ -17,6 +17,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pages import RESULTS, read_results, write_pages
 from runs import count_groups, read_outcomes, run_tests
@@ -31,15 +32,15 @@ def install_needs() -> None:
     (BUILD / "outcomes").mkdir(parents=True, exist_ok=True)
 
 
-def run_side(suite: Suite, size: int, side: str, sources: Path) -> dict[str, object]:
+def run_side(suite: Suite, size: int, side: str, sources: Path) -> dict[str, Any]:
     """Run a suite at one number of ranks on one side; its outcomes."""
-    variables = environment(suite, size, side)
+    variables = environment(suite, size, side, sources)
     outcomes = {}
-    for command, file in commands(suite, size, side, sources):
-        for old in (file, file.with_suffix(".log")):
+    for command, files in commands(suite, size, side, sources):
+        for old in (*files, files[0].with_suffix(".log")):
             old.unlink(missing_ok=True)
-        run_tests(command, variables, [file])
-        outcomes.update(read_outcomes([file]))
+        run_tests(command, variables, files)
+        outcomes.update(read_outcomes(files))
     return {
         "version": version_of(suite, sources),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -56,11 +57,10 @@ def version_of(suite: Suite, sources: Path) -> str:
     """Which version's tests these are."""
     import torch
 
-    if not suite.files:
+    if suite.module:
         return f"PyTorch {torch.__version__}"
-    folder = sources / suite.folder if (sources / suite.folder).is_dir() else sources
-    file = folder / "version.txt"
-    version = file.read_text().strip() if file.exists() else git(folder, "describe", "--tags")
+    file = sources / suite.folder / "version.txt"
+    version = file.read_text().strip() if file.exists() else git(file.parent, "describe", "--tags")
     return f"{suite.folder} {version}"
 
 
@@ -85,11 +85,12 @@ def main() -> int:
         if (asked.suites and suite.name not in asked.suites) or not suite.modules(sources):
             continue
         for size in map(int, asked.np.split(",")) if asked.np else suite.sizes:
-            sides = {side: run_side(suite, size, side, sources) for side in (OURS, suite.original)}
+            names = (OURS, suite.original) if suite.original else (OURS,)
+            sides = {side: run_side(suite, size, side, sources) for side in names}
             results = read_results()
             results.setdefault(suite.name, {})[str(size)] = sides
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-            ours, original = (side["tests"] for side in sides.values())
+            ours, original = sides[OURS]["tests"], sides.get(suite.original, {}).get("tests", {})
             new = [t for t in ours if ours[t].startswith("fail") and original.get(t) == "pass"]
             print(f"{suite.name}, {size} ranks: {len(ours)} tests, worse than the original: {new}")
             worse += len(new)

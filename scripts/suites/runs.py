@@ -26,10 +26,12 @@ def run_tests(command: Sequence[object], environment: Mapping[str, str], files: 
     log = files[0].with_suffix(".log")
     while True:
         before = sum(map(count_lines, files))
+        done = files[0].with_suffix(".done")
+        done.write_text(json.dumps(sorted({line["test"] for f in files for line in read_lines(f)})))
         with log.open("a") as output:
             process = subprocess.Popen(
                 [str(word) for word in command],
-                env={**os.environ, **environment},
+                env={**os.environ, **environment, "SUITE_DONE": str(done)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

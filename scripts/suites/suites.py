@@ -21,36 +21,41 @@ class Suite:
     name: str
     title: str
     original: str
-    """What it is beside, in the table."""
+    """What it is beside, in the table; "" where the original is not run."""
     sizes: Sequence[int]
     """Numbers of ranks; 0 where the tests have numbers of their own."""
+    module: str = ""
+    """Ours, with tests of PyTorch's wheel."""
     files: Sequence[str] = ()
-    """Tests, in the folder that SUITES names; none: they are inside of PyTorch's wheel."""
+    """Or tests in the folder that SUITES names."""
     folder: str = ""
     """The project's folder in there."""
+    in_each_rank: bool = False
+    """Whether each rank runs the tests, and not each test its ranks."""
 
     def modules(self, sources: Path) -> list[str]:
         """What the worker loads."""
-        if not self.files:
-            return ["torch_spawn"]
-        folder = sources / self.folder if (sources / self.folder).is_dir() else sources
-        return [str(folder / file) for file in self.files if (folder / file).exists()]
+        if self.module:
+            return [self.module]
+        folder = sources / self.folder
+        return [str(file) for row in self.files for file in sorted(folder.glob(row))]
 
 
 SUITES = (
-    Suite("torch", "PyTorch: distributed_test.py", "Gloo", (2, 3, 4)),
+    Suite("torch", "PyTorch: distributed_test.py", "Gloo", (2, 3, 4), "torch_spawn"),
+    Suite("torch-rpc", "PyTorch: DDP under distributed autograd", "Gloo", (0,), "torch_rpc"),
     Suite(
         "torch-sources",
         "PyTorch: tests in its sources",
         "Gloo",
         (0,),
+        "",
         (
             "test/distributed/test_c10d_common.py",
             "test/distributed/test_functional_api.py",
             "test/distributed/test_c10d_functional_native.py",
             "test/distributed/test_c10d_object_collectives.py",
             "test/distributed/test_c10d_logger.py",
-            "test/distributed/test_distributed_spawn.py",
             "test/distributed/_composable/test_replicate.py",
             "test/distributed/_composable/fsdp/test_fully_shard_init.py",
             "test/distributed/_composable/fsdp/test_fully_shard_training.py",
@@ -70,25 +75,56 @@ SUITES = (
             "test/distributed/_tensor/test_matrix_ops.py",
             "test/distributed/_tensor/test_redistribute.py",
             "test/distributed/_tensor/test_tensor_ops.py",
+            "test/distributed/_tensor/test_embedding_ops.py",
+            "test/distributed/algorithms/test_join.py",
             "test/distributed/optim/test_zero_redundancy_optimizer.py",
         ),
         "pytorch",
     ),
+    Suite(
+        "horovod",
+        "Horovod: test_torch.py, test_adasum_pytorch.py",
+        "",
+        (2, 3),
+        "",
+        ("test/parallel/test_torch.py", "test/parallel/test_adasum_pytorch.py"),
+        "horovod",
+        in_each_rank=True,
+    ),
+    Suite(
+        "apex", "Apex: tests/L0/run_amp", "Apex", (1,), "", ("tests/L0/run_amp/test_*.py",), "apex"
+    ),
 )
 
 
-def commands(suite: Suite, size: int, side: str, sources: Path) -> list[tuple[list[object], Path]]:
-    """The commands of a suite, each with its file of outcomes."""
-    made = []
+def commands(
+    suite: Suite, size: int, side: str, sources: Path
+) -> list[tuple[list[object], list[Path]]]:
+    """The commands of a suite, each with its files of outcomes."""
+    made: list[tuple[list[object], list[Path]]] = []
     for number, module in enumerate(suite.modules(sources)):
-        file = BUILD / "outcomes" / f"{suite.name}-{size}-{side}-{number}.json"
-        made.append(([sys.executable, WORKER, module, file, "--forked"], file))
+        name = BUILD / "outcomes" / f"{suite.name}-{size}-{side}-{number}"
+        files = [Path(f"{name}.{rank}.json") for rank in range(size if suite.in_each_rank else 1)]
+        words: list[object] = [sys.executable, WORKER, module, name]
+        if suite.in_each_rank:
+            words[:0] = [sys.executable, "-m", "instep", "horovodrun", "-np", size]
+        elif suite.name.startswith("torch"):
+            words.append("--forked")
+        made.append((words, files))
     return made
 
 
-def environment(suite: Suite, size: int, side: str) -> dict[str, str]:
+def environment(suite: Suite, size: int, side: str, sources: Path) -> dict[str, str]:
     """The variables of its processes."""
     path = [ROOT / "src", Path(__file__).parent, BUILD / "site"]
+    if not suite.name.startswith("torch"):
+        if suite.folder == "apex":
+            path[:0] = [sources / suite.folder] * (side != OURS)
+        return {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "OMP_NUM_THREADS": "1",
+            "SUITE_COMPAT": str(int(side == OURS)),
+        }
     return {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "BACKEND": "gloo",

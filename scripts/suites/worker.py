@@ -1,8 +1,9 @@
 """Run the tests of a module in this process; each outcome is a line of a JSON file.
 
-    python worker.py MODULE OUTCOMES [--forked] [--only PATTERN]
+    python worker.py MODULE OUTCOMES [--forked]
 
-Tests that OUTCOMES already has are left out: after a crash the same command goes on.
+OUTCOMES is the name of the file less the rank and .json. The tests of the list in the file that
+SUITE_DONE names are left out: after a crash the same command goes on.
 """
 
 from __future__ import annotations
@@ -119,22 +120,17 @@ def load(module: str) -> ModuleType:
     return importlib.import_module(path.stem)
 
 
-def read_done(file: Path) -> set[str]:
-    """The tests that were started before."""
-    if not file.exists():
-        return set()
-    return {json.loads(line)["test"] for line in file.read_text().splitlines()}
-
-
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
-    parser.add_argument("outcomes", type=Path)
+    parser.add_argument("outcomes")
     parser.add_argument("--forked", action="store_true")
-    parser.add_argument("--only", default="")
     asked = parser.parse_args()
     sys.argv[1:] = []
+    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0")
+    file = Path(f"{asked.outcomes}.{rank}.json")
+    done = json.loads(Path(os.environ["SUITE_DONE"]).read_text())
     notes = os.environ.get("SUITE_NOTES")
     if notes:
         import mapped_backend
@@ -144,15 +140,20 @@ def main() -> None:
         import forked_tests
 
         forked_tests.install(*([] if asked.module.endswith(".py") else [asked.module]))
-    module = load(asked.module)
-    done = read_done(asked.outcomes)
-    tests = [
-        test
-        for test in flat(unittest.defaultTestLoader.loadTestsFromModule(module))
-        if name_of(test) not in done and re.search(asked.only, name_of(test))
-    ]
-    asked.outcomes.touch()
-    unittest.TestSuite(tests).run(RecordedResult(asked.outcomes, Path(notes) if notes else None))
+    if os.environ.get("SUITE_COMPAT") == "1":
+        from instep.compat import finder
+
+        finder.install()
+    result = RecordedResult(file, Path(notes) if notes else None)
+    try:
+        module = load(asked.module)
+    except (ImportError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"[:LENGTH]
+        test = f"{Path(asked.module).stem} (import)"
+        result.write(test=test, outcome="fail", reason=said, groups={})
+        return
+    tests = flat(unittest.defaultTestLoader.loadTestsFromModule(module))
+    unittest.TestSuite(t for t in tests if name_of(t) not in done).run(result)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
 
