@@ -119,6 +119,22 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come():
         dist.destroy_process_group(others)
 
 
+@ranks(2, 3)
+def test_joined_ddp_divides_by_the_ranks_that_still_have_inputs():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.Linear(1, 1, bias=False)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group())
+    grads = []
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(n - rank):  # the last rank ends first
+            model.zero_grad()
+            ddp(torch.full((1, 1), float(10**step * (rank + 1)))).sum().backward()
+            grads.append(model.weight.grad.item())
+    active = [range(n - step) for step in range(n - rank)]
+    means = [10**step * sum(r + 1 for r in each) / len(each) for step, each in enumerate(active)]
+    assert grads == pytest.approx(means)
+
+
 @ranks(2)
 def test_what_it_does_not_know_is_answered_by_gloo():
     rank = dist.get_rank()

@@ -10,10 +10,10 @@ import torch
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from instep.distributed.shm import torch_calls
 from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
-from instep.distributed.shm.monitored import install as install_monitored_barrier
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
 from instep.process import settings
 
@@ -33,7 +33,7 @@ def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors. May be called twice."""
     if NAME.upper() not in Backend._plugins:
         Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    install_monitored_barrier()
+    torch_calls.install()
 
 
 def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
