@@ -25,10 +25,10 @@ from suites import BUILD, OURS, ROOT, SUITES, Suite, commands, environment
 
 
 def install_needs() -> None:
-    """expecttest, which PyTorch's tests import, into a folder of its own."""
-    if not (BUILD / "site" / "expecttest").exists():
+    """What PyTorch's and Horovod's tests import, into a folder of its own."""
+    if not all((BUILD / "site" / name).exists() for name in ("expecttest", "mock")):
         words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", BUILD / "site"]
-        subprocess.run([sys.executable, *words, "expecttest==0.3.0"], check=True)
+        subprocess.run([sys.executable, *words, "expecttest==0.3.0", "mock==5.2.0"], check=True)
     (BUILD / "outcomes").mkdir(parents=True, exist_ok=True)
 
 
