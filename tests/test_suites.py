@@ -7,7 +7,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "suites"
 TESTS = """
-import os, unittest
+import os, pytest, unittest
 
 class Tests(unittest.TestCase):
     def test_a_passes(self): pass
@@ -17,6 +17,8 @@ class Tests(unittest.TestCase):
     def test_e_fails_in_a_part(self):
         with self.subTest(): raise OSError("the disk | is full")
         self.skipTest("and then")
+    @pytest.mark.skip(reason="not yet")
+    def test_f_is_skipped_by_pytest(self): assert False
 """
 
 
@@ -46,10 +48,11 @@ def test_outcomes_of_tests_are_recorded_and_one_that_ends_its_process_stops_no_o
         "Tests.test_c_ends_its_process": ("fail", "the process ended with status 3"),
         "Tests.test_d_is_skipped": ("skip", "no GPU"),
         "Tests.test_e_fails_in_a_part": ("fail", "OSError: the disk | is full"),
+        "Tests.test_f_is_skipped_by_pytest": ("skip", "not yet"),
     }
 
 
-def test_the_table_has_each_test_that_fails_or_ends_otherwise(scripts):
+def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypatch, scripts):
     import pages
 
     runs = {
@@ -73,6 +76,12 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(scripts):
         ["2, 3", "`T.skip`", "skip", "pass"],
     ]
     assert "E: a / b" in rows[1]
+    known = tmp_path / "reasons.json"
+    known.write_text('{"torch": {"*": {"en": "theirs"}, "T.ours": {"en": "a bug"}}}')
+    monkeypatch.setattr(pages, "REASONS", known)
+    assert [row.split(" | ")[-1] for row in pages.differences(results, "en")[2:4]] == [
+        *("theirs |", "a bug |")
+    ]
     assert pages.summary(results, "en")[2].split(" | ")[1:8] == [
         *("2", "instep", "1", "2", "1", "4", "0")
     ]

@@ -77,13 +77,17 @@ def summary(results: dict[str, Any], language: str) -> list[str]:
             shared = groups.pop("shared memory", 0)
             ranks = words["own"] if size == "0" else size
             cells = [suite.title, ranks, side, counts["pass"], counts["fail"], counts["skip"]]
-            cells += [shared, groups.total(), f"{run['version']}, {run['date']}"]
+            cells += [shared, groups.total()] if run["groups"] else ["-", "-"]
+            cells.append(f"{run['version']}, {run['date']}")
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
 def differences(results: dict[str, Any], language: str) -> list[str]:
-    """A line for each test that does not end on ours as on the original, or fails on ours."""
+    """A line for each test that does not end on ours as on the original, or fails on ours.
+
+    Those that fail on both and have no reason of their own share the one named "*".
+    """
     words = WORDS[language]
     reasons = json.loads(REASONS.read_text())
     found: dict[tuple[str, str, str, str], list[str]] = {}
@@ -94,12 +98,17 @@ def differences(results: dict[str, Any], language: str) -> list[str]:
             outcome, _, said = text.partition(": ")
             theirs = beside.get(test, "-").partition(":")[0]
             if outcome == "fail" or (theirs != "-" and outcome != theirs):
-                reason = reasons.get(suite.name, {}).get(test, {}).get(language)
-                reason = reason or f"{words['unknown']}`{said.replace('|', '/').replace('`', '')}`"
+                known = reasons.get(suite.name, {})
+                row = known.get(test) or (known.get("*", {}) if outcome == theirs else {})
+                said = said.replace("|", "/").replace("`", "")
+                reason = row.get(language) or f"{words['unknown']}`{said}`"
                 ranks = words["own"] if size == "0" else size
-                found.setdefault((suite.title, test, f"{outcome} | {theirs}", reason), [])
-                found[suite.title, test, f"{outcome} | {theirs}", reason].append(ranks)
+                key = (suite.title, test, f"{outcome} | {theirs}", reason)
+                found.setdefault(key, []).append(ranks)
     lines = [words["differences"], RULE.sub("---", words["differences"])]
+    together: dict[tuple[str, str, str, str], list[str]] = {}
     for (title, test, outcomes, reason), sizes in found.items():
-        lines.append(f"| {title} | {', '.join(sizes)} | `{test}` | {outcomes} | {reason} |")
+        together.setdefault((title, ", ".join(sizes), outcomes, reason), []).append(f"`{test}`")
+    for (title, ranks, outcomes, reason), tests in together.items():
+        lines.append(f"| {title} | {ranks} | {', '.join(tests)} | {outcomes} | {reason} |")
     return lines if found else [words["none"]]

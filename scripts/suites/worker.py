@@ -112,6 +112,15 @@ def flat(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
             yield each
 
 
+def honour_pytest(test: unittest.TestCase) -> None:
+    """Skip a test that pytest, under which its project runs it, would skip."""
+    method = getattr(test, test._testMethodName, None)
+    for mark in [*getattr(method, "pytestmark", ()), *getattr(type(test), "pytestmark", ())]:
+        if mark.name == "skip" or (mark.name == "skipif" and mark.args and mark.args[0]):
+            reason = mark.kwargs.get("reason", "")
+            setattr(test, test._testMethodName, unittest.skip(reason)(lambda: None))
+
+
 def load(module: str) -> ModuleType:
     """The module of that name, or in that file."""
     if not module.endswith(".py"):
@@ -168,7 +177,10 @@ def main() -> None:
         result.write(test=test, outcome="fail", reason=said, groups={})
         return
     tests = flat(unittest.defaultTestLoader.loadTestsFromModule(module))
-    unittest.TestSuite(t for t in tests if name_of(t) not in done).run(result)
+    chosen = [test for test in tests if name_of(test) not in done]
+    for test in chosen:
+        honour_pytest(test)
+    unittest.TestSuite(chosen).run(result)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
 
