@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly mutants bench unedited compat docs dist lint clean
+.PHONY: demo test quick nightly mutants suites bench unedited compat docs dist lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,10 @@ quick: .venv/ready
 # The map of build/mutants is made once, in the time of the whole suite; with --map, anew.
 mutants: .venv/ready
 	$(BIN)/python tests/mutation --json build/mutants/table.json $(MUTANTS)
+
+# Other projects' own tests, half an hour; with SUITES=FOLDER also those whose sources are there.
+suites: .venv/ready
+	$(BIN)/python scripts/suites
 
 bench: .venv/ready .venv-peers/ready
 	$(BIN)/python benchmarks/bench.py

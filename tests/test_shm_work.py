@@ -90,6 +90,51 @@ def test_several_tensors_may_be_reduced_in_one_call(op):
     assert torch.cat(again).tolist() == [n] * 3
 
 
+@ranks(2, 3)
+def test_all_ranks_pass_a_monitored_barrier_among_collectives_that_are_under_way():
+    n, x = dist.get_world_size(), torch.ones(3)
+    work = dist.all_reduce(x, group=group(), async_op=True)
+    dist.monitored_barrier(group(), timedelta(seconds=30))
+    dist.monitored_barrier(group(), 30.0, wait_all_ranks=True)
+    dist.all_reduce(x, group=group())
+    work.wait()
+    assert x.tolist() == [n * n] * 3
+    dist.monitored_barrier(timeout=timedelta(seconds=30))  # the pool's own world talks over Gloo
+
+
+@ranks(3)
+def test_a_monitored_barrier_names_the_ranks_that_do_not_come():
+    for milliseconds, wait_all_ranks, said in (
+        (100, True, "Ranks 1, 2 failed to pass monitoredBarrier in 100 ms"),
+        (100, False, "Rank 1 failed to pass monitoredBarrier in 100 ms"),
+        (0, False, "Rank 0 timed out in monitoredBarrier after 0 ms"),
+    ):
+        others = dist.new_group(backend="instep")
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=said):
+                dist.monitored_barrier(others, timedelta(milliseconds=milliseconds), wait_all_ranks)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=others)
+        assert total.item() == 3, "shared memory goes on"
+        dist.destroy_process_group(others)
+
+
+@ranks(2, 3)
+def test_joined_ddp_divides_by_the_ranks_that_still_have_inputs():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.Linear(1, 1, bias=False)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group())
+    grads = []
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(n - rank):  # the last rank ends first
+            model.zero_grad()
+            ddp(torch.full((1, 1), float(10**step * (rank + 1)))).sum().backward()
+            grads.append(model.weight.grad.item())
+    active = [range(n - step) for step in range(n - rank)]
+    means = [10**step * sum(r + 1 for r in each) / len(each) for step, each in enumerate(active)]
+    assert grads == pytest.approx(means)
+
+
 @ranks(2)
 def test_what_it_does_not_know_is_answered_by_gloo():
     rank = dist.get_rank()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import GroupName, default_pg_timeout
 
 from instep.distributed.flight_record.record_format import message_group
 from instep.distributed.flight_record.recorder import recorder
@@ -100,6 +101,23 @@ class ProcessGroupOverGloo(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The name for `init_process_group`."""
         return NAME
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier over Gloo in which group rank 0 names, as group ranks, who does not come.
+
+        `timeout`: None for 30 minutes; `wait_all_ranks`: name all of them and not the first one.
+        Raises RuntimeError. Gloo has then closed its connections: what this group leaves to
+        Gloo fails from now on.
+        """
+        number = self._enter("monitored_barrier", (), ())
+        limit = default_pg_timeout if timeout is None else timeout
+        try:
+            barrier = self._gloo_group.monitored_barrier  # type: ignore[attr-defined]
+            barrier(limit, wait_all_ranks)
+        finally:
+            recorder.leave(number)
 
     def _enter(self, op: str, mine: object, args: tuple[Any, ...]) -> int:
         """Note a collective; its number, or -1 if this group's are not recorded."""

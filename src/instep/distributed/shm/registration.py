@@ -10,6 +10,7 @@ import torch
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from instep.distributed.shm import torch_calls
 from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
@@ -32,6 +33,7 @@ def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors. May be called twice."""
     if NAME.upper() not in Backend._plugins:
         Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    torch_calls.install()
 
 
 def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
