@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from pool import ranks, run, talking_over
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
 BY_DAY = ("cnn", "attention", "adversarial")
-AT_NIGHT = ("recurrent", "loss inside", "accumulation", "bfloat16", "few rows")
+AT_NIGHT = ("recurrent", "loss inside", "checkpointed", "accumulation", "bfloat16", "few rows")
 
 
 def report(*command: str, sizes: tuple[int, ...] = (1, 2, 4), **variables: str) -> list[str]:
@@ -88,6 +89,7 @@ def _shards_of(start: Forked, n: int) -> list[list[dict[int, object]]]:
     [
         (("run", "-n", "3", "--bitwise", "8"), "--bitwise 8 runs on 1, 2, 4 or 8 ranks, not on 3."),
         (("run", "-n", "1", "--bitwise", "6"), "--bitwise takes a power of two (8, say), not 6"),
+        (("run", "-n", "2", "--bitwise", "2", "--plain"), "--plain does not: drop one."),
         (("verify", "-n", "1,2", "--bitwise", "1"), "--bitwise 1 runs on 1 ranks, not on 2."),
         (
             ("verify", "-n", "1", "--bitwise", "2", "--json", "x"),
@@ -168,6 +170,18 @@ def test_functions_that_do_not_meet_are_an_error(absent) -> None:
             threads.meet(number, tuple)
 
     with pytest.raises(BranchError, match="different branches"):
+        threads.run([lambda: function(0), lambda: function(1)])
+
+
+def test_that_is_an_error_even_if_the_script_catches_what_it_sees() -> None:
+    threads = ShardThreads(2, lambda number: None)
+
+    def function(number: int) -> None:
+        if number:
+            with suppress(Exception):
+                threads.meet(number, tuple)
+
+    with pytest.raises(BranchError):
         threads.run([lambda: function(0), lambda: function(1)])
 
 

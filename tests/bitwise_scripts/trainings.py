@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 name, fault = (*sys.argv[1:], "")[:2]
@@ -59,6 +60,15 @@ class Recurrent(nn.Module):
     def forward(self, x, state):
         y, state = self.cells(x.flatten(1).view(-1, 8, 24), state)
         return self.head(y[:, -1]), state
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = cnn()
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False, preserve_rng_state=True)
 
 
 class WithLoss(nn.Module):
@@ -144,6 +154,7 @@ TRAININGS = {
     "adversarial": adversarial,
     "recurrent": recurrent,
     "loss inside": lambda: supervised(WithLoss()),
+    "checkpointed": lambda: supervised(Checkpointed()),
     "accumulation": lambda: supervised(cnn(), every=3),
     "bfloat16": lambda: supervised(cnn(), half=True),
     "few rows": lambda: supervised(cnn(), size=3),

@@ -164,7 +164,9 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
     if asked.checkpoint:
         variables[settings.CHECKPOINT.name] = os.path.abspath(asked.checkpoint)
-    if asked.bitwise is not None or bitwise.is_on():
+    if asked.bitwise is not None and asked.plain:
+        raise CommandLineError("--bitwise divides the script's work, --plain does not: drop one.")
+    if asked.bitwise is not None or (bitwise.is_on() and not asked.plain):
         variables |= bitwise.variables(asked.bitwise, asked.n or sum((slots or {}).values()))
     if asked.timeline:
         variables[settings.TIMELINE.name] = os.path.abspath(asked.timeline)

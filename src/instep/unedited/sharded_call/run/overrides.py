@@ -20,6 +20,8 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     with_attributes_of,
 )
 
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Arguments of torch.utils.checkpoint that are not the function's."""
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -77,10 +79,12 @@ def checkpoint(
     there nothing gets a gradient where no argument asks for one. A script's own reentrant
     checkpoint recomputes with gradients what it has computed without, so modules may be sharded in
     both. Otherwise the recomputation must save the same tensors, and modules run as they are.
+
+    Where a rank computes virtual shards nothing is recomputed.
     """
     region = current_region()
-    if region is not None and region.threads is not None:  # what backward recomputes meets nobody
-        return function(*args, **kwargs)
+    if region is not None and region.group.is_virtual:  # what backward recomputes meets nobody
+        return function(*args, **{k: v for k, v in kwargs.items() if k not in _OPTIONS})
     inside = region is not None or call_state.inside or call_state.is_checkpointed
     reentrant = use_reentrant is not False  # torch's default, too
     if reentrant and not (inside and _has_gradient(args)):

@@ -17,7 +17,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class ShardThreads:
         Called by each function, at the same place.
         """
         if self._ended:
-            raise BranchError("parts of the batch take different branches")
+            self._stop_all()
         number = self._thread.number
         self._values[number] = value
         self._arrived += 1
@@ -126,7 +126,7 @@ class ShardThreads:
 
     def _end(self) -> None:
         if self._arrived:
-            raise BranchError("parts of the batch take different branches")
+            self._stop_all()
         self._ended += 1
         self._pass_on()
 
@@ -140,6 +140,11 @@ class ShardThreads:
         if self._error is not None:
             raise _StoppedError
         self._on_switch(self._thread.number)
+
+    def _stop_all(self) -> NoReturn:
+        """The script may catch what is raised here; `run` raises BranchError all the same."""
+        self._fail(BranchError("parts of the batch take different branches"))
+        raise _StoppedError
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
