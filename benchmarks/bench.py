@@ -162,6 +162,19 @@ def restarts(result: dict[str, Any]) -> str:
     return table(("", "seconds", "longest"), rows)
 
 
+def bitwise(result: dict[str, Any]) -> str:
+    """With --bitwise 8: the sha256 of parameters, buffers and optimizer states after training on 1,
+    2, 4 and 8 ranks, and the cost of a step over one without."""
+    bits = [
+        (name, row["steps"], "yes" if row["identical"] else "NO", f"`{row['sha256']['1'][:16]}`")
+        for name, row in result["bits"].items()
+    ]
+    costs = [(name, *map(shown, row.values())) for name, row in result["cost"].items()]
+    head = ("", "on 2 ranks", "on 1 rank, over plain Python")
+    digests = table(("training", "steps", "identical", "sha256"), bits)
+    return f"{digests}\n\n{table(head, costs)}"
+
+
 def startup(result: dict[str, Any]) -> str:
     """Two ranks that start, meet and end."""
     rows = [
@@ -214,6 +227,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         checkpoints,
         restarts,
         sharded_optimizer,
+        bitwise,
         startup,
         failures,
         scaling,
