@@ -85,3 +85,19 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypa
     assert pages.summary(results, "en")[2].split(" | ")[1:8] == [
         *("2", "instep", "1", "2", "1", "4", "0")
     ]
+
+
+def test_the_tables_are_written_between_their_marks(tmp_path, monkeypatch, scripts):
+    import pages
+
+    page = tmp_path / "suites.md"
+    marks = (
+        "before\n<!-- summary -->\n{}<!-- end -->\nbetween\n<!-- differences -->\n{}<!-- end -->\n"
+    )
+    page.write_text(marks.format("", ""))
+    monkeypatch.setattr(pages, "PAGES", {"en": page})
+    monkeypatch.setattr(pages, "RESULTS", tmp_path / "absent.json")
+    for _ in range(2):
+        pages.write_pages()
+        summary = "\n".join(pages.summary({}, "en"))
+        assert page.read_text() == marks.format(f"{summary}\n", "none\n")

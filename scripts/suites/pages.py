@@ -50,8 +50,8 @@ def write_pages() -> None:
         ):
             table = "\n".join(lines)
             text = re.sub(
-                rf"(?s)(<!-- {mark} -->\n).*?(\n<!-- end -->)",
-                lambda found, table=table: found[1] + table + found[2],
+                rf"(?s)(<!-- {mark} -->\n).*?(<!-- end -->)",
+                lambda found, table=table: f"{found[1]}{table}\n{found[2]}",
                 text,
             )
         page.write_text(text)
