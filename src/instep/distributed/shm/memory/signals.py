@@ -40,7 +40,7 @@ _SLEEP_SECONDS = (0.00005, 0.001)
 _LATE_SECONDS, _SLEEP_SHARE, _LONGEST_SLEEP_SECONDS = 1.0, 0.05, 0.2
 """A long wait sleeps for a share of its time so far, so that the watcher sees an idle process."""
 _CHECK_SECONDS = 0.1
-_DESCRIBE_SECONDS = 5.0
+_DESCRIBE_SECONDS = 20.0
 TAG_BITS = 24
 
 
