@@ -57,5 +57,6 @@ def variables(shards: int | None, ranks: int) -> dict[str, str]:
 def start(ranks: int) -> None:
     """What a rank does at its start. Raises BitwiseError."""
     check_ranks(int(settings.BITWISE), ranks)
-    threads = int(os.environ.get(_THREADS, "1"))
-    after_import("torch", lambda torch: torch.set_num_threads(threads))
+    asked = os.environ.get(_THREADS, "1").partition(",")[0]  # "4,2" is 4, and 2 where nested
+    threads = int(asked) if asked.isdecimal() else 1
+    after_import("torch", lambda torch: torch.set_num_threads(max(1, threads)))

@@ -111,8 +111,9 @@ def report_bits(runs: Sequence[RunRecord], shards: int) -> Iterator[str]:
 def run_and_report_bits(
     command: Sequence[str], sizes: Sequence[int], shards: int, steps: int | None
 ) -> int:
-    """Verify and print the report. Returns 0 if all bits are the same, else 1."""
-    titles = [all_steps(n) for n in sorted(set(sizes))]
+    """Verify, one rank too, and print the report. Returns 0 if all bits are the same, else 1."""
+    sizes = sorted({1, *sizes})
+    titles = [all_steps(n) for n in sizes]
     with closing(RunProgress(sizes, expected=titles)) as progress:
         runs = verify_bits(command, sizes, shards, steps, progress=progress)
     lines = list(report_bits(runs, shards))

@@ -109,13 +109,14 @@ class BitRecorder:
                 self._of_all.append((f"the gradient of {name}", digest([parameter.grad])))
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        trained = [(each, *pair) for each in self._optimizers for pair in self._parameters(each)]
         new = [
-            *((f"the parameter {name}", [p]) for name, p in self._parameters(optimizer)),
+            *((f"the parameter {name}", [p]) for _, name, p in trained),
             *((f"the buffer {name}", [b]) for name, b in self._names.buffers().items()),
             *(
                 (f"the optimizer's {key} of {name}", find_tensors(value))
-                for name, p in self._parameters(optimizer)
-                for key, value in optimizer.state.get(p, {}).items()
+                for each, name, p in trained
+                for key, value in each.state.get(p, {}).items()
             ),
         ]
         digests = [(what, digest(tensors)) for what, tensors in new]
