@@ -31,7 +31,7 @@ from instep.unedited.sharded_call.compare.rounding import tolerance
 from instep.unedited.sharded_call.plan import division, plan_cache
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run import grad_sums
-from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from pool import ranks, talking_over
@@ -586,7 +586,7 @@ def test_attention_without_dropout_draws_nothing_and_asks_for_no_other_rows() ->
     q, k, v = torch.randn(3, 2, 1, 5, 4).requires_grad_()
     expected = F.scaled_dot_product_attention(q, k, v)
     nobody: Any = None  # no way to ask another rank
-    with GlobalBatchRandomMode([Block(0, 2, 4)], 0, nobody, DrawsWithoutRows(), nobody):
+    with GlobalBatchRandomMode([Block(0, 2, 4)], 0, nobody, DrawRowDims(), nobody):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), expected)
 
 
@@ -773,6 +773,20 @@ def test_a_draw_that_only_looks_as_if_it_had_rows_is_made_as_it_is() -> None:
     with sharding() as log:
         found = [model(x) for _ in range(3)]
     assert (modules.call_counts.sharded, log.getvalue()) == (3, "")
+    torch.testing.assert_close(found, expected)
+
+
+@ranks(2)
+def test_a_draw_whose_sequence_is_as_long_as_the_part_has_rows_is_divided_by_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.GRU(4, 5, 2, batch_first=True, dropout=0.5)  # which draws after it has transposed
+    xs = [torch.randn(rows, 4, 4) for rows in (8, 12, 7, 8)]
+    torch.manual_seed(1)
+    expected = [model(x) for x in xs]
+    torch.manual_seed(1)
+    with sharding() as log:
+        found = [model(x) for x in xs]
+    assert (modules.call_counts.sharded, log.getvalue()) == (4, "")
     torch.testing.assert_close(found, expected)
 
 

@@ -41,7 +41,7 @@ from instep.unedited.sharded_call.run.execution import (
     run_planned,
 )
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
-from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows
+from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     has_attributes_of,
@@ -137,7 +137,7 @@ def _compare(
             division,
             group,
             is_random=reference.is_random,
-            without_rows=DrawsWithoutRows(reference.drawn),
+            row_dims=DrawRowDims(reference.drawn),
             stored=reference.stored or (),
         )
     compiles = is_compiled(call.module.modules())  # which logs what it compiles
@@ -172,7 +172,7 @@ def _compare(
         structure,
         is_random,
         generators,
-        frozenset(region.without_rows.found),
+        region.row_dims.found,
         reference.changes_attributes,
         reference.stored or (),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,8 +50,8 @@ class ShardingPlan:
     """Whether it draws random numbers."""
     generators: tuple[torch.Generator, ...] = ()
     """Those of its own."""
-    without_rows: frozenset[Draw] = frozenset()
-    """Its draws of random numbers that have no rows, though their shape looks so."""
+    row_dims: Mapping[Draw, int | None] = field(default_factory=dict)
+    """The dimension in which its draws of random numbers have rows, where their shape misleads."""
     changes_attributes: bool = False
     """Whether its forward changes plain values that it keeps."""
     stored: tuple[StoredParameter, ...] = ()

@@ -30,7 +30,7 @@ from instep.unedited.sharded_call.run.mappings import (
     reduce_from_region,
     scatter_to_region,
 )
-from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, TorchGeneratorStates
+from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, TorchGeneratorStates
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -92,13 +92,12 @@ def run_planned(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup
 ) -> tuple[Region, LocalOutputs, Structure]:
     """As `run_local`, with the plan's division and draws."""
-    known = DrawsWithoutRows(found=plan.without_rows)
     return run_local(
         call,
         plan.division,
         group,
         is_random=plan.is_random,
-        without_rows=known,
+        row_dims=DrawRowDims(found=plan.row_dims),
         stored=plan.stored,
     )
 
@@ -109,7 +108,7 @@ def run_local(
     group: ShardGroup,
     *,
     is_random: bool,
-    without_rows: DrawsWithoutRows,
+    row_dims: DrawRowDims,
     stored: Sequence[StoredParameter],
 ) -> tuple[Region, LocalOutputs, Structure]:
     """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
@@ -120,8 +119,10 @@ def run_local(
     """
     total = division.count_rows(call.leaves)
     assert total is not None
-    region = Region(group.blocks(total), division, group, is_random, without_rows)
-    region.gradients.module, region.gradients.block = weakref.ref(call.module), region.blocks[0]
+    region = Region(group.blocks(total), division, group, is_random, row_dims)
+    region.gradients.module = weakref.ref(call.module)
+    if len(region.blocks) == 1:
+        region.gradients.block = region.blocks[0]
     by_leaf = [
         _local_leaf(leaf, dim, region) for leaf, dim in zip(call.leaves, division.dims, strict=True)
     ]

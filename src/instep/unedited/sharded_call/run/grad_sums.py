@@ -53,7 +53,7 @@ class CallGradients:
         self.module: weakref.ref[nn.Module] | None = None
         """The module that was called."""
         self.block: Block | None = None
-        """This rank's rows of its batch."""
+        """This rank's rows of its batch; None where it has several shards."""
         self.backward: BucketedBackward | None = None
         """The `backward()` under way that reaches the call."""
 

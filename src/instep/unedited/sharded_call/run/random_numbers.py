@@ -7,7 +7,7 @@ the generators are in step afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,19 +47,35 @@ class TorchGeneratorStates:
 
 
 @dataclass
-class DrawsWithoutRows:
-    """Draws that have the same shape for a part of the batch, though one of its lengths is a
-    multiple of the part's rows."""
+class DrawRowDims:
+    """The dimensions in which draws have rows, where the part's shape alone misleads: a length
+    that is no batch may equal the part's rows, or a multiple of them."""
 
     whole_shapes: Mapping[Draw, Sequence[int]] = field(default_factory=dict)
     """What the whole forward draws, while a sharded one is compared with it."""
-    found: Set[Draw] = frozenset()
+    found: Mapping[Draw, int | None] = field(default_factory=dict)
+    """None for draws without rows."""
 
-    def compare(self, draw: Draw, shape: Sequence[int]) -> bool:
-        """Whether this draw of a sharded forward is one of them."""
-        if self.whole_shapes and self.whole_shapes.get(draw) == shape:
-            self.found |= {draw}
-        return draw in self.found
+    def of(self, draw: Draw, shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
+        """The dimension of the rows of `block` in this draw of a sharded forward; those of `dims`
+        are the likely ones."""
+        whole = self.whole_shapes.get(draw, ())
+        if whole and len(whole) == len(shape):
+            differing = [dim for dim, length in enumerate(shape) if length != whole[dim]]
+            if len(differing) < 2:
+                self.found = {**self.found, draw: differing[0] if differing else None}
+        dim = self.found.get(draw, -1)
+        if dim is None or (dim >= 0 and shape[dim] % block.count == 0):
+            return dim
+        return _likely_row_dim(shape, block, dims)
+
+
+def _likely_row_dim(shape: Sequence[int], block: Block, dims: Sequence[int]) -> int | None:
+    """The dimension in which this has one entry, or some, per row, by its shape."""
+    for dim in dims:
+        if len(shape) > dim and shape[dim] == block.count:
+            return dim
+    return 0 if len(shape) and shape[0] and shape[0] % block.count == 0 else None
 
 
 class _RandomCall(NamedTuple):
@@ -117,13 +133,13 @@ class GlobalBatchRandomMode(_RandomMode):
         blocks: Sequence[Block],
         batch_dim: int,
         group: ShardGroup,
-        without_rows: DrawsWithoutRows,
+        row_dims: DrawRowDims,
         meet: Callable[[_RandomCall, Joint], Any],
     ) -> None:
         super().__init__()
         self._blocks, self._group, self._meet = blocks, group, meet
         self._dims = (batch_dim, 1 - batch_dim)
-        self._without_rows = without_rows
+        self._row_dims = row_dims
 
     def _run_random(self, call: _RandomCall) -> Any:
         return self._meet(call, self._draw)
@@ -131,7 +147,7 @@ class GlobalBatchRandomMode(_RandomMode):
     def _draw(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:
         """What each shard draws."""
         func, args, kwargs, draw, shape = calls[0]
-        dim = None if self._without_rows.compare(draw, shape) else self._batch_dim(shape)
+        dim = self._row_dims.of(draw, shape, self._blocks[0], self._dims)
         if dim is None:
             return self._draw_same(calls)
         name = draw.op
@@ -144,8 +160,13 @@ class GlobalBatchRandomMode(_RandomMode):
         if draws is Draws.MASK:
             return self._dropout(func, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
-        whole = [self._gather(firsts, dim) if has_values else self._empty_whole(firsts[0], dim)]
-        whole += [self._gather([c.args[k] for c in calls], dim) for k in range(1, len(args))]
+        of_end = dim - len(shape)  # as arguments broadcast
+        whole = [
+            self._gather(firsts, of_end, shape) if has_values else self._empty_whole(firsts[0], dim)
+        ]
+        whole += [
+            self._gather([c.args[k] for c in calls], of_end, shape) for k in range(1, len(args))
+        ]
         drawn = func(*whole, **kwargs)
         if name.startswith("rrelu_with_noise") and not name.endswith("functional"):
             for call, noise in zip(calls, self._scatter(whole[1], dim), strict=True):
@@ -179,22 +200,18 @@ class GlobalBatchRandomMode(_RandomMode):
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
         return [(x * mask * scale, mask) for x, mask in zip(inputs, masks, strict=True)]
 
-    def _batch_dim(self, shape: Any) -> int | None:
-        """The dimension in which this has one entry, or some, per row."""
-        count = self._blocks[0].count
-        for dim in self._dims:
-            if len(shape) > dim and shape[dim] == count:
-                return dim
-        return 0 if len(shape) and shape[0] and shape[0] % count == 0 else None
-
     def _whole_shape(self, shape: Any, dim: int) -> list[int]:
         whole, block = list(shape), self._blocks[0]
         whole[dim] = whole[dim] // block.count * block.total
         return whole
 
-    def _gather(self, args: Sequence[Any], dim: int) -> Any:
+    def _gather(self, args: Sequence[Any], of_end: int, shape: Sequence[int]) -> Any:
+        """The whole of an argument that broadcasts with `shape`, if it has rows."""
         first = args[0]
-        if not isinstance(first, Tensor) or self._batch_dim(first.shape) != dim:
+        if not isinstance(first, Tensor) or first.dim() < -of_end:
+            return first
+        dim = first.dim() + of_end
+        if first.shape[dim] != shape[of_end]:
             return first
         return gather_rows(args, self._blocks, dim, self._group)
 

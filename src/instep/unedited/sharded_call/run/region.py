@@ -18,7 +18,7 @@ from instep.training.forward_calls import ForwardCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.mappings import reduce_in_region
-from instep.unedited.sharded_call.run.random_numbers import DrawsWithoutRows, GlobalBatchRandomMode
+from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
@@ -34,7 +34,7 @@ class Region:
     is_random: bool
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
-    without_rows: DrawsWithoutRows = field(default_factory=DrawsWithoutRows)
+    row_dims: DrawRowDims = field(default_factory=DrawRowDims)
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
@@ -64,7 +64,7 @@ class Region:
         mode = None
         if self.is_random:
             mode = GlobalBatchRandomMode(
-                self.blocks, self.division.batch_dim, self.group, self.without_rows, self.meet
+                self.blocks, self.division.batch_dim, self.group, self.row_dims, self.meet
             )
         with rank_local(), mode or nullcontext():
             yield
