@@ -20,14 +20,27 @@ from pool import ranks, run, talking_over
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
 BY_DAY = ("cnn", "attention", "adversarial")
-AT_NIGHT = ("recurrent", "loss inside", "checkpointed", "accumulation", "bfloat16", "few rows")
+AT_NIGHT = (
+    *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
+    "few rows",
+)
 
 
 def report(*command: str, sizes: tuple[int, ...] = (1, 2, 4), **variables: str) -> list[str]:
     start = Forked({"INSTEP_BITWISE": str(SHARDS), "OMP_NUM_THREADS": "1", **variables})
     runs = verify_bits([SCRIPT, *command], sizes, SHARDS, start=start)
     assert all(run.steps == (run_steps := runs[0].steps) and run_steps >= 5 for run in runs)
+    for one_run in runs:
+        _check_division(one_run, divided="few rows" not in command)
     return list(report_bits(runs, SHARDS))
+
+
+def _check_division(run, divided: bool) -> None:
+    """Each rank computed its shards in every step: bits are also the same where all compute all."""
+    each = SHARDS // len(run.ranks)
+    for r, rank in enumerate(run.ranks):
+        own = set(range(r * each, (r + 1) * each)) if divided else set()
+        assert all(set(step.of_shards) == own for step in rank.steps)
 
 
 @pytest.mark.slow
@@ -68,20 +81,6 @@ def test_and_over_gloo() -> None:
 def test_the_first_value_with_other_bits_is_named(fault, said) -> None:
     *_, verdict = report("cnn", fault, sizes=(1, 2))
     assert verdict.startswith(said)
-
-
-@pytest.mark.slow
-def test_what_is_divided_is_computed_shard_by_shard() -> None:
-    """Or bits would be the same because every rank computes everything."""
-    start = Forked({"INSTEP_BITWISE": str(SHARDS), "OMP_NUM_THREADS": "1"})
-    for shards, steps in zip(_shards_of(start, 1), _shards_of(start, 2), strict=True):
-        assert set(shards[0]) == {0, 1, 2, 3}
-        assert [set(each) for each in steps] == [{0, 1}, {2, 3}]
-
-
-def _shards_of(start: Forked, n: int) -> list[list[dict[int, object]]]:
-    (run,) = verify_bits([SCRIPT, "attention"], [n], SHARDS, steps=2, start=start)
-    return [[rank.steps[step].of_shards for rank in run.ranks] for step in range(run.steps)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ class Tests(unittest.TestCase):
     def test_c_ends_its_process(self): os._exit(3)
     def test_d_is_skipped(self): self.skipTest("no GPU")
     def test_e_fails_in_a_part(self):
-        with self.subTest(): raise OSError("the disk | is full")
+        with self.subTest(): raise OSError("the disk | is full (/a/b-1/c.py)")
         self.skipTest("and then")
     @pytest.mark.skip(reason="not yet")
     def test_f_is_skipped_by_pytest(self): assert False
@@ -47,7 +47,7 @@ def test_outcomes_of_tests_are_recorded_and_one_that_ends_its_process_stops_no_o
         "Tests.test_b_fails": ("fail", "AssertionError: 1 != 2"),
         "Tests.test_c_ends_its_process": ("fail", "the process ended with status 3"),
         "Tests.test_d_is_skipped": ("skip", "no GPU"),
-        "Tests.test_e_fails_in_a_part": ("fail", "OSError: the disk | is full"),
+        "Tests.test_e_fails_in_a_part": ("fail", "OSError: the disk | is full (c.py)"),
         "Tests.test_f_is_skipped_by_pytest": ("skip", "not yet"),
     }
 

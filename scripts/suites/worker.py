@@ -26,6 +26,8 @@ from types import ModuleType
 from typing import Any
 
 LENGTH = 240
+FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")
+"""Those of this machine, in the text of an error."""
 
 
 def reason_of(text: str) -> str:
@@ -36,7 +38,12 @@ def reason_of(text: str) -> str:
         for line in inner.splitlines()
         if re.match(r"[\w.]+(Error|Exit|Exception|Warning|Interrupt)\b", line)
     ]
-    return (lines or [text.strip().rpartition("\n")[2]])[0][:LENGTH]
+    return shortened((lines or [text.strip().rpartition("\n")[2]])[0])
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, with files by their names only."""
+    return FOLDERS.sub("", text)[:LENGTH]
 
 
 class RecordedResult(unittest.TestResult):
@@ -80,7 +87,7 @@ class RecordedResult(unittest.TestResult):
     def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
         super().addSkip(test, reason)
         if self.outcome == "pass":
-            self.outcome, self.reason = "skip", reason[:LENGTH]
+            self.outcome, self.reason = "skip", shortened(reason)
 
     def addUnexpectedSuccess(self, test: Any) -> None:  # noqa: N802
         super().addUnexpectedSuccess(test)
@@ -172,7 +179,7 @@ def main() -> None:
     try:
         module = load(asked.module)
     except (ImportError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"[:LENGTH]
+        said = shortened(f"{type(error).__name__}: {error}")
         test = f"{Path(asked.module).stem} (import)"
         result.write(test=test, outcome="fail", reason=said, groups={})
         return

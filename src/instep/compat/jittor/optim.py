@@ -87,33 +87,27 @@ class SGD(_LossSteps, torch.optim.SGD):
         super().__init__(params, lr, momentum, weight_decay=weight_decay, nesterov=nesterov)
 
 
-class Adam(_LossSteps, torch.optim.Adam):
+class _AdamArguments(_LossSteps):
+    """The arguments of Adam and AdamW in Jittor's order; `weight_decay` is 0 by default."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)  # type: ignore[arg-type, call-arg]
+
+
+class Adam(_AdamArguments, torch.optim.Adam):
     """torch.optim.Adam."""
 
     _step = _hooked_step(torch.optim.Adam)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        eps: float = 1e-8,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
 
-
-class AdamW(_LossSteps, torch.optim.AdamW):
-    """torch.optim.AdamW; `weight_decay` is 0 by default, as Jittor's."""
+class AdamW(_AdamArguments, torch.optim.AdamW):
+    """torch.optim.AdamW."""
 
     _step = _hooked_step(torch.optim.AdamW)
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        eps: float = 1e-8,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
