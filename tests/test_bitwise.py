@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -9,9 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import instep as instep_package
 from forked import Forked
+from instep import InstepError
 from instep.distributed.communication.transport import get_transport
+from instep.process.patching import PatchHandle
+from instep.training.errors import BitwiseError
+from instep.unedited import one_process_api
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
 from instep.verify.bit_comparison import report_bits, verify_bits
@@ -19,7 +26,7 @@ from pool import ranks, run, talking_over
 
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
-BY_DAY = ("cnn", "attention", "adversarial")
+BY_DAY = ("two lines", "cnn", "attention", "adversarial")
 AT_NIGHT = (
     *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
     "few rows",
@@ -103,11 +110,49 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, arguments, said) -> None:
 
 
 @pytest.mark.launch
-def test_a_script_that_uses_instep_itself_is_refused(tmp_path) -> None:
-    done = instep(tmp_path, "import instep", "run", "-n", "1", "--bitwise", "2")
+def test_a_script_with_the_two_lines_runs_and_is_not_checked_for_several_processes(
+    tmp_path,
+) -> None:
+    text = "import instep\nif instep.is_main_process:\n    instep.barrier()\n    print('one')"
+    done = instep(tmp_path, text, "run", "-n", "2", "--bitwise", "2")
+    assert (done.returncode, done.stdout) == (0, "one\n")
+    assert "instep check" not in done.stderr
+
+
+@pytest.mark.launch
+def test_a_script_that_divides_its_work_itself_is_refused(tmp_path) -> None:
+    done = instep(tmp_path, "import horovod.torch", "run", "-n", "1", "--bitwise", "2")
     assert done.returncode != 0
-    assert "divides scripts that know nothing of instep" in done.stderr
-    assert "train.py uses instep itself" in done.stderr
+    assert "divides scripts that are one process" in done.stderr
+    assert "train.py uses horovod itself" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: one_process_api.replicate(nn.Linear(2, 2), dropout="rank"), "leave batch_stat"),
+        (lambda: one_process_api.replicate(nn.Linear(2, 2), bitwise=8), "with --bitwise 4"),
+        (lambda: one_process_api.shard([], bitwise=2), "with --bitwise 4"),
+        (lambda: instep_package.Checkpoint("here"), "instep run --checkpoint FOLDER"),
+        (lambda: instep_package.group([0]), "without instep.group"),
+    ],
+)
+def test_what_instep_cannot_be_for_one_process_is_refused(call, said, monkeypatch) -> None:
+    monkeypatch.setenv("INSTEP_BITWISE", "4")
+    with (
+        PatchHandle(one_process_api.ONE_PROCESS_PATCHES),
+        pytest.raises(InstepError, match=re.escape(said)),
+    ):
+        call()
+
+
+@pytest.mark.parametrize("call", [instep_package.replicate, instep_package.shard])
+def test_who_asks_for_shards_gets_them_or_an_error(call, monkeypatch) -> None:
+    with pytest.raises(BitwiseError, match="instep run --bitwise 8 "):
+        call(nn.Linear(2, 2), bitwise=8)
+    monkeypatch.setenv("INSTEP_BITWISE", "2")
+    with pytest.raises(BitwiseError, match="instep run --bitwise 2 "):
+        call(nn.Linear(2, 2))
 
 
 def instep(folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -151,9 +151,7 @@ else:  # type checkers would take any name for one of these
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
-            value = getattr(import_module(f"instep.{_MODULES[name]}"), name)
-            globals()[name] = value
-            return value
+            return getattr(import_module(f"instep.{_MODULES[name]}"), name)
         if name == "world" or name in _WORLD_ATTRIBUTES:
             current = import_module("instep.distributed.rendezvous.bootstrap").current()
             return current if name == "world" else getattr(current, _WORLD_ATTRIBUTES[name])

@@ -148,6 +148,37 @@ def recurrent():
         optimizer.step()
 
 
+def two_lines():
+    """instep's own functions, which answer as in one process."""
+    import instep
+
+    data = TensorDataset(IMAGES, LABELS)
+    loader = instep.shard(DataLoader(data, batch_size=10, shuffle=True), bitwise=4)
+    model = instep.replicate(cnn(), bitwise=4)
+    optimizer = instep.shard(torch.optim.Adam(model.parameters(), 1e-2))
+    loss_mean, accuracy, rows = instep.Mean(), instep.Accuracy(), []
+    for x, y in loader:
+        scores = model(x)
+        kept = y != 3
+        loss = F.cross_entropy(scores, y, ignore_index=3)
+        instep.weight(kept.sum())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss_mean.update(loss, int(kept.sum()))
+        accuracy.update(scores, y)
+        rows += instep.gather_rows(y).tolist()
+    with instep.single_process_scope() as here:
+        if here:
+            here.value = instep.world_size
+    total = instep.all_reduce(torch.tensor([len(rows)]), "sum").item()
+    assert (instep.rank, instep.is_main_process, instep.in_mpi, here.value) == (0, True, False, 1)
+    assert total == len(rows) == loader.total_len == len(data)
+    assert loss_mean.totals[1] == sum(y != 3 for y in rows)
+    assert accuracy.totals[-1] == len(data)
+    instep.print(f"loss {loss_mean.compute():.9f}, accuracy {accuracy.compute()[0]:.9f}")
+
+
 def break_on_purpose():
     """Faults that depend on the number of ranks; instep's own modules are loaded already."""
     own = {key.rpartition(".")[2]: module for key, module in sys.modules.items()}
@@ -178,6 +209,7 @@ TRAININGS = {
     "checkpointed": lambda: supervised(Checkpointed()),
     "accumulation": lambda: supervised(cnn(), every=3),
     "bfloat16": lambda: supervised(cnn(), half=True),
+    "two lines": two_lines,
     "few rows": lambda: supervised(cnn(), size=3),
 }
 TRAININGS[name]()

@@ -293,8 +293,10 @@ def _mention_few_cores(ranks: int) -> None:
 def _mention_findings(job: Job) -> None:
     """Print one line if the script has a mistake of severity error; called while the ranks start.
 
-    Unedited scripts are not checked: they behave as one process.
+    Scripts that behave as one process are not checked: those that run unedited, or with --bitwise.
     """
+    if settings.BITWISE.name in job.variables(0):
+        return
     if not job.plain and static_opt_out.find_opt_out(job.command) is None:
         return
     from instep.check.checker import severe_findings  # takes time that the start must not wait for

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from instep.errors import TrainingError
+from instep.errors import LaunchError, TrainingError
+from instep.process import settings
 from instep.process.exit_status import format_ranks
+
+
+class BitwiseError(LaunchError):
+    """`--bitwise` with a number of ranks or a script that cannot be, or a script without it that
+    asks for it."""
+
+
+def check_bitwise(asked: int | None) -> None:
+    """Raise BitwiseError if `asked` or INSTEP_BITWISE is a number of virtual shards: a script that
+    divides its batches itself does not have them."""
+    shards = asked or int(settings.BITWISE)
+    if shards:
+        raise BitwiseError(
+            f"the same bits at any number of ranks take `instep run --bitwise {shards} train.py`, "
+            f"or INSTEP_BITWISE={shards} and `python -m instep train.py` under another launcher; "
+            "this script was started otherwise."
+        )
 
 
 class ReplicatedTwiceError(TrainingError):

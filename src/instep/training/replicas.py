@@ -33,7 +33,7 @@ from instep.training.buckets.reducer import Reducer
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
 from instep.training.drift.comparison import DriftCheck, drift_check_of
-from instep.training.errors import ReplicatedTwiceError
+from instep.training.errors import ReplicatedTwiceError, check_bitwise
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
@@ -88,6 +88,7 @@ def replicate(
     batch_statistics: Scope = "global",
     dropout: Scope = "global",
     compression: Compression = None,
+    bitwise: int | None = None,
 ) -> M:
     """Keep `model` the same on all ranks.
 
@@ -106,6 +107,8 @@ def replicate(
             of `.grad` near 3e-3 and 3e-4; "fp16" overflows beyond 65504, as a scaled loss makes
             gradients do), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and
             those with hooks travel whole. docs/compression.md has measurements.
+        bitwise: the number of virtual shards with which this script must have been started, by
+            `instep run --bitwise V`; anything else is an error (docs/bitwise.md).
 
     Returns:
         `model` itself: no wrapper, no prefix in its state dict, its children untouched.
@@ -113,8 +116,9 @@ def replicate(
     Draws a seed from torch's generator. Warns of random numbers that it cannot make those of the
     whole batch (InstepWarning).
     Raises ReplicatedTwiceError, DisagreementError (a parameter differs in name, shape or dtype
-    between ranks), WrongDeviceError, TrainingError. Collective.
+    between ranks), WrongDeviceError, BitwiseError, TrainingError. Collective.
     """
+    check_bitwise(bitwise)
     for name, scope in (("batch_statistics", batch_statistics), ("dropout", dropout)):
         if scope not in get_args(Scope):
             raise ValueError(f"{name} is 'global' or 'rank', not {scope!r}.")

@@ -20,7 +20,7 @@ from instep.distributed.rendezvous import bootstrap
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
-from instep.training.errors import CannotShardError, ShardedTwiceError
+from instep.training.errors import CannotShardError, ShardedTwiceError, check_bitwise
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block, is_yielded
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.sliced import SlicedLoader
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 @overload
-def shard(what: DataLoader[T]) -> DataLoader[T]: ...
+def shard(what: DataLoader[T], *, bitwise: int | None = None) -> DataLoader[T]: ...
 @overload
-def shard(what: T) -> T: ...
-def shard(what: Any) -> Any:
+def shard(what: T, *, bitwise: int | None = None) -> T: ...
+def shard(what: Any, *, bitwise: int | None = None) -> Any:
     """This rank's rows of every batch of a loader, or of one batch; or its part of the steps of an
     optimizer.
 
@@ -63,6 +63,7 @@ def shard(what: Any) -> Any:
             the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad,
             Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by whole parameters;
             for others by their class attribute `updates_by = "element"` or `"parameter"`.
+        bitwise: as in `replicate`.
 
     Returns:
         For a loader, a loader that yields blocks; `len`, `dataset`, `batch_size`, `sampler` and
@@ -72,8 +73,10 @@ def shard(what: Any) -> Any:
         has no entries, and its state dict is the undivided one's, whole on every rank, which any
         number of ranks and plain PyTorch load.
 
-    Raises ShardedTwiceError, CannotShardError. Collective for a loader (the ranks agree on a seed).
+    Raises ShardedTwiceError, CannotShardError, BitwiseError. Collective for a loader (the ranks
+    agree on a seed).
     """
+    check_bitwise(bitwise)
     if isinstance(what, ShardedLoader | SlicedLoader):
         raise ShardedTwiceError
     if isinstance(what, DataLoader):

@@ -11,7 +11,7 @@ import os
 
 from instep.process import settings
 from instep.process.import_hooks import after_import
-from instep.unedited.errors import BitwiseError
+from instep.training.errors import BitwiseError
 
 _THREADS = "OMP_NUM_THREADS"
 """A kernel's result depends on its threads: by default there is one, at any number of ranks."""
@@ -39,8 +39,8 @@ def check_divided(reason: str) -> None:
     """Raise BitwiseError where every rank would run a script as it is."""
     if is_on():
         raise BitwiseError(
-            f"--bitwise {settings.BITWISE} divides scripts that know nothing of instep, and every "
-            f"rank would run this one as it is, since {reason}. Run it without --bitwise."
+            f"--bitwise {settings.BITWISE} divides scripts that are one process, and every rank "
+            f"would run this one as it is, since {reason}. Run it without --bitwise."
         )
 
 

@@ -22,10 +22,6 @@ class ShardedCallError(TrainingError):
         )
 
 
-class BitwiseError(LaunchError):
-    """`--bitwise` with a number of ranks or a script that cannot be."""
-
-
 class LoadingError(TrainingError, RuntimeError):
     """A rank could not load its rows, and its exception cannot be sent to the other ranks."""
 

@@ -14,11 +14,13 @@ from torch import nn
 
 from instep.distributed.watchdog import interrupts
 from instep.process.patching import Patch, PatchHandle, patches
+from instep.unedited import bitwise
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
 from instep.unedited.files.layers import Layer
 from instep.unedited.files.overlay import OverlayFiles
 from instep.unedited.files.patches import FILE_PATCHES
+from instep.unedited.one_process_api import ONE_PROCESS_PATCHES
 from instep.unedited.opt_out import OPT_OUT_PATCHES
 from instep.unedited.processes.patches import PROCESS_PATCHES
 from instep.unedited.seeds import SEED_PATCHES
@@ -74,13 +76,17 @@ PATCHES: tuple[Patch, ...] = (
     *SEED_PATCHES,
 )
 
+BITWISE_PATCHES: tuple[Patch, ...] = (*SHARDED_CALL_PATCHES, *ONE_PROCESS_PATCHES)
+"""Those of a world of one."""
+
 _handles: list[PatchHandle] = []
 
 
 def install() -> None:
     """Install the whole table; does nothing the second time."""
     if not _handles:
-        _handles.append(PatchHandle(PATCHES))
+        own = ONE_PROCESS_PATCHES if bitwise.is_on() else ()
+        _handles.append(PatchHandle([*PATCHES, *own]))  # these come before the opt-out
 
 
 def remove() -> None:

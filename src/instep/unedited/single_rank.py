@@ -29,7 +29,7 @@ LOADER_PATCH = Patch(
 def _bitwise_patches() -> Sequence[Patch]:
     if not bitwise.is_on():
         return ()
-    patches: Sequence[Patch] = import_module("instep.unedited.patch_table").SHARDED_CALL_PATCHES
+    patches: Sequence[Patch] = import_module("instep.unedited.patch_table").BITWISE_PATCHES
     return patches
 
 

@@ -105,7 +105,7 @@ class Scope:
 
         @functools.wraps(function)
         def once(*args: P.args, **kwargs: P.kwargs) -> T:
-            with Scope(self.rank) as here:
+            with type(self)(self.rank) as here:
                 if here:
                     here.value = function(*args, **kwargs)
             result: T = here.value

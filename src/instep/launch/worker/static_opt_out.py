@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TypeGuard
 
 from instep.check.script import Function, Script
+from instep.unedited import bitwise
 from instep.unedited.opt_out import BatchEffect
 
 MAX_FILES = 300
 """Files that are read at most."""
 _EXPLICIT_LIBRARIES = {"instep", "horovod", "jittor"}
-"""A script that uses one of these packages divides its work itself."""
+"""A script that uses one of these packages divides its work itself; but for instep under
+`--bitwise`, whose functions are those of one process there."""
 _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of theirs whose use does not mean it."""
 _OWN_GROUP = "it starts a process group of its own"
@@ -73,7 +75,8 @@ def find_entry(command: Sequence[str]) -> tuple[Path, Path]:
 def _explicit_library(name: str) -> str | None:
     """The library by which a script that imports this name divides its work, if any."""
     root = name.partition(".")[0]
-    explicit = root in _EXPLICIT_LIBRARIES and not f"{name}.".startswith(_UNEDITED)
+    own = _UNEDITED if not bitwise.is_on() else "instep."
+    explicit = root in _EXPLICIT_LIBRARIES and not f"{name}.".startswith(own)
     return root if explicit else None
 
 
