@@ -16,6 +16,7 @@ import instep as instep_package
 from forked import Forked
 from instep import InstepError
 from instep.distributed.communication.transport import get_transport
+from instep.launch.worker.static_opt_out import find_opt_out
 from instep.process.patching import PatchHandle
 from instep.training.errors import BitwiseError
 from instep.unedited import one_process_api
@@ -125,6 +126,15 @@ def test_a_script_that_divides_its_work_itself_is_refused(tmp_path) -> None:
     assert done.returncode != 0
     assert "divides scripts that are one process" in done.stderr
     assert "train.py uses horovod itself" in done.stderr
+
+
+@pytest.mark.parametrize("other", ["import instep.jittor as jt", "from instep import jittor"])
+def test_only_names_of_its_own_are_those_of_one_process(tmp_path, other, monkeypatch) -> None:
+    monkeypatch.setenv("INSTEP_BITWISE", "2")
+    script = tmp_path / "train.py"
+    for text, opts_out in (("import instep\nfrom instep import shard", False), (other, True)):
+        script.write_text(text)
+        assert (find_opt_out([str(script)]) is not None) is opts_out
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ _EXPLICIT_LIBRARIES = {"instep", "horovod", "jittor"}
 `--bitwise`, whose functions are those of one process there."""
 _UNEDITED = ("instep.auto.", "instep.unedited.")
 """Modules of theirs whose use does not mean it."""
+_OTHERS_NAMES = ("instep.jittor.", "instep.compat.")
 _OWN_GROUP = "it starts a process group of its own"
 _EXITS = ("exit", "_exit", "quit")
 
@@ -75,9 +76,11 @@ def find_entry(command: Sequence[str]) -> tuple[Path, Path]:
 def _explicit_library(name: str) -> str | None:
     """The library by which a script that imports this name divides its work, if any."""
     root = name.partition(".")[0]
-    own = _UNEDITED if not bitwise.is_on() else "instep."
-    explicit = root in _EXPLICIT_LIBRARIES and not f"{name}.".startswith(own)
-    return root if explicit else None
+    if root not in _EXPLICIT_LIBRARIES or f"{name}.".startswith(_UNEDITED):
+        return None
+    if bitwise.is_on() and root == "instep" and not f"{name}.".startswith(_OTHERS_NAMES):
+        return None
+    return root
 
 
 def _find_local_files(name: str, importer: Path, root: Path) -> Iterator[Path]:
