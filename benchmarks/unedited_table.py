@@ -209,6 +209,12 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
         many = run(case, size, limit=limit)
         add(result, plain, many, str(size))
     result.calls = shared_calls(result) if result.verdict != "error" else ""
+    compare_as_users_run(result, case, sizes, limit)
+    return result
+
+
+def compare_as_users_run(result: Result, case: Path, sizes: list[int], limit: float) -> None:
+    """Compare and time it with 2 ranks of which each divides what pays."""
     timed = [run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")]
     add(result, timed[0], timed[1], "2, auto")
     if result.verdict != "error":
@@ -217,7 +223,6 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
         result.double = distance_in_double(case, sizes, limit)
         if result.double < DOUBLE:
             result.verdict = "same"
-    return result
 
 
 def distance_in_double(case: Path, sizes: list[int], limit: float) -> float:
@@ -332,6 +337,9 @@ def main() -> None:
     parser.add_argument(
         "--preload", nargs="+", metavar="MODULE", help="fork all processes from one with these"
     )
+    parser.add_argument(
+        "--times", action="store_true", help="only as users run it, for cases in FILE"
+    )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
     parser.add_argument("--no-runs", action="store_true", help="use the results in FILE")
     args = parser.parse_args()
@@ -342,7 +350,11 @@ def main() -> None:
     rows = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
     if not args.no_runs:
         for case in chosen:
-            result = compare(case, args.ranks, args.limit, args.keep)
+            if args.times:
+                result = Result(**rows[case.stem])
+                compare_as_users_run(result, case, args.ranks, args.limit)
+            else:
+                result = compare(case, args.ranks, args.limit, args.keep)
             rows[case.stem] = asdict(result)
             print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
             print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)
