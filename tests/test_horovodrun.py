@@ -259,6 +259,7 @@ def test_every_name_in_the_finder_has_an_implementation():
         "from horovod.common.process_sets import ProcessSet, global_process_set\n"
         "assert (allreduce, Compression) == (hvd.allreduce, hvd.Compression)\n"
         "assert global_process_set is hvd.global_process_set\n"
+        "assert hvd.mpi_ops.Sum is hvd.Sum\n"
         "import horovod.runner\n"
         "assert horovod.run is horovod.runner.run\n"
         "assert not hasattr(horovod, 'walk')\n"

@@ -10,6 +10,8 @@ HOROVOD_TIMELINE names the file of a timeline for the whole job; `start_timeline
 
 from __future__ import annotations
 
+import sys
+
 from instep.compat.horovod import elastic
 from instep.compat.horovod.basics import (
     ProcessSet,
@@ -77,6 +79,9 @@ from instep.compat.horovod.reductions import (
 from instep.compat.horovod.sync_batch_norm import SyncBatchNorm
 from instep.distributed.flight_record import timeline_file
 from instep.distributed.negotiation.errors import NegotiationError as HorovodInternalError
+
+mpi_ops = sys.modules[__name__]
+"""Where Horovod defines its collectives; libraries look for them there."""
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
