@@ -101,10 +101,10 @@ def test_where_one_rank_is_denied_later_none_reads_directly_any_more() -> None:
 WIDE = """
 import torch
 from torch import nn
-model = nn.Linear(3, 200_000)
+model = nn.Linear(3, 400_000)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(8):
-    loss = (model(torch.ones(4, 3)) * torch.ones(4, 200_000)).mean()
+    loss = (model(torch.ones(4, 3)) * torch.ones(4, 400_000)).mean()
     loss.backward()
     optimizer.step()
 print(f"{loss.item():.3f}")
