@@ -163,7 +163,8 @@ def two_lines():
         loss = F.cross_entropy(scores, y, ignore_index=3)
         instep.weight(kept.sum())
         optimizer.zero_grad()
-        loss.backward()
+        with instep.no_sync():
+            loss.backward()
         optimizer.step()
         loss_mean.update(loss, int(kept.sum()))
         accuracy.update(scores, y)
@@ -174,8 +175,9 @@ def two_lines():
     total = instep.all_reduce(torch.tensor([len(rows)]), "sum").item()
     assert (instep.rank, instep.is_main_process, instep.in_mpi, here.value) == (0, True, False, 1)
     assert total == len(rows) == loader.total_len == len(data)
-    assert loss_mean.totals[1] == sum(y != 3 for y in rows)
-    assert accuracy.totals[-1] == len(data)
+    assert loss_mean.all_reduce()[1] == sum(y != 3 for y in rows)
+    assert accuracy.all_reduce()[-1] == len(data)
+    assert instep.on_main_process(len)(rows) == len(data)
     instep.print(f"loss {loss_mean.compute():.9f}, accuracy {accuracy.compute()[0]:.9f}")
 
 

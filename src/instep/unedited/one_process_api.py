@@ -99,7 +99,9 @@ def _instep_getattr(original: Function, name: str) -> Any:
         return _ANSWERS[name]
     with world_of_one(_SOURCE):
         value = original(name)
-    return _in_world_of_one(value) if callable(value) and not isinstance(value, type) else value
+    if isinstance(value, type) or not callable(value):
+        return value
+    return functools.partial(_in_world_of_one, value)
 
 
 def _refuse(name: str, *_: object, **__: object) -> NoReturn:
@@ -109,28 +111,13 @@ def _refuse(name: str, *_: object, **__: object) -> NoReturn:
     )
 
 
-def _in_world_of_one(function: Function) -> Function:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with world_of_one(_SOURCE):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _call_in_world_of_one(original: Function, *args: Any, **kwargs: Any) -> Any:
+def _in_world_of_one(original: Function, *args: Any, **kwargs: Any) -> Any:
     with world_of_one(_SOURCE):
         return original(*args, **kwargs)
-
-
-def _is_placeholder(original: Function, values: object) -> bool:
-    """For metrics: no rank is without rows."""
-    return False
 
 
 ONE_PROCESS_PATCHES = patches(
     "a script of one process, with instep's functions in it",
     ("instep", "__getattr__", _instep_getattr),
-    ("instep.training.metrics:Metric", "all_reduce", _call_in_world_of_one),
-    ("instep.training.metrics", "_is_placeholder", _is_placeholder),
+    ("instep.training.metrics:Metric", "all_reduce", _in_world_of_one),
 )

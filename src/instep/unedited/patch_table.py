@@ -77,7 +77,7 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 BITWISE_PATCHES: tuple[Patch, ...] = (*SHARDED_CALL_PATCHES, *ONE_PROCESS_PATCHES)
-"""Those of a world of one."""
+"""Those of a world of one with `--bitwise`."""
 
 _handles: list[PatchHandle] = []
 

@@ -64,9 +64,10 @@ class DrawRowDims:
             differing = [dim for dim, length in enumerate(shape) if length != whole[dim]]
             if len(differing) < 2:
                 self.found = {**self.found, draw: differing[0] if differing else None}
-        dim = self.found.get(draw, -1)
-        if dim is None or (dim >= 0 and shape[dim] % block.count == 0):
-            return dim
+        if draw in self.found:
+            dim = self.found[draw]
+            if dim is None or shape[dim] % block.count == 0:
+                return dim
         return _likely_row_dim(shape, block, dims)
 
 
@@ -160,12 +161,14 @@ class GlobalBatchRandomMode(_RandomMode):
         if draws is Draws.MASK:
             return self._dropout(func, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
-        of_end = dim - len(shape)  # as arguments broadcast
+        from_end = dim - len(shape)  # as arguments broadcast
         whole = [
-            self._gather(firsts, of_end, shape) if has_values else self._empty_whole(firsts[0], dim)
+            self._gather(firsts, from_end, shape)
+            if has_values
+            else self._empty_whole(firsts[0], dim)
         ]
         whole += [
-            self._gather([c.args[k] for c in calls], of_end, shape) for k in range(1, len(args))
+            self._gather([c.args[k] for c in calls], from_end, shape) for k in range(1, len(args))
         ]
         drawn = func(*whole, **kwargs)
         if name.startswith("rrelu_with_noise") and not name.endswith("functional"):
@@ -205,13 +208,13 @@ class GlobalBatchRandomMode(_RandomMode):
         whole[dim] = whole[dim] // block.count * block.total
         return whole
 
-    def _gather(self, args: Sequence[Any], of_end: int, shape: Sequence[int]) -> Any:
+    def _gather(self, args: Sequence[Any], from_end: int, shape: Sequence[int]) -> Any:
         """The whole of an argument that broadcasts with `shape`, if it has rows."""
         first = args[0]
-        if not isinstance(first, Tensor) or first.dim() < -of_end:
+        if not isinstance(first, Tensor) or first.dim() < -from_end:
             return first
-        dim = first.dim() + of_end
-        if first.shape[dim] != shape[of_end]:
+        dim = first.dim() + from_end
+        if first.shape[dim] != shape[from_end]:
             return first
         return gather_rows(args, self._blocks, dim, self._group)
 
