@@ -41,6 +41,7 @@ from instep.errors import (
     PeerGaveUpError,
     PeerLeftError,
 )
+from instep.process.procfs import has_ended
 from pool import ranks
 
 pytestmark = [
@@ -842,6 +843,44 @@ def test_ranks_that_disagree_both_hear_both_sides(tmp_path, second, text):
             + " on rank 1.",
             said,
         )
+
+
+def end_after_the_first_look(rank, store, size, waits, looked):
+    """Rank 1 looks for rank 0's description before there is one, and again after rank 0 ended."""
+    join(rank, store, size)
+    wait, describe, ask = Signals._wait, Signals._disagreement, Peer.is_alive
+
+    def tell_and_wait(signals, *args):
+        Path(waits).write_text("rank 0 waits")
+        wait(signals, *args)
+
+    def describe_later(signals, *args):
+        Path(looked).read_text()
+        return describe(signals, *args)
+
+    def is_alive_later(peer):
+        if peer.rank == 0:
+            Path(looked).write_text("rank 1 has looked")
+            has_ended(os.pidfd_open(peer.pid), timeout=60)
+        return ask(peer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Signals, "_wait", tell_and_wait)
+            patch.setattr(Signals, "_disagreement", describe_later)
+            return error_of(lambda: dist.all_reduce(torch.ones(10)))
+        Path(waits).read_text()
+        patch.setattr(Peer, "is_alive", is_alive_later)
+        return error_of(lambda: dist.all_reduce(torch.ones(10), ReduceOp.MAX))
+
+
+def test_a_rank_that_ended_after_it_described_its_collective_is_heard(tmp_path):
+    fifos = [str(tmp_path / name) for name in ("waits", "looked")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    for said in launch(tmp_path, 2, end_after_the_first_look, *fifos):
+        assert "all_reduce SUM float32 [10]" in said
+        assert "all_reduce MAX float32 [10]" in said
 
 
 def come_late(rank, store, size, fifo):

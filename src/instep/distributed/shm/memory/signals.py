@@ -193,10 +193,11 @@ class Signals:
         deadline = time.monotonic() + _DESCRIBE_SECONDS
         for other, peer in enumerate(self.peers):
             index = other * _WORDS + _TEXT_SEQUENCE
-            while not (known := self._words[index] == sequence):
-                if not peer.is_alive() or time.monotonic() >= deadline:
-                    break
+            waits = True
+            while not (known := self._words[index] == sequence) and waits:
                 time.sleep(0.001)
+                # Asked before the last look: a peer may describe its collective and end at once.
+                waits = peer.is_alive() and time.monotonic() < deadline
             text = self._read(_SIGNATURE, other) if known else "something else"
             seen.setdefault(text, []).append(peer.rank)
         return DisagreementError.of_collectives(seen)
