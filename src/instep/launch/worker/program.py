@@ -17,7 +17,7 @@ from instep.launch.worker import (
     static_opt_out,
     torch_init,
 )
-from instep.process import settings
+from instep.process import settings, torch_compile
 from instep.process.import_hooks import during_import
 from instep.unedited import bitwise, session
 from instep.unedited.errors import CannotSaveScriptError
@@ -35,8 +35,7 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
     """
     if not _is_instep_entry(command):
         job_fingerprint.announce(command)
-    freeze_torch_objects()
-    torch_init.install_patches()
+    prepare_torch()
     local_rank_argument.add_local_rank(launchers.detect())
     if not plain:
         start_session(command)
@@ -76,6 +75,14 @@ def start_session(command: Sequence[str]) -> None:
 def _is_instep_entry(command: Sequence[str]) -> bool:
     """Whether this is a module of instep, which runs the user's program itself."""
     return command[0] == "-m" and command[1].partition(".")[0] == "instep"
+
+
+def prepare_torch() -> None:
+    """What has to be done before torch is imported: its import gets cheaper, and what other modules
+    of torch import by name is patched."""
+    freeze_torch_objects()
+    torch_compile.defer_import()
+    torch_init.install_patches()
 
 
 def freeze_torch_objects() -> None:

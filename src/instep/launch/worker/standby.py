@@ -15,15 +15,11 @@ import threading
 from contextlib import suppress
 from importlib import import_module
 
-from instep.distributed.identity import accelerators
 from instep.distributed.identity.launchers import STORE_FD
-from instep.launch.worker import entry, program, torch_init
+from instep.launch.worker import entry, program
 from instep.process import procfs
 
 _IMPORTS = ("torch", "torch.distributed", "torch.utils.data")
-_IMPORTS_OF_CPU_RANKS = ("torch._dynamo",)
-"""The first optimizer of a process imports it, which takes as long as torch. It may ask for
-accelerators, which is too early before a rank's variables say which of them it sees."""
 
 
 def main(line: str, imported: str) -> None:
@@ -31,10 +27,8 @@ def main(line: str, imported: str) -> None:
     connection = socket.socket(fileno=int(line))
     waiting = threading.Thread(target=_wait_for_message, args=(connection,), daemon=True)
     waiting.start()
-    program.freeze_torch_objects()
-    torch_init.install_patches()  # before other modules of torch import what they replace
-    has_accelerators = accelerators.find_on_host() is not None
-    for name in (*_IMPORTS, *(() if has_accelerators else _IMPORTS_OF_CPU_RANKS)):
+    program.prepare_torch()
+    for name in _IMPORTS:
         with suppress(Exception):  # the script's own import will show it
             import_module(name)
     os.close(int(imported))

@@ -1,0 +1,74 @@
+"""torch._dynamo is imported when something is compiled, and nothing else changes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+rows = torch.randn(6, 4)
+optimizers = [
+    torch.optim.Adam(model.parameters(), foreach=False),
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, differentiable=False),
+]
+modes = []
+
+@torch._disable_dynamo
+def double(tensor):
+    return tensor * 2
+
+class Noting(torch.optim.SGD):
+    @_use_grad_for_differentiable
+    def step(self):
+        "Note whether gradients are recorded."
+        modes.append(torch.is_grad_enabled())
+
+def step():
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        double(model(rows)).square().sum().backward()
+        optimizer.step()
+
+for differentiable in (False, True):
+    Noting([torch.zeros(1, requires_grad=True)], differentiable=differentiable).step()
+modes.append(torch.is_grad_enabled())
+for _ in range(3):
+    step()
+imported = "torch._dynamo" in sys.modules
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append([node.name for node in graph.graph.nodes])
+    return graph.forward
+
+for _ in range(2):
+    torch.compile(step, backend=backend)()
+    step()
+print(json.dumps([imported, [modes, Noting.step.__doc__, graphs, model.weight.tolist()]]))
+"""
+
+
+def run_python(*arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, timeout=100
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.launch
+def test_no_optimizer_imports_it_and_results_and_graphs_are_those_of_plain_python(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    imported, plain = run_python(script)
+    imported_by_instep, instep = run_python("-m", "instep", "run", "-n", "1", script)
+    assert imported
+    assert not imported_by_instep
+    assert instep == plain
+    assert plain[2]
