@@ -1,87 +1,13 @@
-"""torch.compile: when it is imported, and functions into which it must not look, since they talk to
-other ranks or keep state."""
+"""Functions into which torch.compile must not look: they talk to other ranks, or keep state."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeVar
-from weakref import WeakSet
-
-from instep.process.import_hooks import after_import
 
 Function = Callable[..., Any]
 Class = TypeVar("Class", bound=type)
-
-_DISABLED = "__dynamo_disable"
-"""The attribute in which torch keeps what torch._dynamo makes of a function at its first call."""
-_called_directly: WeakSet[Function] = WeakSet()
-_is_imported = False
-"""Whether torch._dynamo is."""
-
-
-def defer_import() -> None:
-    """Let torch._dynamo be imported when something is compiled, and not by the first optimizer.
-
-    It brings sympy and 800 other modules, which takes each process as long as torch itself. Call
-    this before torch is imported; later it changes nothing.
-    """
-    after_import("torch._dynamo", _end_deferral)
-    after_import("torch._compile", _defer_in_disable)
-    after_import("torch.optim.optimizer", _defer_in_step)
-
-
-def _defer_in_disable(module: Any) -> None:
-    """Where nothing is compiled there is nothing to disable: the functions are called as they are.
-
-    torch calls what it finds in an attribute of the function, and imports torch._dynamo to make it.
-    """
-    original = module._disable_dynamo
-
-    @functools.wraps(original)
-    def disable(fn: Function | None = None, recursive: bool = True) -> Function:
-        if fn is None:
-            return functools.partial(disable, recursive=recursive)
-        disabled: Function = original(fn, recursive)
-        if not _is_imported:
-            with suppress(AttributeError, TypeError):  # it takes no attributes or references
-                _called_directly.add(fn)
-                setattr(fn, _DISABLED, fn)
-        return disabled
-
-    module._disable_dynamo = disable
-
-
-def _defer_in_step(module: Any) -> None:
-    """`step` of an optimizer imports torch._dynamo to end graphs; without graphs it need not."""
-    original = module._use_grad_for_differentiable
-
-    def decorate(step: Function) -> Function:
-        import torch
-
-        compiled = original(step)
-
-        @functools.wraps(step)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_imported:
-                return compiled(self, *args, **kwargs)
-            with torch.set_grad_enabled(self.defaults["differentiable"]):
-                return step(self, *args, **kwargs)
-
-        return run
-
-    module._use_grad_for_differentiable = decorate
-
-
-def _end_deferral(_: object) -> None:
-    global _is_imported
-    _is_imported = True
-    while _called_directly:
-        function = _called_directly.pop()
-        with suppress(AttributeError):
-            delattr(function, _DISABLED)
 
 
 def disable_compile(function: Function) -> Function:

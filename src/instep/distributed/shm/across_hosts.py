@@ -61,11 +61,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         self._inter_host = _inter_host_group(store, gloo, name, exchange)
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
-        """all_reduce of one tensor.
-
-        It runs on the group's thread, even if the caller waits for it: the watcher checks a main
-        thread that sleeps in a collective, and one that waits in shared memory wakes too often.
-        """
+        """all_reduce of one tensor; in the calling thread, if that waits for it."""
         opts = opts or AllreduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
             return super().allreduce(tensors, opts)
@@ -77,7 +73,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         shape, dtype = tensors[0].shape, tensors[0].dtype
         signature = ("all_reduce", shape, dtype, self._recorded_as, None, reduction.name)
         collective = Collective(step, tensors, signature=signature)
-        return self._queue.issue(collective, "all_reduce", tensors, is_async=True)
+        return self._queue.issue(collective, "all_reduce", tensors, options.asyncOp)
 
     def shutdown(self) -> None:
         """Leave the group: peers that still wait for this rank get an error. Called by torch."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -15,10 +12,10 @@ from instep.launch.worker import (
     local_rank_argument,
     main_module,
     static_opt_out,
+    torch_import,
     torch_init,
 )
-from instep.process import settings, torch_compile
-from instep.process.import_hooks import during_import
+from instep.process import settings
 from instep.unedited import bitwise, session
 from instep.unedited.errors import CannotSaveScriptError
 from instep.unedited.files import bypass
@@ -35,7 +32,8 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
     """
     if not _is_instep_entry(command):
         job_fingerprint.announce(command)
-    prepare_torch()
+    torch_import.prepare()
+    torch_init.install_patches()
     local_rank_argument.add_local_rank(launchers.detect())
     if not plain:
         start_session(command)
@@ -75,47 +73,3 @@ def start_session(command: Sequence[str]) -> None:
 def _is_instep_entry(command: Sequence[str]) -> bool:
     """Whether this is a module of instep, which runs the user's program itself."""
     return command[0] == "-m" and command[1].partition(".")[0] == "instep"
-
-
-def prepare_torch() -> None:
-    """What has to be done before torch is imported: its import gets cheaper, and what other modules
-    of torch import by name is patched."""
-    freeze_torch_objects()
-    torch_compile.defer_import()
-    torch_init.install_patches()
-
-
-def freeze_torch_objects() -> None:
-    """Import torch without garbage collections, and freeze all objects afterwards.
-
-    An import of torch makes 170,000 permanent objects. The collector would traverse them during the
-    import, in every full collection of a training, and several times when the interpreter ends:
-    0.45 s of the 1.6 s in which a process imports torch and ends.
-
-    Nothing is frozen if a file is open for writing by then: if it is in a cycle, only a collection
-    at the end of the interpreter flushes it.
-    """
-    during_import("torch", _without_collections)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    may_be_permanent = not any(map(_is_open_for_writing, gc.get_objects()))
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-    if may_be_permanent:
-        gc.freeze()
-
-
-def _is_open_for_writing(thing: object) -> bool:
-    """Whether it is a file that is open for writing, other than a standard stream."""
-    if not isinstance(thing, io.BufferedWriter | io.BufferedRandom):
-        return False
-    with suppress(ValueError):  # it is detached, or has no descriptor
-        return not thing.closed and thing.fileno() > 2
-    return False

@@ -16,7 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from instep.distributed.identity.launchers import STORE_FD
-from instep.launch.worker import entry, program
+from instep.launch.worker import entry, torch_import, torch_init
 from instep.process import procfs
 
 _IMPORTS = ("torch", "torch.distributed", "torch.utils.data")
@@ -27,7 +27,8 @@ def main(line: str, imported: str) -> None:
     connection = socket.socket(fileno=int(line))
     waiting = threading.Thread(target=_wait_for_message, args=(connection,), daemon=True)
     waiting.start()
-    program.prepare_torch()
+    torch_import.prepare()
+    torch_init.install_patches()  # before other modules of torch import what they replace
     for name in _IMPORTS:
         with suppress(Exception):  # the script's own import will show it
             import_module(name)

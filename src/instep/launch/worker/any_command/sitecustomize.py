@@ -13,11 +13,10 @@ from pathlib import Path
 
 with suppress(ImportError, SyntaxError):  # another Python, which has no instep or is too old
     from instep.compat import finder
-    from instep.launch.worker import torch_init
-    from instep.process import torch_compile
+    from instep.launch.worker import torch_import, torch_init
 
     finder.install()
-    torch_compile.defer_import()
+    torch_import.defer_torch_compile()
     torch_init.install_patches()
 
 _FOLDER = str(Path(__file__).parent)
