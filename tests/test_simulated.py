@@ -58,15 +58,46 @@ def what_forgets_to_wait() -> None:
 
     x = torch.full((3,), instep.rank + 1.0, device="sim")
     work = torch.distributed.all_reduce(x, async_op=True)
-    assert x.isnan().all()
+    assert simulated.on_cpu(x).isnan().all()
+    with pytest.raises(simulated.Race, match=r"reads in .*aten.mul.* what stream \d+ writes in"):
+        x * 2
     with simulated.counted() as host:
         work.wait()
     assert host.reads == []
     assert x.tolist() == [3.0] * 3
+    torch.distributed.all_reduce(x, async_op=True)
+    torch.accelerator.synchronize()  # the host has waited for all streams
+    x * 2
 
 
-def test_what_forgets_to_wait_for_a_collective_gets_nan() -> None:
-    pool.run(2, what_forgets_to_wait)
+def what_does_not_wait_for_a_stream() -> None:
+    import simulated
+
+    side, x = torch.Stream(device="sim"), torch.ones(3, device="sim")
+    with side, pytest.raises(simulated.Race, match="stream 1 reads in .* what stream 0 writes in"):
+        x * 2
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        y = x * 2
+    with pytest.raises(simulated.Race, match="stream 0 writes in .* what stream 1 reads in"):
+        x.zero_()  # as `y` is being computed of it
+    with pytest.raises(simulated.Race, match="all_reduce|allreduce"):
+        torch.distributed.all_reduce(y)
+    torch.accelerator.current_stream().wait_event(side.record_event())
+    torch.distributed.all_reduce(y)
+    assert y.tolist() == [4.0] * 3
+
+
+def backward_of_several_streams() -> None:
+    """autograd computes each gradient in the stream of its forward, and joins them."""
+    side, x = torch.Stream(device="sim"), torch.ones(3, device="sim", requires_grad=True)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        y = x * 2
+    torch.accelerator.current_stream().wait_stream(side)
+    (y * 3 + x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [7.0] * 3
 
 
 def copies_by_pinned_memory() -> None:
@@ -136,9 +167,12 @@ def what_every_device_has() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [copies_by_pinned_memory, what_the_host_waits_for, what_does_not_mix, what_every_device_has],
+    [
+        what_forgets_to_wait, what_does_not_wait_for_a_stream, backward_of_several_streams,
+        copies_by_pinned_memory, what_the_host_waits_for, what_does_not_mix, what_every_device_has,
+    ],
     ids=lambda body: body.__name__,
-)
+)  # fmt: skip
 def test_the_device(body: Callable[[], None]) -> None:
     pool.run(2, body)
 
