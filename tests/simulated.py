@@ -25,7 +25,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,7 @@ def _strided(base: Tensor, like: Tensor) -> Tensor:
     return set_.redispatch(_CPU_KEYS, found, storage, offset, shape, strides)
 
 
-def _from_cpu(computed: Tensor) -> Tensor:
+def from_cpu(computed: Tensor) -> Tensor:
     """A new tensor of the device with this content."""
     storage = computed.untyped_storage()
     base = _allocate(storage.nbytes() // computed.dtype.itemsize, computed.dtype)
@@ -261,6 +261,19 @@ _INDEXING = frozenset(
 )
 
 
+def start(op: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    """The device begins an operation on these tensors."""
+    run_queued()
+    _state.operations += 1
+    streams.touch(str(op), reads, writes)
+
+
+def read_back(op: Any) -> None:
+    """The host waits for an operation's result."""
+    host.reads.append(_line(str(op)))
+    wait_for_stream()
+
+
 def _note(op: Any, args: Sequence[Any]) -> None:
     """Note that the host reads, if this operation does on a real device."""
     name = op._schema.name
@@ -272,17 +285,14 @@ def _note(op: Any, args: Sequence[Any]) -> None:
     else:
         reads = name in _READING or torch.Tag.dynamic_output_shape in op.tags
     if reads:
-        host.reads.append(_line(str(op)))
-        wait_for_stream()
+        read_back(op)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute any operation by the CPU's kernel."""
-    run_queued()
-    _state.operations += 1
     args = _without_numbers(op, args)
     _check_devices(op, tree_leaves((args, kwargs)))
-    streams.touch(str(op), *_reads_and_writes(op, args, kwargs))
+    start(op, *_reads_and_writes(op, args, kwargs))
     _note(op, args)
     given: dict[int, Tensor] = {}
     memory: dict[int, Tensor] = {}
@@ -318,7 +328,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         if id(value) in given:
             return given[id(value)]
         at = value.untyped_storage().data_ptr()
-        return _strided(memory[at], value) if at in memory else _from_cpu(value)
+        return _strided(memory[at], value) if at in memory else from_cpu(value)
 
     return tree_map(leave, computed)
 
@@ -646,12 +656,16 @@ def install() -> None:
     if _library:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module(f"torch.{NAME}"))
+    import simulated_sparse  # it builds on this module
+
     global streams
     streams = simulated_streams.load(_on_host_waits, _line)
     torch.Generator = Generator  # type: ignore[assignment,misc]
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    simulated_sparse.install(everything)
+    torch._C._scatter = _scatter  # type: ignore[attr-defined]
     kernels = torch.library.Library("aten", "IMPL")
     _library.extend((everything, kernels))
     for name, kernel in {
@@ -688,6 +702,16 @@ def install() -> None:
     torch.serialization.register_package(0, lambda storage: None, _load_storage)
     clone = torch.UntypedStorage.clone
     torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
+
+
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any
+) -> tuple[Tensor, ...]:
+    """What nn.DataParallel calls, which torch has for CUDA alone: the batch goes to the device, in
+    a stream if one is given."""
+    assert list(devices) == [0], "a process has one device"
+    with streams[0] if streams else nullcontext():
+        return (tensor.to(NAME, non_blocking=True),)
 
 
 def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
