@@ -203,7 +203,7 @@ def test_a_convolutional_network_has_the_numbers_of_one_process() -> None:
 EXPLICIT = {
     "class_weighted": (), "ignoring": (), "summed": (), "tiny": (0.5,),
     "exploding": (), "augmented": (0,), "checkpointed": (False,), "attending": (),
-    "time_first": (),
+    "time_first": (), "sparse": (),
 }  # fmt: skip
 """Trainings of test_exactness.py, with what else they take."""
 
@@ -214,8 +214,7 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", EXPLICIT)
+@pytest.mark.parametrize("name", nightly_but({"sparse"}, *EXPLICIT))
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     training = getattr(test_exactness, name)
@@ -226,29 +225,25 @@ def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
 
 NUDGED = {"tiny", "checkpointed", "attending", "time_first"}
 OF_THE_CPU = {
-    *("gradient_penalty", "moving_average_of_the_weights", "a_module_that_its_forward_makes"),
-    *("parameters_in_objects_and_lists", "losses_inside_of_forward", "losses_of_large_outputs"),
-    *("losses_of_large_outputs_one_by_one", "losses_of_two_large_outputs", "draws_of_every_kind"),
-    *("generative_adversarial_networks", "language_model_with_carried_state", "accumulation"),
-    *("closures_of_lbfgs", "update_by_hand", "gradients_that_are_detached_in_place"),
-    *("half_precision_with_a_scaler", "sparse_embedding"),
-    *("data_parallel", "compiled", "dropout_inside_of_a_recurrent_layer"),
-}
-"""Trainings with models or tensors of their own on the CPU; or that torch does for CUDA alone."""
+    "losses_inside_of_forward", "losses_of_large_outputs", "losses_of_large_outputs_one_by_one",
+    "losses_of_two_large_outputs", "compiled",
+}  # fmt: skip
+"""Trainings with weights of their own on the CPU; or of which torch knows nothing on the device."""
 
 
 def on_sim(log: Log, name: str) -> None:
     import simulated
 
     before = simulated.operations()
-    unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
+    with torch.device("sim"):  # where models and tensors are made
+        unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
     assert simulated.operations() > before
 
 
 @pytest.mark.parametrize(
     "name",
     nightly_but(
-        {"classifier"},
+        {"classifier", "sparse_embedding", "data_parallel"},
         *(training.__name__ for training in SHARDED if training.__name__ not in OF_THE_CPU),
     ),
 )
