@@ -164,7 +164,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
     same = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    found = torch.empty(0, dtype=tensor.dtype)
+    found = torch.empty(0, dtype=tensor.dtype, device="cpu")
     found.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         found = torch._conj(found)
@@ -315,7 +315,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     outputs = {}
     for name in _outputs(op):
         if is_sim(out := kwargs.get(name)):
-            outputs[name] = inside[1][name] = torch.empty(0, dtype=out.dtype)
+            outputs[name] = inside[1][name] = torch.empty(0, dtype=out.dtype, device="cpu")
             given[id(outputs[name])] = out
     computed = op(*inside[0], **inside[1])
     for name, value in outputs.items():
@@ -341,7 +341,7 @@ _NUMBERS = {
 def _without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """torch hands over a number in place of the tensor that it has made of it."""
     return tuple(
-        torch.tensor(value, dtype=_NUMBERS[type(value)])
+        torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
         if isinstance(value, int | float | complex) and argument.type.kind() == "TensorType"
         else value
         for value, argument in zip(args, op._schema.arguments, strict=False)
@@ -393,9 +393,7 @@ def _check_devices(op: Any, leaves: list[Any]) -> None:
 
 def _copy_from(src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
     run_queued()
-    number = streams.touch(
-        "copy", [src] if is_sim(src) else [], [dst] if is_sim(dst) else []
-    )
+    number = streams.touch("copy", [src] if is_sim(src) else [], [dst] if is_sim(dst) else [])
     if is_sim(src) and is_sim(dst):
         on_cpu(dst).copy_(on_cpu(src))
     elif is_sim(src):
@@ -502,7 +500,7 @@ def is_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     found.copy_(tensor)
     storage = found.untyped_storage()
     _pinned[storage.data_ptr()] = storage._weak_ref()

@@ -18,6 +18,7 @@ _OF_PARTS = (
     *("_indices", "_values", "_nnz", "sparse_dim", "dense_dim", "is_coalesced", "_coalesced_"),
     *("indices", "values", "_dimI", "_dimV", "copy_", "copy_sparse_to_sparse_"),
     *("_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors"),
+    *("sparse_resize_", "sparse_resize_and_clear_"),
 )
 """What looks at the two parts only, and is right for any device."""
 

@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
+import components
 import instep
 import pool
 from instep import precision
 from launching import LAUNCHER_VARIABLES
 from test_precision import nothing_cast_afterwards
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, components.needs("C++")]
 TESTS = Path(__file__).parent
 
 
