@@ -25,7 +25,7 @@ OF_GROUPS = range(32, 96)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-class Race(RuntimeError):
+class Race(RuntimeError):  # noqa: N818  # it is what it is called
     """Two streams use the same memory, and nothing says which of them comes first."""
 
 

@@ -1,5 +1,5 @@
-"""Streams on a simulated accelerator: whoever forgets to wait for one is told (simulated_streams.py),
-and trainings that use several have the numbers of one process."""
+"""Streams on a simulated accelerator: who forgets to wait is told (simulated_streams.py), and trainings
+that use several have the numbers of one process."""
 
 from __future__ import annotations
 
