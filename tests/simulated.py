@@ -645,6 +645,8 @@ def _visible() -> list[str]:
 
 
 _library: list[Any] = []
+restored: list[str] = []
+"""The devices on which torch.load has put storages."""
 streams: Streams
 """Those of this process, from `install` on."""
 
@@ -714,7 +716,10 @@ def _scatter(
 
 def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """What torch.load does with a storage that was on the device."""
-    return _copy_storage(storage) if location.startswith(NAME) else None
+    if not location.startswith(NAME):
+        return None
+    restored.append(location)
+    return _copy_storage(storage)
 
 
 def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
