@@ -157,7 +157,8 @@ def a_divergence_is_found() -> None:
     "body",
     [
         every_collective, tensors_of_another_device, metrics_stay_on_the_device,
-        values_with_tensors_arrive_on_the_ranks_own_device, collectives_by_name, scaled_by_levels, a_divergence_is_found,
+        values_with_tensors_arrive_on_the_ranks_own_device, collectives_by_name,
+        scaled_by_levels, a_divergence_is_found,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip

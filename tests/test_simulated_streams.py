@@ -1,5 +1,5 @@
-"""Streams on a simulated accelerator: who forgets to wait is told (simulated_streams.py), and trainings
-that use several have the numbers of one process."""
+"""Streams on a simulated accelerator: who forgets to wait is told, and trainings that use several
+have the numbers of one process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def what_does_not_wait_for_a_stream() -> None:
 
 def backward_of_several_streams() -> None:
     """autograd computes each gradient in the stream of its forward, and joins them."""
-    side, x = torch.Stream(device="sim"), torch.ones(3, device="sim", requires_grad=True)
+    side, x = torch.Stream(device="sim"), torch.ones(3, device="sim").requires_grad_() * 1
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         y = x * 2
@@ -110,6 +110,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # That a parameter's node was made in another stream than it is used in, as under DDP.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.one, self.other = mlp(nn.BatchNorm1d(8)), mlp(nn.BatchNorm1d(8))
         self.side = torch.Stream(device="sim")
 
