@@ -167,7 +167,7 @@ class GradBucket(ABC):
         last = [slot for slot in self.layout.slots[-_FEW:] if slot.index in self.filled]
         if not last:
             return None
-        return self.own_grad(min(last, key=_numel).index)
+        return self.own_grad(min(last, key=lambda slot: slot.stop - slot.start).index)
 
     def wait(self) -> None:
         """Wait for the sums.
@@ -383,10 +383,6 @@ class _PackedBucket(GradBucket):
     def _part(self, index: int) -> Tensor:
         slot = self._slot_of[index]
         return self._allocated()[slot.start : slot.stop]
-
-
-def _numel(slot: Slot) -> int:
-    return slot.stop - slot.start
 
 
 def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:
