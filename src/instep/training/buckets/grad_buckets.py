@@ -23,7 +23,7 @@ from instep.training.buckets.checksum import (
     flags_and_checksum,
     verify_checksum,
 )
-from instep.training.buckets.layout import BucketLayout, Slot
+from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
 _FEW = 4
