@@ -53,7 +53,7 @@ def _load_storage(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location=_restore, weights_only=False)
 
 
-def _restore(storage: torch.UntypedStorage, location: str) -> Any:
+def _restore(storage: Any, location: str) -> Any:
     """Else it would go to the device of the sender's number, which is another rank's."""
     kind = location.partition(":")[0]
     if kind == torch_devices.accelerator_type():
