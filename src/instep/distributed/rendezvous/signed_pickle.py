@@ -30,7 +30,7 @@ def loads(received: bytes | memoryview) -> Any:
 
     Tensors of the sender's accelerator arrive on this rank's own.
     """
-    return _Unpickler(io.BytesIO(verify(_key(), bytes(received), _NAME))).load()
+    return _OwnDeviceUnpickler(io.BytesIO(verify(_key(), bytes(received), _NAME))).load()
 
 
 def dumps_tensor(value: object) -> Tensor:
@@ -43,7 +43,7 @@ def loads_tensor(received: Tensor) -> Any:
     return loads(received.cpu().numpy().data)
 
 
-class _Unpickler(pickle.Unpickler):
+class _OwnDeviceUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_storage = (module, name) == ("torch.storage", "_load_from_bytes")
         return _load_storage if is_storage else super().find_class(module, name)
