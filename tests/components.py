@@ -22,6 +22,7 @@ PROGRAMS = {
     "network namespaces": ("ip", "unshare"),
     "zsh": ("zsh",),
     "fish": ("fish",),
+    "C++": ("g++",),  # simulated_streams.cpp
     "ssh": ("ssh", "sshd", "ssh-keygen"),
 }
 ROOT_ONLY = ("Slurm", "network namespaces")

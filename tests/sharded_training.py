@@ -64,8 +64,9 @@ def unedited(log: Log, training: Training, is_sharded: bool) -> None:
 def batches(steps: int = 4, *, rows: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for k in range(steps):
-        x = torch.randn(rows + k % 2, 6, generator=generator).double()
-        yield x, torch.randint(3, (rows + k % 2,), generator=generator)
+        x = torch.randn(rows + k % 2, 6, generator=generator, device="cpu").double()
+        y = torch.randint(3, (rows + k % 2,), generator=generator, device="cpu")
+        yield x.to(device()), y.to(device())
 
 
 def train(
@@ -85,7 +86,7 @@ def train(
     log.begin(*everything)
     for x, y in batches(steps, rows=rows):
         optimizer.zero_grad()
-        loss = step(x.to(device()), y.to(device()))
+        loss = step(x, y)
         loss.backward()
         log.loss(loss)
         log.step(optimizer, *everything)

@@ -8,11 +8,13 @@ the same memory. What a real device would make wrong is made wrong here:
 - A copy to pinned memory has not happened before `torch.sim.synchronize()`, a copy from it not
   before the next operation.
 - Tensors of the CPU and of the device do not mix, generators neither.
+- What one stream does with memory that another uses, and has not waited for, is a Race
+  (simulated_streams.py).
 - What the host reads back, and copies for which it would wait, are noted with their lines.
 
 There are as many devices as SIM_DEVICES says, and SIM_VISIBLE_DEVICES chooses among them. torch's
-hook serves one device a process (its autograd has one thread for sim:0), so a rank sees one. Python
-cannot give such a backend streams, events and graphs: there is one stream.
+hook serves one device a process (its autograd has one thread for sim:0), so a rank sees one. There
+are no graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import simulated_streams
+from simulated_streams import Race as Race  # what tests expect
+from simulated_streams import Streams
 
 NAME = "sim"
 VARIABLE = "SIM_VISIBLE_DEVICES"
@@ -73,7 +79,7 @@ def _line(operation: str) -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, __file__, "<")):
+        if not name.startswith((_TORCH, __file__, simulated_streams.__file__, "<")):
             return f"{name}:{frame.f_lineno}: {operation}"
         frame = frame.f_back
     return f"autograd: {operation}"
@@ -147,6 +153,7 @@ def _allocate(count: int, dtype: torch.dtype) -> Tensor:
         *(ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in at),
         0,
     )
+    streams.forget(address + _HEAD)
     ctypes.memset(address + _HEAD, 1 if dtype is torch.bool else 0xFF, size)
     return torch._C._from_dlpack(_new_capsule(address, b"dltensor", None))
 
@@ -157,7 +164,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
     same = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    found = torch.empty(0, dtype=tensor.dtype)
+    found = torch.empty(0, dtype=tensor.dtype, device="cpu")
     found.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         found = torch._conj(found)
@@ -184,7 +191,7 @@ def _strided(base: Tensor, like: Tensor) -> Tensor:
     return set_.redispatch(_CPU_KEYS, found, storage, offset, shape, strides)
 
 
-def _from_cpu(computed: Tensor) -> Tensor:
+def from_cpu(computed: Tensor) -> Tensor:
     """A new tensor of the device with this content."""
     storage = computed.untyped_storage()
     base = _allocate(storage.nbytes() // computed.dtype.itemsize, computed.dtype)
@@ -201,8 +208,9 @@ class _State:
     """Whether the device is in use: torch calls that initialized."""
     copies_in: list[Callable[[], object]] = field(default_factory=list)
     """Copies from pinned memory, which happen before the next operation."""
-    copies_out: list[Callable[[], object]] = field(default_factory=list)
-    """Copies to pinned memory, which happen when the host waits."""
+    copies_out: list[tuple[int, int, Callable[[], object]]] = field(default_factory=list)
+    """Copies to pinned memory, which happen when the host waits for their stream: its number, and
+    theirs there."""
     operations: int = 0
     """How many the device has computed in this process."""
 
@@ -229,15 +237,41 @@ def run_queued() -> None:
 
 def synchronize(device: object = None) -> None:
     """Wait until everything that was queued has happened."""
+    torch.accelerator.synchronize()
+
+
+def _on_host_waits() -> None:
     run_queued()
-    while _state.copies_out:
-        _state.copies_out.pop(0)()
+    waiting, _state.copies_out = _state.copies_out, []
+    for stream, number, copy in waiting:
+        if streams.has_happened(stream, number):
+            copy()
+        else:
+            _state.copies_out.append((stream, number, copy))
+
+
+def wait_for_stream() -> None:
+    """What the host does when it reads: wait for what was queued in the current stream."""
+    torch.accelerator.current_stream().synchronize()
 
 
 _READING = frozenset(("aten::_local_scalar_dense", "aten::equal"))
 _INDEXING = frozenset(
     ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 )
+
+
+def start(op: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    """The device begins an operation on these tensors."""
+    run_queued()
+    _state.operations += 1
+    streams.touch(str(op), reads, writes)
+
+
+def read_back(op: Any) -> None:
+    """The host waits for an operation's result."""
+    host.reads.append(_line(str(op)))
+    wait_for_stream()
 
 
 def _note(op: Any, args: Sequence[Any]) -> None:
@@ -251,16 +285,14 @@ def _note(op: Any, args: Sequence[Any]) -> None:
     else:
         reads = name in _READING or torch.Tag.dynamic_output_shape in op.tags
     if reads:
-        host.reads.append(_line(str(op)))
-        synchronize()
+        read_back(op)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute any operation by the CPU's kernel."""
-    run_queued()
-    _state.operations += 1
     args = _without_numbers(op, args)
     _check_devices(op, tree_leaves((args, kwargs)))
+    start(op, *_reads_and_writes(op, args, kwargs))
     _note(op, args)
     given: dict[int, Tensor] = {}
     memory: dict[int, Tensor] = {}
@@ -283,7 +315,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     outputs = {}
     for name in _outputs(op):
         if is_sim(out := kwargs.get(name)):
-            outputs[name] = inside[1][name] = torch.empty(0, dtype=out.dtype)
+            outputs[name] = inside[1][name] = torch.empty(0, dtype=out.dtype, device="cpu")
             given[id(outputs[name])] = out
     computed = op(*inside[0], **inside[1])
     for name, value in outputs.items():
@@ -296,7 +328,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         if id(value) in given:
             return given[id(value)]
         at = value.untyped_storage().data_ptr()
-        return _strided(memory[at], value) if at in memory else _from_cpu(value)
+        return _strided(memory[at], value) if at in memory else from_cpu(value)
 
     return tree_map(leave, computed)
 
@@ -309,11 +341,26 @@ _NUMBERS = {
 def _without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """torch hands over a number in place of the tensor that it has made of it."""
     return tuple(
-        torch.tensor(value, dtype=_NUMBERS[type(value)])
+        torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
         if isinstance(value, int | float | complex) and argument.type.kind() == "TensorType"
         else value
         for value, argument in zip(args, op._schema.arguments, strict=False)
     )
+
+
+def _reads_and_writes(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors whose memory an operation reads and writes; a view does neither."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        aliased = argument.alias_info
+        if aliased is None or aliased.is_write:
+            tensors = [leaf for leaf in tree_leaves(value) if is_sim(leaf)]
+            (reads if aliased is None else writes).extend(tensors)
+    return reads, writes
 
 
 def _outputs(op: Any) -> list[str]:
@@ -346,16 +393,17 @@ def _check_devices(op: Any, leaves: list[Any]) -> None:
 
 def _copy_from(src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
     run_queued()
+    number = streams.touch("copy", [src] if is_sim(src) else [], [dst] if is_sim(dst) else [])
     if is_sim(src) and is_sim(dst):
         on_cpu(dst).copy_(on_cpu(src))
     elif is_sim(src):
         out, back = dst.detach(), on_cpu(src).clone()
         if non_blocking and is_pinned(dst):
             out.view(torch.uint8).fill_(0xFF)
-            _state.copies_out.append(partial(out.copy_, back))
+            _state.copies_out.append((streams.current, number, partial(out.copy_, back)))
         else:
             host.reads.append(_line("copy to the CPU"))
-            synchronize()
+            wait_for_stream()
             out.copy_(back)
     elif non_blocking and is_pinned(src):
         _state.copies_in.append(lambda: on_cpu(dst).copy_(src))
@@ -452,7 +500,7 @@ def is_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
-    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     found.copy_(tensor)
     storage = found.untyped_storage()
     _pinned[storage.data_ptr()] = storage._weak_ref()
@@ -597,6 +645,10 @@ def _visible() -> list[str]:
 
 
 _library: list[Any] = []
+restored: list[str] = []
+"""The devices on which torch.load has put storages."""
+streams: Streams
+"""Those of this process, from `install` on."""
 
 
 def install() -> None:
@@ -604,14 +656,21 @@ def install() -> None:
     if _library:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module(f"torch.{NAME}"))
+    import simulated_sparse  # it builds on this module
+
+    global streams
+    streams = simulated_streams.load(_on_host_waits, _line)
     torch.Generator = Generator  # type: ignore[assignment,misc]
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    simulated_sparse.install(everything)
+    torch._C._scatter = _scatter  # type: ignore[attr-defined]
     kernels = torch.library.Library("aten", "IMPL")
     _library.extend((everything, kernels))
     for name, kernel in {
         "_copy_from": _copy_from,
+        "record_stream": lambda tensor, stream: None,
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
         "resize_": _resize_,
@@ -645,9 +704,22 @@ def install() -> None:
     torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
 
 
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any
+) -> tuple[Tensor, ...]:
+    """What nn.DataParallel calls, which torch has for CUDA alone: the batch goes to the device, in
+    a stream if one is given."""
+    assert list(devices) == [0], "a process has one device"
+    with streams[0] if streams else nullcontext():
+        return (tensor.to(NAME, non_blocking=True),)
+
+
 def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """What torch.load does with a storage that was on the device."""
-    return _copy_storage(storage) if location.startswith(NAME) else None
+    if not location.startswith(NAME):
+        return None
+    restored.append(location)
+    return _copy_storage(storage)
 
 
 def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -1,11 +1,13 @@
 """The collectives of the simulated accelerator: a process group in Python over Gloo, "simccl".
 
-A collective takes its inputs when it is issued, and its results arrive in the tensors when somebody
-waits for its Work: until then they are NaN. As with NCCL, the host that waits reads nothing back.
+A collective runs in a stream of its group, which waits for the stream in which it is issued. Its
+results arrive in the tensors when somebody waits for its Work: until then they are NaN, and who
+touches them is told of a Race. As with NCCL, the stream that waits does, not the host.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,18 +20,23 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_leaves, tree_map
 
 import simulated
+import simulated_streams
 from instep.distributed.identity import accelerators
 from instep.distributed.identity.accelerators import Accelerator
 
 NAME = "simccl"
+_numbers = itertools.count()
+"""Of the groups of this process."""
 
 
 class SimWork(Work):
     """A collective on its way: `wait` lets its results arrive."""
 
-    def __init__(self, inner: Work, arrive: Callable[[], None], result: list[Tensor]) -> None:
+    def __init__(
+        self, inner: Work, arrive: Callable[[], None], result: list[Tensor], end: torch.Event
+    ) -> None:
         super().__init__()
-        self._inner, self._arrive, self._result = inner, arrive, result
+        self._inner, self._arrive, self._result, self._end = inner, arrive, result, end
         self._has_arrived = False
 
     def wait(self, timeout: Any = None) -> bool:
@@ -37,6 +44,7 @@ class SimWork(Work):
             self._inner.wait() if timeout is None else self._inner.wait(timeout)
             self._has_arrived = True
             self._arrive()
+        torch.accelerator.current_stream().wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -70,6 +78,9 @@ def _over_gloo(method: str, reads: Sequence[int], writes: Sequence[int]) -> Call
         outputs = [leaf for place in writes for leaf in tree_leaves(args[place])]
         results = [leaf for place in writes for leaf in tree_leaves(staged[place])]
         started = inner(*staged, **kwargs)
+        inputs = [leaf for place in reads for leaf in tree_leaves(args[place])]
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        simulated.streams.touch(method, inputs, outputs, self.stream.stream_id)
         for output in outputs:
             simulated.poison(output)
 
@@ -77,7 +88,7 @@ def _over_gloo(method: str, reads: Sequence[int], writes: Sequence[int]) -> Call
             for output, result in zip(outputs, results, strict=True):
                 simulated.on_cpu(output).copy_(result)
 
-        return SimWork(started, arrive, outputs)
+        return SimWork(started, arrive, outputs, self.stream.record_event())
 
     call.__name__ = method
     return call
@@ -99,6 +110,7 @@ class SimProcessGroup(ProcessGroup):
         if torch.__version__ < "2.14":
             gloo._set_sequence_number_for_group()
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self.stream = simulated_streams.stream_of_group(next(_numbers))
         self.gloo_group = ProcessGroup(options.store, rank, size)
         for group in (self, self.gloo_group):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)

@@ -13,6 +13,7 @@ from instep.distributed.identity.accelerators import ACCELERATORS, find_on_host,
 from instep.distributed.identity.world import World
 from instep.distributed.rendezvous import devices
 from instep.errors import BackendError, InstepWarning
+from instep.launch.worker import torch_init
 from instep.unedited import launcher_env
 
 CUDA, ROCM = (row for row in ACCELERATORS if row.name == "cuda")
@@ -150,6 +151,12 @@ def test_a_backend_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "device", lambda kind, index: FakeDevice(kind, index))
     with pytest.raises(BackendError, match=told):
         devices.take_device(World(1, 2, 1, 2))
+
+
+def test_a_backend_whose_devices_are_not_here_is_refused_in_their_words() -> None:
+    told = "'hccl' needs NPUs, .* On a host with NPUs, check ASCEND_RT_VISIBLE_DEVICES"
+    with pytest.raises(BackendError, match=told):
+        torch_init._check_backend("cpu:gloo,npu:hccl")
 
 
 class FakeDevice:

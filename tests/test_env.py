@@ -13,7 +13,7 @@ import torch
 
 from instep import cli
 from instep.distributed.identity import accelerators
-from instep.launch.env import command, rank_report, self_test, training_test
+from instep.launch.env import command, rank_report, self_test, self_test_job, training_test
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -36,6 +36,13 @@ def test_the_physical_device_of_each_visible_one(
     count: int, said: str | None, found: list[str]
 ) -> None:
     assert accelerators.physical_devices(count, said) == found
+
+
+def test_a_self_test_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test_job, "_SECONDS", 0.01)
+    ran = self_test_job._run(2, "instep", "env")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "It had not ended after 0.01 seconds, and was killed: " in ran.stderr
 
 
 @pytest.mark.parametrize(

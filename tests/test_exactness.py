@@ -512,12 +512,12 @@ def complex_and_mixed(log):
 
 
 def sparse(log):
-    model = instep.replicate(
-        nn.Sequential(nn.Embedding(10, 5, sparse=True), nn.Flatten(), nn.Linear(5, 4)).to(float64)
-    )
+    net = nn.Sequential(nn.Embedding(10, 5, sparse=True), nn.Flatten(), nn.Linear(5, 4))
+    model = instep.replicate(net.to(float64).to(device()))
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _, y in log.batches(instep.shard(DataLoader(rows(23), 7))):
+        y = y.to(device())
         optimizer.zero_grad()
         cross_entropy(model(y), y).backward()
         assert model[0].weight.grad.is_sparse

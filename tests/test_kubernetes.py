@@ -50,7 +50,9 @@ def test_a_pytorch_job_has_a_master_and_the_other_pods_as_workers():
 
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_resources_are_those_of_all_ranks_of_a_pod(kind):
-    job = KubernetesJob("a", "b", ("c.py",), tasks=4, gpus=True, cpus=8, memory="64Gi")
+    job = KubernetesJob(
+        "a", "b", ("c.py",), tasks=4, device="nvidia.com/gpu", cpus=8, memory="64Gi"
+    )
     text = format_yaml(MANIFESTS[kind](job))
     for line in ('nvidia.com/gpu: "4"', 'cpu: "32"', 'memory: "64Gi"'):
         assert line in text
@@ -78,12 +80,28 @@ def test_the_name_is_made_of_the_script(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--gpus-per-node", "4"], 'nvidia.com/gpu: "4"'),
+        (["--resource", "huawei.com/Ascend910:4"], 'huawei.com/Ascend910: "4"'),
+    ],
+)
+def test_each_rank_has_an_accelerator_of_the_kind_that_is_named(capsys, words, limit):
+    assert cli.main(["k8s", "--image", "i", *words, "train.py"]) == 0
+    printed = capsys.readouterr().out
+    assert limit in printed
+    assert '"-n"' in printed
+    assert printed.count('- "4"') == 1
+
+
+@pytest.mark.parametrize(
     ("words", "answer"),
     [
         ([], "nothing to run: name a script.py"),
         (["train.py"], "instep k8s --image IMAGE train.py"),
         (["--image", "i", "train.py"], "instep k8s --image i --gpus-per-node 4 train.py"),
         (["--image", "i", "--kind", "Job", "train.py"], "invalid choice: 'Job'"),
+        (["--image", "i", "--resource", "8", "train.py"], "takes a name and a number, as in"),
     ],
 )
 def test_wrong_lines_are_answered(capsys, words, answer):

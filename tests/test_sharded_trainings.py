@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from oracle import Log, same_as_one_process
-from pool import talking_over
+from pool import device, talking_over
 from sharded_training import (
     SHARDED,
     WHOLE,
@@ -200,7 +200,8 @@ def language_model_with_carried_state(log: Log) -> None:
             return self.head(out).view(-1, 7), state
 
     model = Language().double()
-    tokens = torch.randint(7, (21, 12), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator(device()).manual_seed(1)
+    tokens = torch.randint(7, (21, 12), generator=generator, device=device())
     state = (torch.zeros(2, 12, 8).double(), torch.zeros(2, 12, 8).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     log.begin(model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
+import components
 import instep
 import pool
 import test_exactness
@@ -24,7 +25,7 @@ from instep.unedited.sharded_call import modules
 from oracle import Log, same_as_one_process
 from sharded_training import SHARDED, unedited
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, components.needs("C++")]
 SRC = str(Path(instep.__file__).parent)
 o = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -51,22 +52,6 @@ def _on_sim() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------- the device itself
-
-
-def what_forgets_to_wait() -> None:
-    import simulated
-
-    x = torch.full((3,), instep.rank + 1.0, device="sim")
-    work = torch.distributed.all_reduce(x, async_op=True)
-    assert x.isnan().all()
-    with simulated.counted() as host:
-        work.wait()
-    assert host.reads == []
-    assert x.tolist() == [3.0] * 3
-
-
-def test_what_forgets_to_wait_for_a_collective_gets_nan() -> None:
-    pool.run(2, what_forgets_to_wait)
 
 
 def copies_by_pinned_memory() -> None:
@@ -136,9 +121,11 @@ def what_every_device_has() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [copies_by_pinned_memory, what_the_host_waits_for, what_does_not_mix, what_every_device_has],
+    [
+        copies_by_pinned_memory, what_the_host_waits_for, what_does_not_mix, what_every_device_has,
+    ],
     ids=lambda body: body.__name__,
-)
+)  # fmt: skip
 def test_the_device(body: Callable[[], None]) -> None:
     pool.run(2, body)
 
@@ -169,7 +156,7 @@ def test_a_convolutional_network_has_the_numbers_of_one_process() -> None:
 EXPLICIT = {
     "class_weighted": (), "ignoring": (), "summed": (), "tiny": (0.5,),
     "exploding": (), "augmented": (0,), "checkpointed": (False,), "attending": (),
-    "time_first": (),
+    "time_first": (), "sparse": (),
 }  # fmt: skip
 """Trainings of test_exactness.py, with what else they take."""
 
@@ -180,8 +167,7 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", EXPLICIT)
+@pytest.mark.parametrize("name", nightly_but({"sparse"}, *EXPLICIT))
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     training = getattr(test_exactness, name)
@@ -192,29 +178,27 @@ def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
 
 NUDGED = {"tiny", "checkpointed", "attending", "time_first"}
 OF_THE_CPU = {
-    *("gradient_penalty", "moving_average_of_the_weights", "a_module_that_its_forward_makes"),
-    *("parameters_in_objects_and_lists", "losses_inside_of_forward", "losses_of_large_outputs"),
-    *("losses_of_large_outputs_one_by_one", "losses_of_two_large_outputs", "draws_of_every_kind"),
-    *("generative_adversarial_networks", "language_model_with_carried_state", "accumulation"),
-    *("closures_of_lbfgs", "update_by_hand", "gradients_that_are_detached_in_place"),
-    *("half_precision_with_a_scaler", "sparse_embedding"),
-    *("data_parallel", "compiled", "dropout_inside_of_a_recurrent_layer"),
-}
-"""Trainings with models or tensors of their own on the CPU; or that torch does for CUDA alone."""
+    "losses_inside_of_forward", "losses_of_large_outputs", "losses_of_large_outputs_one_by_one",
+    "losses_of_two_large_outputs", "draws_of_every_kind", "compiled",
+    "dropout_inside_of_a_recurrent_layer",
+}  # fmt: skip
+"""Trainings with tensors of their own on the CPU; or whose kernels the device does not have (GRU,
+torch.compile)."""
 
 
 def on_sim(log: Log, name: str) -> None:
     import simulated
 
     before = simulated.operations()
-    unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
+    with torch.device("sim"):  # where models and tensors are made
+        unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
     assert simulated.operations() > before
 
 
 @pytest.mark.parametrize(
     "name",
     nightly_but(
-        {"classifier"},
+        {"classifier", "sparse_embedding", "data_parallel"},
         *(training.__name__ for training in SHARDED if training.__name__ not in OF_THE_CPU),
     ),
 )

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
+import components
 import instep
 import pool
 from instep import precision
 from launching import LAUNCHER_VARIABLES
 from test_precision import nothing_cast_afterwards
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, components.needs("C++")]
 TESTS = Path(__file__).parent
 
 
@@ -75,6 +77,22 @@ def metrics_stay_on_the_device() -> None:
     assert (host.reads, host.uploads) == ([], [])
     assert accuracy.compute() == pytest.approx((2 / 5,))
     assert mean.compute() == pytest.approx((2 * 2 + 3 * 3) / 5)
+
+
+def values_with_tensors_arrive_on_the_ranks_own_device() -> None:
+    import simulated
+
+    @instep.single_process_scope()
+    def once() -> torch.Tensor:
+        return torch.full((2,), instep.rank + 5.0, device="sim")
+
+    # As where a process sees all devices of its host, and its own is not the first.
+    with mock.patch.object(torch.accelerator, "current_device_index", return_value=3):
+        found = [once(), instep.broadcast_object({"x": torch.ones(2, device="sim")})["x"]]
+    assert [value.tolist() for value in found] == [[5.0, 5.0], [1.0, 1.0]]
+    assert {value.device.type for value in found} == {"sim"}
+    if instep.rank == 1:
+        assert simulated.restored[-2:] == ["sim:3", "sim:3"]
 
 
 def collectives_by_name() -> None:
@@ -139,7 +157,8 @@ def a_divergence_is_found() -> None:
     "body",
     [
         every_collective, tensors_of_another_device, metrics_stay_on_the_device,
-        collectives_by_name, scaled_by_levels, a_divergence_is_found,
+        values_with_tensors_arrive_on_the_ranks_own_device, collectives_by_name,
+        scaled_by_levels, a_divergence_is_found,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip

@@ -79,8 +79,9 @@ def weight(count: Tensor | float | None) -> None:
         call.weight = 0.0 if call.is_placeholder else 1.0
         return
     transport = get_transport()
-    local = torch.as_tensor(0.0 if call.is_placeholder else count).detach()
-    local = local.to(transport.control_device, torch.float64).reshape(())
+    mine = 0.0 if call.is_placeholder else count
+    local = torch.as_tensor(mine, device=transport.control_device, dtype=torch.float64)
+    local = local.detach().reshape(())
     total = local.clone()
     transport.all_reduce(total, "sum").wait()
     call.weight = (local / total).item() if total else 0.0

@@ -44,7 +44,7 @@ class Metric(ABC):
     """
 
     def __init__(self, size: int) -> None:
-        self.totals = torch.zeros(size, dtype=torch.float64)
+        self.totals = torch.zeros(size, dtype=torch.float64, device="cpu")
         """This rank's. They stay on the device of the values: to copy them from a GPU in every
         step would wait for it."""
 
@@ -114,7 +114,9 @@ class Mean(Metric):
             value: one value for each sample (any shape), or, with `count`, their mean.
             count: how many samples `value` is the mean of; may be a number of tokens.
         """
-        values = torch.as_tensor(value).detach()
+        values = (
+            value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+        ).detach()
         if count is None:
             total, count = values.double().sum(), values.numel()
         else:

@@ -238,7 +238,7 @@ def _recomputed_draw() -> BatchDraw | None:
 
 def draw_token(generator: torch.Generator | None = None) -> int:
     """A number by which a draw is found again."""
-    return int(_random(torch.empty((), dtype=torch.int64), generator=generator))
+    return int(_random(torch.empty((), dtype=torch.int64, device="cpu"), generator=generator))
 
 
 # -------------------------------------------------------------------------- masks of dropout

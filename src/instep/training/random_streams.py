@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 def broadcast_seed() -> int:
     """A seed from rank 0's torch generator, on all ranks; every rank draws one. Collective."""
-    return broadcast_object(int(torch.randint(2**63 - 1, ())))
+    return broadcast_object(int(torch.randint(2**63 - 1, (), device="cpu")))
 
 
 def derive_seed(*parts: object) -> int:

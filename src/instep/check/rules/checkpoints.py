@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
+from instep.distributed.identity.accelerators import KINDS
 
 
 @rule(
@@ -246,8 +247,8 @@ def _checkpoint_without_scaler(info: ScriptInfo) -> Iterator[Hit]:
     """
     if _state_is_saved(info, "scaler", "amp"):
         return
-    scalers = list(info.script.calls_of("apex.amp.initialize", "torch.cuda.amp.GradScaler",
-                                         "torch.amp.GradScaler"))  # fmt: skip
+    of_kinds = [f"torch.{kind}.amp.GradScaler" for kind in KINDS]
+    scalers = list(info.script.calls_of("apex.amp.initialize", "torch.amp.GradScaler", *of_kinds))
     for saved in _checkpoints(info) if scalers else []:
         text = info.script.source(saved)
         keys = [constant(key) for key in saved.keys]

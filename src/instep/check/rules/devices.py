@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
-from instep.distributed.identity.accelerators import ACCELERATORS
+from instep.distributed.identity.accelerators import ACCELERATORS, KINDS
 
 SIZE_NAMES = re.compile(
     r"^(world_?size|n_?procs?|num_?procs?|num_?processes|num_?replicas|nprocs)$", re.IGNORECASE
 )
 
-KINDS = tuple(sorted({row.name for row in ACCELERATORS}))
 _MODULES = tuple(f"torch.{name}." for name in (*KINDS, "accelerator"))
 _VARIABLES = frozenset(name for row in ACCELERATORS for name in row.variables)
 

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from instep.check.finding import Hit, Severity, rule
 from instep.check.script import constant, keyword
 from instep.check.script_info import RuleScope, ScriptInfo
+from instep.distributed.identity.accelerators import KINDS
 
-SEEDING = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all",
-           "random.seed", "numpy.random.seed")  # fmt: skip
+SEEDING = (
+    *("torch.manual_seed", "random.seed", "numpy.random.seed"),
+    *(f"torch.{kind}.{name}" for kind in KINDS for name in ("manual_seed", "manual_seed_all")),
+)
 
 
 @rule(

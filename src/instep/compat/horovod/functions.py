@@ -148,5 +148,9 @@ def _gather_bytes(
         parts = results[0].split([rows[0] for rows in response.rows])
         return [part.numpy().tobytes() for part in parts]
 
-    tensor = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else torch.empty(0)
+    tensor = (
+        torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        if sent
+        else torch.empty(0, device="cpu")
+    )
     return submit("allgather", name, [tensor.byte()], process_set, finish, root=root)

@@ -253,7 +253,9 @@ def _start_alltoall(
 
     def finish(response: Response, results: list[Tensor]) -> Any:
         me = process_set.members.index(rank())
-        received = torch.tensor([rows[me] for rows in response.rows], dtype=torch.int32)
+        received = torch.tensor(
+            [rows[me] for rows in response.rows], dtype=torch.int32, device="cpu"
+        )
         both = results[0], received.to(device)
         return both if always_both or splits is not None else both[0]
 
@@ -268,7 +270,7 @@ def _split_sizes(splits: Tensor | Sequence[int] | None, rows: int, size: int) ->
                 f"this tensor has {rows}. Give splits."
             )
         return (rows // size,) * size
-    given = torch.as_tensor(splits)
+    given = splits if isinstance(splits, Tensor) else torch.as_tensor(splits, device="cpu")
     if given.dtype not in (torch.int32, torch.int64):
         raise WrongArgumentError(
             f"splits of alltoall are integers (torch.int32), not {given.dtype}."

@@ -252,7 +252,11 @@ class SparseHandle:
         indices: Tensor = self._indices.result()
         values: Tensor = self._values.result()
         return torch.sparse_coo_tensor(
-            indices.t(), values / self._divisor, self._shape, check_invariants=False
+            indices.t(),
+            values / self._divisor,
+            self._shape,
+            device=values.device,
+            check_invariants=False,
         )
 
     __call__ = result

@@ -267,7 +267,7 @@ def _from_bytes(flat: Tensor, dtype: torch.dtype, shape: Shape) -> Tensor:
 
 def graph_anchor(needs_grad: bool) -> Tensor:
     """An input that puts a collective into the graph of a rank whose tensor needs no gradient."""
-    return torch.zeros((), requires_grad=needs_grad)
+    return torch.zeros((), requires_grad=needs_grad, device="cpu")
 
 
 def needs_gradient(*tensors: Tensor) -> bool:

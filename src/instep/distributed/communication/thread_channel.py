@@ -41,9 +41,9 @@ class ThreadChannel:
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, pickled."""
         own = signed_pickle.dumps_tensor(value)
-        sizes = [torch.tensor([own.numel()]) for _ in range(self.size)]
+        sizes = [torch.tensor([own.numel()], device="cpu") for _ in range(self.size)]
         self._all_gather(sizes)
-        pickled = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        pickled = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
         pickled[self.rank] = own
         self._all_gather(pickled)
         return [signed_pickle.loads_tensor(part) for part in pickled]

@@ -86,6 +86,8 @@ ACCELERATORS = [
 ]  # fmt: skip
 """In the order in which a host's devices are looked for. Any other kind that a package brings to
 torch has a row of its own by `register`, or the one that `row_of` makes up."""
+KINDS = tuple(sorted({row.name for row in ACCELERATORS}))
+"""torch's names of them."""
 
 
 def register(accelerator: Accelerator) -> None:

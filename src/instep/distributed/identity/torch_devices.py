@@ -88,15 +88,47 @@ def own_generator(*, begin: bool = False) -> torch.Generator | None:
 
 def current_stream(device_type: str) -> Any:
     """The stream in which this thread queues work for devices of this type; None without any."""
+    return torch.accelerator.current_stream() if has_streams(device_type) else None
+
+
+def has_streams(device_type: str) -> bool:
+    """Whether work for devices of this type is queued in streams."""
     row = current_row()
-    if row is None or row.name != device_type or not row.has_streams:
-        return None
-    return torch.accelerator.current_stream()
+    return row is not None and row.name == device_type and row.has_streams
 
 
 def in_stream(stream: Any) -> AbstractContextManager[object]:
     """Inside, this thread queues work in `stream`; with None, as before."""
     return nullcontext() if stream is None else stream
+
+
+class StreamSet:
+    """The streams in which work on the same memory was queued, for the one that needs all of it.
+
+    Autograd computes each gradient in the stream of its forward, and a model may use several.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._streams: dict[Any, None] | None = {} if has_streams(device_type) else None
+
+    def add(self) -> None:
+        """The current stream of this thread has queued some."""
+        if self._streams is not None:
+            self._streams[torch.accelerator.current_stream()] = None
+
+    def join(self) -> None:
+        """Let the current stream wait for all others, on the device."""
+        if self._streams:
+            current = torch.accelerator.current_stream()
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+            self._streams = {current: None}
+
+    def clear(self) -> None:
+        """Forget them."""
+        if self._streams is not None:
+            self._streams.clear()
 
 
 def describe(index: int) -> tuple[str, str]:

@@ -97,14 +97,14 @@ class Exchange:
         """Read the other ranks' memory directly from now on, if all ranks can. Collective."""
         allow_siblings()
         memory = PeerMemory([peer.pid for peer in self.signals.peers])
-        probe = torch.tensor([self.rank])
+        probe = torch.tensor([self.rank], device="cpu")
         addresses = self._publish_addresses([probe], signature_of("peer memory"), None)
         fine = can_read(memory, [of_rank[0] for of_rank in addresses], range(self.size))
         self.peer_memory = memory if self._on_all_ranks(fine, None) else None
 
     def _on_all_ranks(self, condition: bool, timeout: timedelta | None) -> bool:
         """Whether it is true on all ranks, which have come here. Collective."""
-        agreed = torch.tensor([int(condition)], dtype=torch.int32)
+        agreed = torch.tensor([int(condition)], dtype=torch.int32, device="cpu")
         minimum = find_reduction(ReduceOp.MIN, agreed.dtype)
         assert minimum is not None
         self.all_reduce(agreed, minimum, timeout)
@@ -293,7 +293,9 @@ class Exchange:
     ) -> list[list[int]]:
         """The addresses of all ranks' tensors. Until the next barrier the others may read these."""
         use, longest = self._staging.next_use(), self._staging.part_bytes // 8
-        mine = torch.tensor([len(tensors), *(tensor.data_ptr() for tensor in tensors)])
+        mine = torch.tensor(
+            [len(tensors), *(tensor.data_ptr() for tensor in tensors)], device="cpu"
+        )
         self._staging.part(use, self.rank, torch.int64, longest)[: mine.numel()] = mine
         self.signals.barrier(signature, timeout)
         parts = [self._staging.part(use, r, torch.int64, longest) for r in range(self.size)]
@@ -362,7 +364,8 @@ class Exchange:
             longest = max(self._staging.slot_bytes, _ONE_SHOT_BYTES // self.size) // dtype.itemsize
             with torch.inference_mode(False):
                 self._buffers[dtype] = [
-                    torch.empty(longest, dtype=dtype) for _ in range(buffer_count(self.size))
+                    torch.empty(longest, dtype=dtype, device="cpu")
+                    for _ in range(buffer_count(self.size))
                 ]
         return [tensor[:numel] for tensor in self._buffers[dtype]]
 

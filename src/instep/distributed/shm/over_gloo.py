@@ -89,7 +89,7 @@ class ProcessGroupOverGloo(ProcessGroup):
 
     def resident(self, numel: int, dtype: torch.dtype = torch.float32) -> Resident:
         """A bucket of `numel` zeros on every rank; over Gloo an ordinary tensor. Collective."""
-        tensor = torch.zeros(numel, dtype=dtype)
+        tensor = torch.zeros(numel, dtype=dtype, device="cpu")
 
         def all_reduce(op: ReduceOp.RedOpType, is_async: bool) -> Work:
             opts = AllreduceOptions()

@@ -67,7 +67,7 @@ class SharedBucket:
         self._pieces = self._cut(numel, dtype)
         longest = max((parts[0].numel() for parts in self._pieces), default=0)
         nodes = buffer_count(exchange.size) + 1 if exchange.size > 2 else 0
-        self._buffers = [torch.empty(longest, dtype=dtype) for _ in range(nodes)]
+        self._buffers = [torch.empty(longest, dtype=dtype, device="cpu") for _ in range(nodes)]
 
     def reduction(self, op: ReduceOp.RedOpType) -> Reduction:
         """The reduction `op`; ValueError if it is not supported for this dtype."""
@@ -115,11 +115,11 @@ def _map_on_all_ranks(exchange: Exchange, size: int) -> Tensor:
     """New memory that all ranks have mapped, or SharedMemoryError on all of them."""
     problem, memory = "", None
     with ExitStack() as open_memory:
-        address = torch.full((2,), -1)
+        address = torch.full((2,), -1, device="cpu")
         try:
             if exchange.rank == 0:
                 shared = open_memory.enter_context(create_memory(size))
-                address = torch.tensor([shared.pid, shared.descriptor])
+                address = torch.tensor([shared.pid, shared.descriptor], device="cpu")
         except OSError as error:
             problem = str(error)
         exchange.broadcast(address, 0, None)
@@ -129,7 +129,7 @@ def _map_on_all_ranks(exchange: Exchange, size: int) -> Tensor:
                 memory = map_memory(SharedMemory(pid, descriptor), size)
         except OSError as error:
             problem = str(error)
-        failed = torch.tensor([memory is None], dtype=torch.int32)
+        failed = torch.tensor([memory is None], dtype=torch.int32, device="cpu")
         exchange.all_reduce(failed, _COUNT, None)
     if memory is None or failed.item():
         raise SharedMemoryError(size, int(failed.item()), problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -67,7 +68,12 @@ def _let_a_rank_fail(ranks: int) -> tuple[str, float]:
 
 def _run(ranks: int, *module: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "instep", "run", "-n", str(ranks), "-m", *module]
-    return subprocess.run(
-        command, env={**os.environ, **environ}, capture_output=True, text=True, check=False,
-        timeout=_SECONDS,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            command, env={**os.environ, **environ}, capture_output=True, text=True, check=False,
+            timeout=_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        told = [part.decode() for part in (error.stdout, error.stderr) if isinstance(part, bytes)]
+        late = f"It had not ended after {_SECONDS} seconds, and was killed: {shlex.join(command)}"
+        return subprocess.CompletedProcess(command, 1, "", "\n".join([*told, late, ""]))

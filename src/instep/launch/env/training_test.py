@@ -79,8 +79,8 @@ def _difference(alone: Tensor, together: Tensor) -> float:
 def _batches(device: torch.device, *shape: int, epochs: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's rows of each batch."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(_ROWS, *shape, generator=generator)
-    y = torch.randint(_CLASSES, (_ROWS,), generator=generator)
+    x = torch.randn(_ROWS, *shape, generator=generator, device="cpu")
+    y = torch.randint(_CLASSES, (_ROWS,), generator=generator, device="cpu")
     loader = shard(DataLoader(TensorDataset(x, y), _BATCH))
     for _ in range(epochs):
         for rows, labels in loader:

@@ -25,9 +25,13 @@ KIND_HELP = """\
 PyTorchJob (the default): for the Training Operator.
 TrainJob: for Kubeflow Trainer, with its runtime torch-distributed"""
 
+RESOURCE_HELP = """\
+other accelerators of each pod, by the name that their plugin
+gives them, as in huawei.com/Ascend910:8; one rank for each"""
+
 WITH_VALUE = (
     *("--image", "--kind", "--nodes", "--gpus-per-node", "--tasks-per-node", "--cpus-per-task"),
-    *("--memory", "--name", "--namespace"),
+    *("--resource", "--memory", "--name", "--namespace"),
 )
 """Options that take the next word as their value."""
 
@@ -38,8 +42,8 @@ def add_command(commands: Any) -> None:
         "k8s",
         help="print the manifest of a job for Kubernetes",
         description=K8S,
-        usage="instep k8s --image IMAGE [--nodes N] (--gpus-per-node G | --tasks-per-node T) "
-        "[options] (script.py | -m module) [args ...]",
+        usage="instep k8s --image IMAGE [--nodes N] (--gpus-per-node G | --resource NAME:G | "
+        "--tasks-per-node T) [options] (script.py | -m module) [args ...]",
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )
@@ -53,13 +57,14 @@ def add_command(commands: Any) -> None:
         "--gpus-per-node",
         type=parse_count,
         metavar="G",
-        help="GPUs of each pod; one rank for each GPU",
+        help="GPUs of each pod (nvidia.com/gpu); one rank for each GPU",
     )
+    per_node.add_argument("--resource", type=_resource, metavar="NAME:G", help=RESOURCE_HELP)
     per_node.add_argument(
         "--tasks-per-node",
         type=parse_count,
         metavar="T",
-        help="ranks in each pod if there are no GPUs",
+        help="ranks in each pod if there are no accelerators",
     )
     add("--cpus-per-task", type=parse_count, metavar="C", help="cores of each rank")
     add("--memory", metavar="SIZE", help="memory of each pod, as in 64Gi")
@@ -76,11 +81,13 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         raise CommandLineError(
             f"name an image that holds instep and the script: instep k8s --image IMAGE {line}"
         )
-    ranks = asked.gpus_per_node or asked.tasks_per_node
+    device, _, count = (asked.resource or "").rpartition(":")
+    ranks = asked.gpus_per_node or asked.tasks_per_node or (int(count) if count else None)
     if ranks is None:
         raise CommandLineError(
             f"say how many ranks each pod has: instep k8s --image {asked.image} --gpus-per-node 4 "
-            f"{line}; without GPUs, --tasks-per-node 16."
+            f"{line}; with other accelerators, --resource huawei.com/Ascend910:8; without any, "
+            "--tasks-per-node 16."
         )
     script = program[1] if program[0] == "-m" else Path(program[0]).stem
     job = KubernetesJob(
@@ -89,13 +96,23 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
         tuple(program),
         nodes=asked.nodes,
         tasks=ranks,
-        gpus=asked.gpus_per_node is not None,
+        device=device or ("nvidia.com/gpu" if asked.gpus_per_node else None),
         cpus=asked.cpus_per_task,
         memory=asked.memory,
         namespace=asked.namespace,
     )
     print(format_yaml(MANIFESTS[asked.kind](job)), end="")
     return 0
+
+
+def _resource(value: str) -> str:
+    name, _, count = value.rpartition(":")
+    if not name:
+        raise argparse.ArgumentTypeError(
+            f"takes a name and a number, as in huawei.com/Ascend910:8, not {value!r}"
+        )
+    parse_count(count)
+    return value
 
 
 def _dns_label(name: str) -> str:

@@ -21,8 +21,8 @@ class KubernetesJob:
     """Number of pods."""
     tasks: int = 1
     """Number of ranks in each pod."""
-    gpus: bool = False
-    """Whether each rank has a GPU."""
+    device: str | None = None
+    """What Kubernetes calls the accelerators, of which each rank has one: nvidia.com/gpu."""
     cpus: int | None = None
     """Cores of each rank; None: no limit."""
     memory: str | None = None
@@ -78,7 +78,7 @@ def _command(job: KubernetesJob, rank: str, address: str, port: str) -> list[str
 
 def _resources(job: KubernetesJob, name: str) -> dict[str, Any]:
     limits = {
-        **({"nvidia.com/gpu": str(job.tasks)} if job.gpus else {}),
+        **({job.device: str(job.tasks)} if job.device else {}),
         **({"cpu": str(job.cpus * job.tasks)} if job.cpus else {}),
         **({"memory": job.memory} if job.memory else {}),
     }

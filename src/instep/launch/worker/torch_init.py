@@ -88,16 +88,22 @@ def _backends_here() -> str:
 def _check_backend(backend: str | None) -> None:
     import torch.distributed
 
+    from instep.distributed.identity import torch_devices
+    from instep.distributed.identity.accelerators import ACCELERATORS
+
     asked = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
-    if "nccl" in asked and not torch.cuda.is_available():
-        raise BackendError(
-            f"the backend 'nccl' needs GPUs, and torch {torch.__version__} sees none on this host. "
-            f"Pass {_backends_here()}, or no backend: then torch chooses by the host's devices. "
-            "On a GPU host, check CUDA_VISIBLE_DEVICES and the build of torch."
-        )
+    for name in asked:
+        rows = [row for row in ACCELERATORS if row.backend == name]
+        if rows and torch_devices.accelerator_type() not in {row.name for row in rows}:
+            title, variable = rows[0].title, rows[0].variable()
+            raise BackendError(
+                f"the backend {name!r} needs {title}s, and torch {torch.__version__} sees none on "
+                f"this host. Pass {_backends_here()}, or no backend: then torch chooses by the "
+                f"host's devices. On a host with {title}s, check {variable} and the build of torch."
+            )
     if "mpi" in asked and not torch.distributed.is_mpi_available():
         raise BackendError(
             "the backend 'mpi' needs a torch that was built from source with MPI; torch "
-            f"{torch.__version__} was not. Pass 'nccl' (GPUs) or 'gloo' (CPUs); mpirun can "
-            "still start the ranks."
+            f"{torch.__version__} was not. Pass {_backends_here()}; mpirun can still start the "
+            "ranks."
         )

@@ -90,7 +90,7 @@ class _HalfPrecisionCodec(BucketCodec):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._half = torch.empty(0)
+        self._half = torch.empty(0, device="cpu")
 
     def start(self, flat: Tensor, transport: Transport) -> None:
         self._half = as_real(flat).to(self._dtype)
@@ -113,7 +113,9 @@ class _LowRankMatrix:
         self.columns = like.numel() // self.rows
         dtype = torch.promote_types(like.dtype, torch.float32)
         generator = torch.Generator().manual_seed(seed)  # all ranks begin with the same factor
-        initial = torch.randn(self.columns, self.rank, generator=generator, dtype=dtype)
+        initial = torch.randn(
+            self.columns, self.rank, generator=generator, dtype=dtype, device="cpu"
+        )
         self._right = initial.to(like.device)
         self._left = self._own_right = self._right
         self._error = torch.zeros(self.rows, self.columns, dtype=dtype, device=like.device)
@@ -179,7 +181,7 @@ class _PowerSGDCodec(BucketCodec):
         self._others = [*others, slice(layout.numel, None)]
         self._warm_up = options.warm_up
         self._is_warming_up = False
-        self._factors = torch.empty(0)
+        self._factors = torch.empty(0, device="cpu")
 
     def start(self, flat: Tensor, transport: Transport) -> None:
         self._is_warming_up = self._warm_up > 0

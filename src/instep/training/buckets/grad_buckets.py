@@ -16,13 +16,14 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Pending, Transport
 from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.identity import torch_devices
 from instep.training.buckets.checksum import (
     LENGTH,
     bucket_checksum,
     flags_and_checksum,
     verify_checksum,
 )
-from instep.training.buckets.layout import BucketLayout, Slot
+from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
 _FEW = 4
@@ -166,7 +167,7 @@ class GradBucket(ABC):
         last = [slot for slot in self.layout.slots[-_FEW:] if slot.index in self.filled]
         if not last:
             return None
-        return self.own_grad(min(last, key=_numel).index)
+        return self.own_grad(min(last, key=lambda slot: slot.stop - slot.start).index)
 
     def wait(self) -> None:
         """Wait for the sums.
@@ -314,14 +315,17 @@ class _PackedBucket(GradBucket):
         self._grads_as_views = grads_as_views
         self._slot_of = {slot.index: slot for slot in layout.slots}
         self._flat: Tensor | None = None
+        self._streams = torch_devices.StreamSet(self._trailer.device.type)
 
     def add(self, index: int, grad: Tensor) -> None:
         part = self._part(index).view(grad.shape)
         if index in self.filled:
+            self._streams.join()
             part.add_(grad)
         else:
             part.copy_(grad)
             self.filled.add(index)
+        self._streams.add()
 
     def add_accumulated(self, index: int) -> None:
         self.add(index, self._accumulated(index))
@@ -339,6 +343,7 @@ class _PackedBucket(GradBucket):
             parameter.grad = None
 
     def _start(self, transport: Transport) -> None:
+        self._streams.join()
         flags = self._allocated()[self.layout.numel :].copy_(self._trailer)
         for k, index in enumerate(self._slot_of):
             if index not in self.filled:
@@ -347,6 +352,7 @@ class _PackedBucket(GradBucket):
         self._codec.start(self._allocated(), transport)
 
     def own_grad(self, index: int) -> Tensor:
+        self._streams.join()
         return self._part(index)
 
     def start_second_phase(self, transport: Transport) -> None:
@@ -359,6 +365,7 @@ class _PackedBucket(GradBucket):
     def reset(self) -> None:
         super().reset()
         self._codec.reset()
+        self._streams.clear()
         if self._grads_as_views:
             self._flat = None
 
@@ -376,10 +383,6 @@ class _PackedBucket(GradBucket):
     def _part(self, index: int) -> Tensor:
         slot = self._slot_of[index]
         return self._allocated()[slot.start : slot.stop]
-
-
-def _numel(slot: Slot) -> int:
-    return slot.stop - slot.start
 
 
 def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:

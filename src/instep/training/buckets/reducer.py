@@ -82,6 +82,7 @@ def all_reduce_sparse(grad: Tensor) -> Tensor:
         torch.cat(indices, dim=1).to(grad.device),
         torch.cat(values).to(grad.device),
         grad.shape,
+        device=grad.device,
         check_invariants=False,
     ).coalesce()
 

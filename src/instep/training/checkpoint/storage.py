@@ -182,7 +182,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def _copy(tensor: Tensor, memory: Tensor | None) -> Tensor:
     if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
         return memory.copy_(tensor)
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def read(path: Path) -> dict[str, Any]:

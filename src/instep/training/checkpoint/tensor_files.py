@@ -84,7 +84,7 @@ def read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     tensors = {}
     with _FileReader(path) as file:
         for name, dtype, shape in _layout(file):
-            tensors[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
             if tensors[name].numel():
                 file.read_into(_bytes_of(tensors[name]))
         file.verify(sha256)

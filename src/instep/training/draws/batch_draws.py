@@ -50,7 +50,7 @@ class BatchDrawMode(TorchDispatchMode):
             return first.copy_(self._rand(first, **kwargs) < args[1])
         if name == "normal" and any(isinstance(arg, Tensor) for arg in args):
             mean, std = args if len(args) == 2 else (first, kwargs.pop("std", 1.0))
-            like = torch.broadcast_tensors(*(torch.as_tensor(arg) for arg in (mean, std)))[0]
+            like = torch.broadcast_tensors(*(x for x in (mean, std) if isinstance(x, Tensor)))[0]
             return mean + std * self._like(like, lambda x: x.normal_(**kwargs))
         size = next((k for k, arg in enumerate(args) if isinstance(arg, list | tuple)), None)
         if size is not None and not isinstance(first, Tensor):

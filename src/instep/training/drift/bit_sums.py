@@ -32,7 +32,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of each one's bits: int64, on the CPU. Waits once for each device."""
     sums = [_bit_sum(tensor) for tensor in tensors]
     if not sums:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     if len({each.device for each in sums}) > 1:
         sums = [each.cpu() for each in sums]
     return torch.stack(sums).cpu()
@@ -40,7 +40,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
 
 def combine(sums: Tensor) -> int:
     """One number for all of these sums."""
-    return int((sums * ((2 * torch.arange(len(sums)) + 1) * _ODD)).sum())
+    return int((sums * ((2 * torch.arange(len(sums), device="cpu") + 1) * _ODD)).sum())
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

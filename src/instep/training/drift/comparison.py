@@ -96,7 +96,7 @@ class DriftCheck:
         options = named_options({id(p): name for name, p in model.named_parameters()})
         texts = {name: repr(value) for name, value in sorted(options.items())}
         others = list(tensors), texts, requests
-        mine = torch.tensor([combine(sums), crc32(repr(others).encode())])
+        mine = torch.tensor([combine(sums), crc32(repr(others).encode())], device="cpu")
         parts = self._transport.all_gather(mine.to(self._transport.control_device))
         if any(part.tolist() != mine.tolist() for part in parts):
             self._raise_difference(tensors, sums.tolist(), texts, requests)

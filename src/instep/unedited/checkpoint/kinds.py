@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from instep.distributed.identity.accelerators import ACCELERATORS
 from instep.training.drift.bit_sums import is_comparable
 from instep.training.pytree import attributes_of
 from instep.unedited.sharded_call.plan.object_graph import is_of_script
@@ -49,13 +50,14 @@ _LIBRARIES = frozenset(
         *("clearml", "threading", "_thread", "weakref", "ctypes", "multiprocessing"),
         *("concurrent", "asyncio", "subprocess", "socket", "inspect", "ast", "importlib", "abc"),
         *("contextlib", "typing"),
+        *(row.library for row in ACCELERATORS if row.library.isidentifier()),
     ]
 )
 """Their objects write, display or organise, and hold nothing that a training computes with."""
 _PARTS_OF_TORCH = (
     *("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard"),
-    *("torch.cuda", "torch.accelerator", "torch.profiler", "torch.autograd", "torch._C"),
-    "torch.utils.hooks",
+    *("torch.accelerator", "torch.profiler", "torch.autograd", "torch._C", "torch.utils.hooks"),
+    *sorted({f"torch.{row.name}" for row in ACCELERATORS}),
 )
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "generator", "collate_fn", "worker_init_fn")
 

@@ -205,8 +205,8 @@ def _gather_tensor(
 ) -> Tensor:
     shape, per_row = (block.total, *row.shape), prod(row.shape)
     if per_row == 0:
-        return torch.empty(shape, dtype=row.dtype)
-    whole = torch.empty_strided(shape, (per_row, *row.stride), dtype=row.dtype)
+        return torch.empty(shape, dtype=row.dtype, device="cpu")
+    whole = torch.empty_strided(shape, (per_row, *row.stride), dtype=row.dtype, device="cpu")
     if own is not None:
         whole[block.start : block.stop] = own
     blocks = [Block(rank, transport.size, block.total) for rank in range(transport.size)]
@@ -247,7 +247,7 @@ def _gather_samples(
     assert rows.packed is not None
     sizes = [header.nbytes for header in headers]
     starts = [sum(sizes[:rank]) for rank in range(transport.size)]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     memory[starts[transport.rank] :][: sizes[transport.rank]] = rows.packed.memory
     _broadcast_parts(memory, starts, transport)
     samples: list[Any] = []

@@ -98,7 +98,7 @@ class _Unpickler(pickle.Unpickler):
         if type_ == "array":
             return np.frombuffer(self._memory, dtype, count, start).reshape(shape)
         if count == 0:
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
         # Not as_strided: a view has a base (`_base`), which the script's tensor does not have.
         return flat.set_(flat.untyped_storage(), 0, shape, stride)

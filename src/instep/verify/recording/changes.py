@@ -71,7 +71,9 @@ def perturb(parameters: Iterable[Tensor], seed: int) -> None:
     with torch.no_grad():
         for tensor in parameters:
             numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            noise = torch.randn(numbers.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(
+                numbers.shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
             factor = 1 + noise * torch.finfo(numbers.dtype).eps
             numbers.copy_(numbers.double() * factor.to(numbers.device))
 

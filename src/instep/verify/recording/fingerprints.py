@@ -34,14 +34,20 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 def _signs(length: int, device: torch.device) -> Tensor:
     """Random signs. The products of two such vectors are pairwise uncorrelated signs again."""
     generator = torch.Generator().manual_seed(length)
-    return (torch.randint(0, 2, (length,), generator=generator) * 2.0 - 1).double().to(device)
+    return (
+        (torch.randint(0, 2, (length,), generator=generator, device="cpu") * 2.0 - 1)
+        .double()
+        .to(device)
+    )
 
 
 def hash_rows(tensor: Tensor) -> tuple[int, ...]:
     """One integer for each row (dimension 0), which depends on the bits of that row alone."""
     rows = to_dense_real(tensor).cpu().contiguous().view(tensor.shape[0], -1)
     if rows.shape[1] > _COLUMNS:
-        rows = rows[:, torch.linspace(0, rows.shape[1] - 1, _COLUMNS).long()].contiguous()
+        rows = rows[
+            :, torch.linspace(0, rows.shape[1] - 1, _COLUMNS, device="cpu").long()
+        ].contiguous()
     bits = rows.view(_INTEGERS[rows.element_size()]).long()
     return tuple((bits * _weights()[: bits.shape[1]]).sum(1).tolist())
 
@@ -49,7 +55,9 @@ def hash_rows(tensor: Tensor) -> tuple[int, ...]:
 @functools.cache
 def _weights() -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (2 * _COLUMNS,), generator=generator) * 2 + 1
+    return (
+        torch.randint(-(2**62), 2**62, (2 * _COLUMNS,), generator=generator, device="cpu") * 2 + 1
+    )
 
 
 def to_dense_real(tensor: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        return torch.tensor([self._scaler.overflowed], dtype=torch.int32)
+        return torch.tensor([self._scaler.overflowed], dtype=torch.int32, device="cpu")
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

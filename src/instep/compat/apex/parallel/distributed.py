@@ -187,7 +187,7 @@ class _AveragingCodec(BucketCodec):
     def __init__(
         self, numel: int, predivide: float, postdivide: float, *, always_fp32: bool
     ) -> None:
-        self.sums = self._sent = torch.empty(0)
+        self.sums = self._sent = torch.empty(0, device="cpu")
         """The gradients of the bucket; what is sent has flags and a checksum behind them."""
         self._numel = numel
         self._predivide, self._postdivide = predivide, postdivide

@@ -88,7 +88,7 @@ def allow_siblings() -> None:
 
 def can_read(memory: PeerMemory, addresses: Sequence[int], values: Sequence[int]) -> bool:
     """Whether each rank's int64 at its address can be read, and has that value."""
-    found = torch.empty(1, dtype=torch.int64)
+    found = torch.empty(1, dtype=torch.int64, device="cpu")
     for rank, (address, value) in enumerate(zip(addresses, values, strict=True)):
         try:
             memory.read(rank, address, found)

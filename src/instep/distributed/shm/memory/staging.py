@@ -68,6 +68,6 @@ class Staging:
 
     def _view(self, buffer: int, part: int, slot: int, dtype: torch.dtype, numel: int) -> Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         offset = (buffer * self._ranks + part) * self.part_bytes + slot * self.slot_bytes
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)

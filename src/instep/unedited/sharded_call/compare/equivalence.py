@@ -235,19 +235,19 @@ def _zeroed(leaf: Any, dim: int | None, kept: Kept, generator: torch.Generator) 
 
 def _half(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
     """True for about half of the elements."""
-    return torch.rand(shape, generator=generator) < 0.5
+    return torch.rand(shape, generator=generator, device="cpu") < 0.5
 
 
 def _beginnings(shape: Sequence[int], dim: int, generator: torch.Generator) -> Tensor:
     """True for at least one element from the beginning of each row of the batch dimension `dim`."""
     others = [k for k in range(len(shape)) if k != dim]
     if not others:
-        return torch.tensor(True)
+        return torch.tensor(True, device="cpu")
     length, along = shape[others[0]], others[0]
-    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator)
+    lengths = torch.randint(1, length + 1, (shape[dim],), generator=generator, device="cpu")
     of_rows, of_elements = [1] * len(shape), [1] * len(shape)
     of_rows[dim], of_elements[along] = -1, -1
-    return torch.arange(length).view(of_elements) < lengths.view(of_rows)
+    return torch.arange(length, device="cpu").view(of_elements) < lengths.view(of_rows)
 
 
 def _plan_output(

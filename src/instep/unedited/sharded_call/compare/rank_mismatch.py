@@ -104,5 +104,5 @@ def _project(flat: Tensor) -> tuple[float, tuple[float, ...]]:
 def _directions() -> Tensor:
     """float64, each entry +1 or -1."""
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(2, (_LENGTH, _DIRECTIONS), generator=generator)
+    bits = torch.randint(2, (_LENGTH, _DIRECTIONS), generator=generator, device="cpu")
     return (2 * bits - 1).double()

@@ -90,7 +90,7 @@ def perturbed(module: nn.Module, seed: int) -> Iterator[None]:
     parameters = [p for p in nn.Module.parameters(module) if p.is_floating_point()]
     saved = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        noise = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter.device)
         parameter.data.mul_(1 + noise.double() * torch.finfo(parameter.dtype).eps)
     try:
         yield
@@ -152,7 +152,8 @@ class VectorJacobianProduct:
         )
         generator = torch.Generator().manual_seed(0)
         cotangents = [
-            torch.randn(outputs[k].shape, generator=generator).to(outputs[k]) for k in indices
+            torch.randn(outputs[k].shape, generator=generator, device="cpu").to(outputs[k])
+            for k in indices
         ]
         parameters = [p for p in nn.Module.parameters(call.module) if p.requires_grad]
         inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]

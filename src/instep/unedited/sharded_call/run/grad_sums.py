@@ -208,7 +208,7 @@ def _without_gaps(
         raise ShardedCallError(
             "--bitwise adds up dense gradients only: give nn.Embedding no sparse=True."
         )
-    mine = [torch.tensor([grad is not None for grad in grads]) for grads in by_shard]
+    mine = [torch.tensor([grad is not None for grad in grads], device="cpu") for grads in by_shard]
     in_any = torch.stack(group.all_gather([as_bytes(each) for each in mine])).any(0).tolist()
     return [
         [

@@ -8,6 +8,7 @@ numerator and denominator, and every rank gets the value that one process would.
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import cache
 from typing import Any
 
@@ -34,8 +35,28 @@ NAMES = (
 """The losses of torch.nn.functional that add up over rows and divide by what they added up."""
 
 
+class _OwnCall(threading.local):
+    """Whether a loss is called from here. Under a mode of torch's, such as that of a default
+    device, a function calls itself once more, by its public name: the one that is replaced."""
+
+    is_running = False
+
+    def __call__(self, original: Function, arguments: dict[str, Any]) -> Tensor:
+        self.is_running = True
+        try:
+            result: Tensor = original(**arguments)
+            return result
+        finally:
+            self.is_running = False
+
+
+_own_call = _OwnCall()
+
+
 def loss(original: Function, *args: Any, **kwargs: Any) -> Any:
     """A loss of torch.nn.functional; from the rows of all ranks, where each holds its own."""
+    if _own_call.is_running:
+        return original(*args, **kwargs)
     if is_inside():
         return _loss_inside(original, args, kwargs)
     if any(isinstance(value, ShardedOutput) for value in (*args, *kwargs.values())):
@@ -89,10 +110,8 @@ class _LossCall:
     def sum(self, arguments: dict[str, Any]) -> Tensor:
         """The loss of these arguments with `reduction="sum"`."""
         changed = {"reduction": "sum", "size_average": None, "reduce": None}
-        total: Tensor = self._original(
-            **{name: changed.get(name, value) for name, value in arguments.items()}
-        )
-        return total
+        changed_arguments = {name: changed.get(name, arguments[name]) for name in arguments}
+        return _own_call(self._original, changed_arguments)
 
     def local_arguments(self, output: ShardedOutput) -> dict[str, Any] | None:
         """The arguments with this rank's rows only; None where they are not all a batch's."""
@@ -123,8 +142,7 @@ class _LossCall:
         same_shape = all(value.shape == first.shape for value in tensors)
         if same_shape and self._original.__name__ not in _ONE_PER_ROW:
             return first.numel()
-        whole: Tensor = self._original(**{**arguments, "reduction": "none"})
-        return whole.numel()
+        return _own_call(self._original, {**arguments, "reduction": "none"}).numel()
 
 
 _PER_CLASS = ("weight", "pos_weight")

@@ -186,7 +186,7 @@ class _ThreadState:
 def next_sequence_number() -> int:
     """The number of the node that autograd makes next on this thread, which is made here."""
     with torch.inference_mode(False), torch.enable_grad():
-        node: Any = torch.empty(0, requires_grad=True).clone().grad_fn
+        node: Any = torch.empty(0, requires_grad=True, device="cpu").clone().grad_fn
     number: int = node._sequence_nr()
     return number
 
