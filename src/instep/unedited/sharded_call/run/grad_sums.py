@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.communication.tensors import apply, as_bytes
+from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
@@ -29,15 +29,20 @@ from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
-from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
-from instep.unedited.sharded_call.shards.local_sums import alias_for_shards, is_alias_for_shard
+from instep.unedited.sharded_call.shards.local_sums import (
+    alias_for_shards,
+    check_all_sparse,
+    is_alias_for_shard,
+)
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
 
+_SPARSE = 2
+"""The kind of a gradient in the ranks' message about theirs: 0 is none, 1 is dense."""
 _bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The bucket of each parameter, its index there, and the parameter's type when it was planned."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -198,17 +203,22 @@ class _Alias(torch.autograd.Function):
 def _without_gaps(
     grads: Sequence[Tensor | None], parameters: Sequence[Tensor], group: ShardGroup
 ) -> tuple[Tensor | None, ...]:
-    """This rank's gradients; zeros where only other ranks have one. Collective."""
-    if any(grad is not None and grad.is_sparse for grad in grads):
-        raise ShardedCallError(
-            "--bitwise adds up dense gradients only: give nn.Embedding no sparse=True."
-        )
-    mine = torch.tensor([grad is not None for grad in grads])
-    in_any = torch.stack(group.transport.all_gather(as_bytes(mine))).any(0).tolist()
-    return tuple(
-        grad if grad is not None or not has else torch.zeros_like(parameter)
-        for grad, parameter, has in zip(grads, parameters, in_any, strict=True)
+    """This rank's gradients; zeros where only other ranks have one. Sparse ones are summed.
+
+    Collective.
+    """
+    kinds = torch.tensor(
+        [0 if grad is None else _SPARSE if grad.is_sparse else 1 for grad in grads]
     )
+    by_rank = torch.stack(group.transport.all_gather(kinds)).T.tolist()
+    results = list(grads)
+    for k, (parameter, found) in enumerate(zip(parameters, by_rank, strict=True)):
+        check_all_sparse([kind == _SPARSE for kind in found if kind])
+        if _SPARSE in found:
+            results[k] = group.sum_sparse_over_ranks(grads[k])
+        elif any(found) and grads[k] is None:
+            results[k] = torch.zeros_like(parameter)
+    return tuple(results)
 
 
 def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tensor | None]:
@@ -217,7 +227,7 @@ def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tenso
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for k, grad in enumerate(results):
         if grad is not None and grad.is_sparse:
-            results[k] = all_reduce_sparse(grad)
+            results[k] = grad if group.is_virtual else all_reduce_sparse(grad)
         elif grad is not None:
             groups.setdefault((grad.dtype, grad.device), []).append(k)
     for members in groups.values():

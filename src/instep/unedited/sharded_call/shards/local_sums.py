@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.tensors import apply
-from instep.unedited.sharded_call.shards.shard_group import tree_sum
+from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.shards.shard_group import sparse_tree_sum, tree_sum
 
 _GROUP_BYTES = 1 << 20
 """Small parameters are summed together: a node of the graph takes some ten microseconds."""
@@ -39,6 +40,15 @@ def alias_for_shards(
 def is_alias_for_shard(node: Any) -> bool:
     """Whether this node of the autograd graph is the input of parameters into shards."""
     return isinstance(node, _SumOverShards._backward_cls)
+
+
+def check_all_sparse(are_sparse: Sequence[bool]) -> None:
+    """Raise ShardedCallError unless a parameter's gradients are sparse on all shards or on none."""
+    if len(set(are_sparse)) > 1:
+        raise ShardedCallError(
+            "--bitwise found a gradient that is sparse for a part of the batch and dense for "
+            "another: give nn.Embedding no sparse=True."
+        )
 
 
 def _groups(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -69,7 +79,10 @@ class _SumOverShards(torch.autograd.Function):
         for k, parameter in enumerate(ctx.parameters):
             own = grads[k * ctx.shards : (k + 1) * ctx.shards]
             given = [grad for grad in own if grad is not None]
-            if given:  # zeros where only other shards have one, as on ranks with one shard
+            if any(grad.is_sparse for grad in given):
+                check_all_sparse([grad.is_sparse for grad in given])
+                sums[k] = sparse_tree_sum(own)
+            elif given:  # zeros where only other shards have one, as on ranks with one shard
                 zeros = [] if len(given) == len(own) else [torch.zeros_like(parameter)]
                 each = [zeros[0] if grad is None else grad for grad in own]
                 terms.setdefault(given[0].dtype, {})[k] = each

@@ -83,6 +83,23 @@ class ShardGroup:
         parts = flat.split([total.numel() for total in totals])
         return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
 
+    def sum_sparse_over_ranks(self, own: Tensor | None) -> Tensor | None:
+        """As `sum_over_ranks`, of a sparse tensor; None from ranks without one. Collective."""
+        mine = None
+        if own is not None:
+            own = own.coalesce()
+            mine = own.indices().cpu(), own.values().cpu(), own.device, own.shape
+        found = self.transport.all_gather_object(mine)
+        device = next((part[2] for part in found if part is not None), None)
+        return sparse_tree_sum(
+            [
+                None
+                if part is None
+                else torch.sparse_coo_tensor(*part[:2], part[3], is_coalesced=True).to(device)
+                for part in found
+            ]
+        )
+
 
 def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """((0 + 1) + (2 + 3)) + ... of lists of tensors, as new tensors; differentiable."""
@@ -99,4 +116,17 @@ def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         else:
             sums = [list(torch._foreach_add(left, right)) for left, right in pairs]
         in_place = True
+    return sums[0]
+
+
+def sparse_tree_sum(terms: Sequence[Tensor | None]) -> Tensor | None:
+    """As `tree_sum`, of sparse tensors of one shape; None adds nothing. Coalesced."""
+    sums = [None if term is None else term.coalesce() for term in terms]
+    while len(sums) > 1:
+        sums = [
+            (right if left is None else left)
+            if left is None or right is None
+            else (left + right).coalesce()
+            for left, right in zip(sums[::2], sums[1::2], strict=True)
+        ]
     return sums[0]
