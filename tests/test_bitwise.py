@@ -59,8 +59,13 @@ def _check_division(run, divided: bool) -> None:
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)]
 )
 def test_a_training_has_the_same_bits_on_any_number_of_ranks(name) -> None:
-    *_, verdict = report(name)
-    assert verdict == "IDENTICAL on 1, 2, 4 ranks, step by step, with every batch in 4 shards."
+    expected = ["IDENTICAL on 1, 2, 4 ranks, step by step, with every batch in 4 shards."]
+    if name == "few rows":
+        expected.append(
+            "No call of a module was divided: every rank computed everything. `instep run -n 2 "
+            "--bitwise 4` of the script says why."
+        )
+    assert report(name)[5:] == expected
 
 
 @pytest.mark.slow
