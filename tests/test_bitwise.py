@@ -85,7 +85,7 @@ def test_and_over_gloo() -> None:
         *(
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in (
-                ("long sum", "threads", 2, "the output of LongSum for shard 1 of 4"),
+                ("long sum", "threads", 2, "the output of LongSum"),
                 ("attention", "sequential sums", 2, "the gradient of Attention.encoder"),
                 ("attention", "a ring", 4, "the gradient of Attention.encoder"),
             )
