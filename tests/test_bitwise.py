@@ -86,8 +86,8 @@ def test_and_over_gloo() -> None:
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in (
                 ("long sum", "threads", 2, "the output of LongSum"),
-                ("attention", "sequential sums", 2, "the gradient of Attention.encoder"),
-                ("attention", "a ring", 4, "the gradient of Attention.encoder"),
+                ("attention", "sequential sums", 2, "the gradient of encoder.layers.0"),
+                ("attention", "a ring", 4, "the gradient of encoder.layers.0"),
             )
         ),
     ],
