@@ -210,7 +210,7 @@ def sparse_sums() -> list[object]:
     ]
     group = ShardGroup(get_transport(), 8, True)
     own = [None if shard == 2 else terms[shard - (shard > 2)] for shard in group.own]
-    found = group.sum_sparse_over_ranks(sparse_tree_sum(own))
+    found = group.sum_sparse_over_ranks(sparse_tree_sum(own), torch.device("cpu"))
     assert found is not None
     return [found.is_coalesced(), found.indices().tolist(), found.values().tolist()]
 

@@ -44,7 +44,7 @@ def keep_freed_memory() -> None:
         _request_huge_pages(library)
 
 
-def share_heap() -> None:
+def share_freed_memory() -> None:
     """Let threads that begin from now on allocate from the heap of the first one.
 
     By default each has a heap of its own, up to eight for each core, which gives freed memory back

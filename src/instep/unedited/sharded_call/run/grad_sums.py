@@ -215,7 +215,7 @@ def _without_gaps(
     for k, (parameter, found) in enumerate(zip(parameters, by_rank, strict=True)):
         check_all_sparse([kind == _SPARSE for kind in found if kind])
         if _SPARSE in found:
-            results[k] = group.sum_sparse_over_ranks(grads[k])
+            results[k] = group.sum_sparse_over_ranks(grads[k], parameter.device)
         elif any(found) and grads[k] is None:
             results[k] = torch.zeros_like(parameter)
     return tuple(results)

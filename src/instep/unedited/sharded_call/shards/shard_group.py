@@ -83,22 +83,21 @@ class ShardGroup:
         parts = flat.split([total.numel() for total in totals])
         return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
 
-    def sum_sparse_over_ranks(self, own: Tensor | None) -> Tensor | None:
+    def sum_sparse_over_ranks(self, own: Tensor | None, device: torch.device) -> Tensor | None:
         """As `sum_over_ranks`, of a sparse tensor; None from ranks without one. Collective."""
         mine = None
         if own is not None:
             own = own.coalesce()
-            mine = own.indices().cpu(), own.values().cpu(), own.device, own.shape
+            mine = own.indices().cpu(), own.values().cpu(), own.shape
         found = self.transport.all_gather_object(mine)
-        device = next((part[2] for part in found if part is not None), None)
-        return sparse_tree_sum(
-            [
-                None
-                if part is None
-                else torch.sparse_coo_tensor(*part[:2], part[3], is_coalesced=True).to(device)
-                for part in found
-            ]
-        )
+        return sparse_tree_sum([part and _sparse(*part).to(device) for part in found])
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A coalesced sparse tensor."""
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
