@@ -1,6 +1,9 @@
 """Whether trainings have the same bits at any number of ranks with --bitwise, and what it costs.
 
     python benchmarks/bitwise.py --json bitwise.json
+    python benchmarks/bitwise.py --json bitwise.json --only digits gru --measure bits
+
+The second writes its figures into the file of the first, after each training.
 
 Bits: each training of scripts/small_trainings.py on 1, 2, 4 and 8 ranks with 8 virtual shards; it
 prints the sha256 of all parameters, buffers and optimizer states. Cost: the median step on 2 ranks
@@ -71,21 +74,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of each training whose bits count")
     parser.add_argument("--timed-steps", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=TRAININGS)
+    parser.add_argument("--only", nargs="*", default=TRAININGS, choices=TRAININGS)
+    parser.add_argument("--measure", nargs="*", default=("bits", "cost"), choices=("bits", "cost"))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine(), "bits": {}, "cost": {}}
-    for name in asked.only:
+    result: dict[str, Any] = {"bits": {}, "cost": {}}
+    if asked.json and asked.json.exists():
+        result = json.loads(asked.json.read_text())
+    result["machine"] = machine()
+
+    def write() -> None:
+        if asked.json:
+            asked.json.write_text(json.dumps(result, indent=1))
+
+    for name in asked.only if "bits" in asked.measure else ():
         steps = min(asked.steps, STEPS.get(name, asked.steps))
         digests = bits(name, steps)
         same = len(set(digests.values())) == 1
         result["bits"][name] = {"steps": steps, "identical": same, "sha256": digests}
         print(name, steps, "steps:", "identical" if same else "DIFFERENT", digests["1"])
-    for name in set(TIMED) & set(asked.only):
+        write()
+    for name in set(TIMED) & set(asked.only) if "cost" in asked.measure else ():
         result["cost"][name] = cost(name, asked.timed_steps, asked.rounds)
         print(name, *(f"{key} {shown(value)}" for key, value in result["cost"][name].items()))
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=1))
+        write()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from instep.launch.worker.static_opt_out import find_opt_out
 from instep.process.patching import PatchHandle
 from instep.training.errors import BitwiseError
 from instep.unedited import one_process_api
-from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.shards.local_sums import alias_for_shards
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup, sparse_tree_sum
 from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
 from instep.verify.bit_comparison import report_bits, verify_bits
 from pool import ranks, run, talking_over
@@ -30,7 +32,7 @@ SHARDS = 4
 BY_DAY = ("two lines", "cnn", "attention", "adversarial")
 AT_NIGHT = (
     *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
-    "few rows",
+    *("sparse", "in a list", "few rows"),
 )
 
 
@@ -57,8 +59,13 @@ def _check_division(run, divided: bool) -> None:
     "name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)]
 )
 def test_a_training_has_the_same_bits_on_any_number_of_ranks(name) -> None:
-    *_, verdict = report(name)
-    assert verdict == "IDENTICAL on 1, 2, 4 ranks, step by step, with every batch in 4 shards."
+    expected = ["IDENTICAL on 1, 2, 4 ranks, step by step, with every batch in 4 shards."]
+    if name == "few rows":
+        expected.append(
+            "No call of a module was divided: every rank computed everything. `instep run -n 2 "
+            "--bitwise 4` of the script says why."
+        )
+    assert report(name)[5:] == expected
 
 
 @pytest.mark.slow
@@ -72,23 +79,23 @@ def test_and_over_gloo() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("name", "fault", "n", "said"),
     [
-        (
-            "another kernel",
-            "DIFFERENT: on 2 ranks the output of Sequential.0 for shard 1 of 4 has other bits than "
-            "on 1 rank, first in step 1.",
-        ),
-        pytest.param(
-            "sequential sums",
-            "DIFFERENT: on 2 ranks the gradient of ",
-            marks=pytest.mark.nightly,
+        ("cnn", "another kernel", 2, "the output of Sequential.0 for shard 1 of 4"),
+        *(
+            pytest.param(*row, marks=pytest.mark.nightly)
+            for row in (
+                ("long sum", "threads", 2, "the output of LongSum"),
+                ("attention", "sequential sums", 2, "the gradient of encoder.layers.0"),
+                ("attention", "a ring", 4, "the gradient of encoder.layers.0"),
+            )
         ),
     ],
 )
-def test_the_first_value_with_other_bits_is_named(fault, said) -> None:
-    *_, verdict = report("cnn", fault, sizes=(1, 2))
-    assert verdict.startswith(said)
+def test_the_first_value_with_other_bits_is_named(name, fault, n, said) -> None:
+    *_, verdict = report(name, fault, sizes=(1, n))
+    assert verdict.startswith(f"DIFFERENT: on {n} ranks {said}")
+    assert verdict.endswith(" has other bits than on 1 rank, first in step 1.")
 
 
 @pytest.mark.parametrize(
@@ -192,6 +199,61 @@ def test_a_sum_of_shards_does_not_depend_on_the_number_of_ranks(backend, dtype) 
     with talking_over(backend):
         one, *others = (run(n, sums, dtype) for n in (1, 2, 4))
     assert all(rank == one[0] for many in others for rank in many)
+
+
+def sparse_sums() -> list[object]:
+    generator = torch.Generator().manual_seed(0)
+    terms = [
+        torch.randn(6, 3, generator=generator).to_sparse(1)
+        + torch.randn(6, 3, generator=generator).mul(torch.arange(6)[:, None] > k).to_sparse(1)
+        for k in range(7)
+    ]
+    group = ShardGroup(get_transport(), 8, True)
+    own = [None if shard == 2 else terms[shard - (shard > 2)] for shard in group.own]
+    found = group.sum_sparse_over_ranks(sparse_tree_sum(own), torch.device("cpu"))
+    assert found is not None
+    return [found.is_coalesced(), found.indices().tolist(), found.values().tolist()]
+
+
+@pytest.mark.slow
+def test_nor_does_a_sum_of_sparse_shards() -> None:
+    one, *others = (run(n, sparse_sums) for n in (1, 2, 4))
+    assert all(rank == one[0] for many in others for rank in many)
+
+
+def test_what_some_shards_have_no_gradient_of_is_zero_there() -> None:
+    used, unused = (torch.randn(3, requires_grad=True) for _ in range(2))
+    aliases = alias_for_shards([used, unused], 4, 2**64 - 1)
+    grads = {0: torch.tensor([-0.0, 1e-8, 3]), 2: torch.randn(3), 3: torch.randn(3)}
+    sum((aliases[k][0] * grad).sum() for k, grad in grads.items()).backward()
+    assert unused.grad is None
+    expected = (grads[0] + torch.zeros(3)) + (grads[2] + grads[3])
+    assert used.grad is not None
+    assert used.grad.view(torch.int32).equal(expected.view(torch.int32))
+
+
+def test_gradients_are_added_up_before_backward_goes_on() -> None:
+    """Else all shards' gradients of all parameters are in memory at its end."""
+    first, last = (torch.randn(2**18, requires_grad=True) for _ in range(2))
+    aliases = alias_for_shards([first, last], 2, 2**64 - 1)
+    is_summed = []
+
+    def forward(shard: int) -> torch.Tensor:
+        hidden = aliases[shard][0] * 2
+        hidden.register_hook(lambda grad: is_summed.append(last.grad is not None))
+        return hidden * aliases[shard][1]
+
+    threads = ShardThreads(2, lambda number: None)
+    sum(threads.run([lambda k=k: forward(k).sum() for k in range(2)])).backward()
+    assert is_summed == [True, True]
+
+
+def test_sparse_and_dense_gradients_of_one_parameter_are_refused() -> None:
+    parameter = torch.randn(4, 2, requires_grad=True)
+    aliases = alias_for_shards([parameter], 2, 2**64 - 1)
+    rows = nn.functional.embedding(torch.tensor([1, 2]), aliases[0][0], sparse=True)
+    with pytest.raises(ShardedCallError, match="sparse for a part of the batch"):
+        (rows.sum() + aliases[1][0].sum()).backward()
 
 
 # -------------------------------------------------------------------------------------- threads

@@ -175,20 +175,20 @@ LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); b
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
-def _run(folder: str, checkpoint: str) -> None:
+def _run(folder: str, checkpoint: str, variables: dict[str, str]) -> None:
     from instep.launch.worker import program
 
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # a rank has none
     os.chdir(folder)
-    os.environ.update(INSTEP_SEED="5", INSTEP_CHECKPOINT=checkpoint)
+    os.environ.update(INSTEP_SEED="5", INSTEP_CHECKPOINT=checkpoint, **variables)
     with open("errors.txt", "a") as errors:
         os.dup2(errors.fileno(), 2)
     program.run_program(["train.py"])
 
 
-def run(folder: Path, name: str = "saved") -> int | None:
+def run(folder: Path, name: str = "saved", **variables: str) -> int | None:
     """The script in a folder, in a process of its own: its exit code."""
-    process = _processes.Process(target=_run, args=(str(folder), str(folder / name)))
+    process = _processes.Process(target=_run, args=(str(folder), str(folder / name), variables))
     process.start()
     process.join(60)
     return process.exitcode
@@ -219,6 +219,13 @@ def final(folder: Path):
     return torch.load(folder / "final.pt", weights_only=False)
 
 
+def assert_same_end(killed: Path, alone: Path) -> None:
+    assert_equal(final(killed), final(alone))
+    for name in ("log.txt", "log.csv"):
+        if (alone / name).exists():
+            assert (killed / name).read_text() == (alone / name).read_text()
+
+
 def at_night(*texts: str):
     return [pytest.param(text, marks=pytest.mark.nightly) for text in texts]
 
@@ -235,10 +242,21 @@ def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     assert not (killed / "final.pt").exists()
     assert run(killed) == 0
     assert "goes on after iteration" in (killed / "errors.txt").read_text()
-    assert_equal(final(killed), final(alone))
-    for name in ("log.txt", "log.csv"):
-        if (alone / name).exists():
-            assert (killed / name).read_text() == (alone / name).read_text()
+    assert_same_end(killed, alone)
+
+
+def test_and_so_does_one_whose_batches_are_cut_into_virtual_shards(tmp_path) -> None:
+    alone, killed = (
+        place(tmp_path / "alone", MODULE_LEVEL),
+        place(tmp_path / "killed", MODULE_LEVEL),
+    )
+    bitwise = {"INSTEP_BITWISE": "4", "OMP_NUM_THREADS": "1"}
+    assert run(alone, **bitwise) == 0
+    (killed / "fails").touch()
+    assert run(killed, **bitwise) == -signal.SIGKILL
+    assert run(killed, **bitwise) == 0
+    assert "goes on after iteration" in (killed / "errors.txt").read_text()
+    assert_same_end(killed, alone)
 
 
 @pytest.mark.nightly
@@ -330,3 +348,25 @@ def test_a_killed_job_goes_on_with_the_numbers_of_one_process(tmp_path, commands
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4)
     assert (killed / "log.txt").read_text().count("\n") == 8
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@pytest.mark.timeout(200)
+def test_a_job_goes_on_at_other_numbers_of_ranks_with_the_same_bits(tmp_path) -> None:
+    alone, killed = (
+        place(tmp_path / "alone", MODULE_LEVEL),
+        place(tmp_path / "killed", MODULE_LEVEL),
+    )
+    bitwise = ("--bitwise", "4")
+    assert launch(alone, "-n", "1", *bitwise).returncode == 0
+    (killed / "ends").touch()
+    (killed / "fails").touch()
+    assert launch(killed, "-n", "4", *bitwise).returncode == 75
+    assert launch(killed, "-n", "2", *bitwise).returncode != 0
+    assert not (killed / "final.pt").exists()
+    ended = launch(killed, "-n", "1", *bitwise)
+    assert ended.returncode == 0, ended.stderr
+    assert "goes on after iteration" in ended.stderr
+    assert "begins anew" not in ended.stderr
+    assert_same_end(killed, alone)

@@ -91,6 +91,45 @@ class Experts(nn.Module):
         return self.head(hidden)
 
 
+class InAList(nn.Module):
+    """It reads parameters from a list of its own, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(192, 16), nn.Linear(16, 10)
+        self.own = [self.first.weight, self.first.bias]
+
+    def forward(self, x):
+        return self.head(F.linear(x.flatten(1), *self.own).relu())
+
+
+class Words(nn.Module):
+    """Its table has a sparse gradient, and none on shards of which no row is chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 10)
+
+    def forward(self, x):
+        rows = x.flatten(1)[:, :9]
+        words, chosen = (rows * 1000).long().remainder(50), rows[:, 0] > 1
+        hidden = rows.new_zeros(len(rows), 8)
+        if chosen.any():
+            hidden = hidden.index_put((chosen,), self.table(words[chosen]).sum(1))
+        return self.head(hidden + rows[:, 1:])
+
+
+class LongSum(nn.Module):
+    """It adds up more numbers than a thread takes, so the result depends on the threads."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layers = nn.Parameter(torch.randn(300, 1000)), cnn()
+
+    def forward(self, x):
+        return self.layers(x) + self.table.square().sum() / 1e6
+
+
 class WithLoss(nn.Module):
     """A model that returns its loss, over labels of which some are ignored."""
 
@@ -114,6 +153,20 @@ def supervised(model, size=26, every=1, half=False):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def sparse():
+    model, data = Words(), batches(26)
+    optimizers = [
+        torch.optim.SparseAdam(model.table.parameters(), 1e-2),
+        torch.optim.Adam(model.head.parameters(), 1e-2),
+    ]
+    for _ in range(STEPS):
+        x, y = next(data)
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def adversarial():
@@ -185,7 +238,6 @@ def break_on_purpose():
     """Faults that depend on the number of ranks; instep's own modules are loaded already."""
     own = {key.rpartition(".")[2]: module for key, module in sys.modules.items()}
     if fault == "sequential sums":
-        groups = own["shard_group"]
 
         def one_by_one(terms):
             totals = [tensor.clone() for tensor in terms[0]]
@@ -193,9 +245,24 @@ def break_on_purpose():
                 torch._foreach_add_(totals, list(term))
             return totals
 
-        groups._tree_sum = one_by_one
+        own["shard_group"].tree_sum = own["local_sums"].tree_sum = one_by_one
+        return
+    ranks = own["transport"].get_transport().size if fault else 1
+    if fault == "threads":
+        torch.set_num_threads(ranks)
+    elif fault == "a ring":
+        transport = type(own["transport"].get_transport())
+
+        def each_in_a_ring(self, tensors, op):
+            for tensor in tensors:
+                parts = [
+                    list(part.view(-1).tensor_split(ranks)) for part in self.all_gather(tensor)
+                ]
+                for k, chunk in enumerate(tensor.view(-1).tensor_split(ranks)):
+                    chunk.copy_(sum(parts[(k + r) % ranks][k] for r in range(1, ranks + 1)))
+
+        transport.all_reduce_each = each_in_a_ring
     elif fault == "another kernel":
-        ranks = own["transport"].get_transport().size
         original = nn.Conv2d.forward
         nn.Conv2d.forward = lambda module, x: original(module, x * (1 + ranks * 1e-6))
 
@@ -208,10 +275,13 @@ TRAININGS = {
     "recurrent": recurrent,
     "loss inside": lambda: supervised(WithLoss()),
     "experts": lambda: supervised(Experts()),
+    "long sum": lambda: supervised(LongSum()),
     "checkpointed": lambda: supervised(Checkpointed()),
     "accumulation": lambda: supervised(cnn(), every=3),
     "bfloat16": lambda: supervised(cnn(), half=True),
     "two lines": two_lines,
+    "sparse": sparse,
+    "in a list": lambda: supervised(InAList()),
     "few rows": lambda: supervised(cnn(), size=3),
 }
 TRAININGS[name]()

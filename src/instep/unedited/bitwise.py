@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from instep.process import settings
+from instep.process import malloc, settings
 from instep.process.import_hooks import after_import
 from instep.training.errors import BitwiseError
 
@@ -60,3 +60,6 @@ def start(ranks: int) -> None:
     asked = os.environ.get(_THREADS, "1").partition(",")[0]  # "4,2" is 4, and 2 where nested
     threads = int(asked) if asked.isdecimal() else 1
     after_import("torch", lambda torch: torch.set_num_threads(max(1, threads)))
+    malloc.share_freed_memory()  # the shards are threads that take turns
+    if ranks == 1:  # else the ranks do it as they meet, on CPUs
+        malloc.keep_freed_memory()

@@ -106,6 +106,11 @@ def report_bits(runs: Sequence[RunRecord], shards: int) -> Iterator[str]:
     else:
         sizes = ", ".join(str(run.n) for run in runs)
         yield f"IDENTICAL on {sizes} ranks, step by step, with every batch in {shards} shards."
+    if not any(step.of_shards for rank in first.ranks for step in rank.steps):  # type: ignore[attr-defined]
+        yield (
+            "No call of a module was divided: every rank computed everything. `instep run -n 2 "
+            f"--bitwise {shards}` of the script says why."
+        )
 
 
 def run_and_report_bits(

@@ -114,8 +114,7 @@ def _try(
         reference.note_draws(call)
         if reference.drawn:
             return _try(call, division, reference, group)
-    asks = reference.stored is None and not group.is_virtual
-    if asks and any(transport.all_gather_object(reference.has_foreign_leaf)):
+    if reference.stored is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
         reference.stored = find_stored_parameters(call.module)
         if reference.stored:
             return _try(call, division, reference, group)
@@ -148,15 +147,14 @@ def _compare(
     after = Snapshot(call.module, call.leaves)
     if why := reference.find_difference(after):
         raise ShardedCallError(why)
-    if reference.stored:  # then the leaves are looked at in each call, and there must be none
-        reference.has_foreign_leaf = find_leaves(chain(*local), start) != []
-    else:
-        own = list(chain(*local))
-        if group.is_virtual:  # the threads of shards number their nodes from 0
-            start = 0
-        reference.has_foreign_leaf = (
-            group.is_virtual and reference.uses_older(call)
-        ) or _has_foreign_leaf(own, start, call, reference.outputs)
+    own = list(chain(*local))
+    if group.is_virtual:  # the threads of shards number their nodes from 0
+        start = 0
+    reference.has_foreign_leaf = (group.is_virtual and reference.uses_older(call)) or (
+        find_leaves(own, start) != []  # then the leaves are looked at in each call
+        if reference.stored
+        else _has_foreign_leaf(own, start, call, reference.outputs)
+    )
     if reference.has_foreign_leaf:
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
     in_caches = leaves_in_caches(structure)  # of which nobody reads most

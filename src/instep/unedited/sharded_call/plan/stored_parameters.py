@@ -7,8 +7,7 @@ There, too, the aliases of a sharded call must stand in for the parameters.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,12 @@ class StoredParameter:
 
     links: tuple[Link, ...]
     """From the module's namespace to the parameter."""
+
+    @property
+    def place(self) -> tuple[Any, Any, Tensor]:
+        """What it is in, its name or index there, and the parameter."""
+        where, key, parameter, _ = self.links[-1]
+        return where, key, parameter
 
     def is_current(self) -> bool:
         """Whether the same objects still lead to the same parameter, and none holds more.
@@ -96,16 +101,3 @@ def _links(value: Any) -> Iterator[Link]:
     for key, each in items:
         if not isinstance(each, PLAIN):
             yield where, key, each, length
-
-
-@contextmanager
-def replaced(stored: Sequence[StoredParameter], alias_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Inside, aliases stand in these places; `alias_of` has them by the parameter's id."""
-    places = [each.links[-1] for each in stored if id(each.links[-1][2]) in alias_of]
-    for where, key, parameter, _ in places:
-        where[key] = alias_of[id(parameter)]
-    try:
-        yield
-    finally:
-        for where, key, parameter, _ in places:
-            where[key] = parameter

@@ -18,7 +18,7 @@ from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.plan.sharding_plan import OutputPlan, ShardingPlan
-from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter, replaced
+from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run import sharded_output
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, write_back
 from instep.unedited.sharded_call.run.grad_sums import alias_parameters
@@ -58,7 +58,7 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
     versions = [buffer._version for buffer in call.module.buffers()]
-    start = next_sequence_number() if plan.stored else 0
+    start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     region, local, structure = run_planned(call, plan, group)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != [buffer._version for buffer in call.module.buffers()]:
@@ -194,16 +194,14 @@ def _aliased_parameters(
     module: nn.Module, region: Region, stored: Sequence[StoredParameter]
 ) -> Iterator[ModuleTables]:
     """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
-    tables = ModuleTables(module, len(region.blocks))
+    tables = ModuleTables(module, len(region.blocks), [each.place for each in stored])
     parameters = tables.trained_parameters() if torch.is_grad_enabled() else []
-    aliases: Sequence[Sequence[Tensor]] = []
     if parameters:
         aliases = alias_parameters(parameters, region.gradients, region.group)
         tables.replace(parameters, aliases)
     tables.show(0)
     try:
-        with replaced(stored, {id(p): a for p, a in zip(parameters, *aliases[:1], strict=False)}):
-            yield tables
+        yield tables
     finally:
         tables.restore()
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.communication.tensors import apply, as_bytes
+from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
@@ -29,14 +29,20 @@ from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
-from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
+from instep.unedited.sharded_call.shards.local_sums import (
+    alias_for_shards,
+    check_all_sparse,
+    is_alias_for_shard,
+)
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number that autograd gives to nodes that must not wait: its queue runs the highest
 first, and an alias is made before everything that is computed from it."""
 
+_SPARSE = 2
+"""The kind of a gradient in the ranks' message about theirs: 0 is none, 1 is dense."""
 _bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The bucket of each parameter, its index there, and the parameter's type when it was planned."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -67,7 +73,8 @@ def alias_parameters(
     They share the parameters' memory, and count as nn.Parameter.
     """
     if group.is_virtual:  # buckets add up several calls before they are summed over the ranks
-        return _alias(parameters, gradients, None, [0] * len(parameters), group)
+        own = _alias(parameters, gradients, None, [0] * len(parameters), group)
+        return alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
     unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
     if unplanned:
         _make_buckets(unplanned, group.transport)
@@ -79,7 +86,7 @@ def alias_parameters(
     for bucket, members in by_bucket.items():
         own = [parameters[k] for k in members]
         indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
-        (aliases,) = _alias(own, gradients, bucket, indices, group)
+        aliases = _alias(own, gradients, bucket, indices, group)
         found |= zip(members, aliases, strict=True)
     buckets = (bucket for bucket in by_bucket if bucket is not None)
     gradients.buckets = sorted(buckets, key=lambda bucket: bucket.ids)
@@ -92,18 +99,18 @@ def _alias(
     bucket: GradBucket | None,
     indices: list[int],
     group: ShardGroup,
-) -> list[list[Tensor]]:
-    aliases = apply(_Alias, gradients, bucket, indices, group, *parameters)
-    aliases[0].grad_fn._set_sequence_nr(_HIGHEST_PRIORITY)
+) -> list[Tensor]:
+    aliases: tuple[Tensor, ...] = apply(_Alias, gradients, bucket, indices, group, *parameters)
+    node: Any = aliases[0].grad_fn
+    node._set_sequence_nr(_HIGHEST_PRIORITY)
     for alias in aliases:
         alias._is_param = True
-    count = len(parameters)
-    return [list(aliases[start : start + count]) for start in range(0, len(aliases), count)]
+    return list(aliases)
 
 
 def is_alias(node: Any) -> bool:
     """Whether this node of the autograd graph is the input of a parameter into a sharded call."""
-    return isinstance(node, _Alias._backward_cls)
+    return isinstance(node, _Alias._backward_cls) or is_alias_for_shard(node)
 
 
 class _WeakParameters(Mapping[int, Tensor]):
@@ -173,18 +180,15 @@ class _Alias(torch.autograd.Function):
         ctx.gradients, ctx.bucket, ctx.indices = gradients, bucket, indices
         ctx.group, ctx.parameters = group, parameters
         ctx.set_materialize_grads(False)
-        return tuple(parameter.detach() for _ in group.own for parameter in parameters)
+        return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         backward = ctx.gradients.backward
         if backward is None or not backward.accepts(ctx.bucket):
-            count = len(ctx.parameters)
-            starts = range(0, len(grads), count)
-            by_shard: list[Grads] = [grads[start : start + count] for start in starts]
             if ctx.group.is_virtual:
-                by_shard = _without_gaps(by_shard, ctx.parameters, ctx.group)
-            return None, None, None, None, *_reduce_now(by_shard, ctx.group)
+                grads = _without_gaps(grads, ctx.parameters, ctx.group)
+            return None, None, None, None, *_reduce_now(grads, ctx.group)
         sparse: list[Tensor | None] = [None] * len(grads)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
             if grad is not None and grad.is_sparse:
@@ -196,48 +200,47 @@ class _Alias(torch.autograd.Function):
         return None, None, None, None, *sparse
 
 
-Grads = Sequence[Tensor | None]
-"""A gradient for each parameter, or None."""
-
-
 def _without_gaps(
-    by_shard: Sequence[Grads], parameters: Sequence[Tensor], group: ShardGroup
-) -> list[Grads]:
-    """The gradients of this rank's shards; zeros where only other shards have one. Collective."""
-    if any(grad is not None and grad.is_sparse for grads in by_shard for grad in grads):
-        raise ShardedCallError(
-            "--bitwise adds up dense gradients only: give nn.Embedding no sparse=True."
-        )
-    mine = [torch.tensor([grad is not None for grad in grads], device="cpu") for grads in by_shard]
-    in_any = torch.stack(group.all_gather([as_bytes(each) for each in mine])).any(0).tolist()
-    return [
-        [
-            grad if grad is not None or not has else torch.zeros_like(parameter)
-            for grad, parameter, has in zip(grads, parameters, in_any, strict=True)
-        ]
-        for grads in by_shard
-    ]
+    grads: Sequence[Tensor | None], parameters: Sequence[Tensor], group: ShardGroup
+) -> tuple[Tensor | None, ...]:
+    """This rank's gradients; zeros where only other ranks have one. Sparse ones are summed.
+
+    Collective.
+    """
+    kinds = torch.tensor(
+        [0 if grad is None else _SPARSE if grad.is_sparse else 1 for grad in grads], device="cpu"
+    )
+    by_rank = torch.stack(group.transport.all_gather(kinds)).T.tolist()
+    results = list(grads)
+    for k, (parameter, found) in enumerate(zip(parameters, by_rank, strict=True)):
+        check_all_sparse([kind == _SPARSE for kind in found if kind])
+        if _SPARSE in found:
+            results[k] = group.sum_sparse_over_ranks(grads[k], parameter.device)
+        elif any(found) and grads[k] is None:
+            results[k] = torch.zeros_like(parameter)
+    return tuple(results)
 
 
-def _reduce_now(by_shard: Sequence[Grads], group: ShardGroup) -> list[Tensor | None]:
-    """The sums over shards of these tensors: one message per dtype."""
-    results = list(by_shard[0])
+def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tensor | None]:
+    """The sums over ranks of these tensors: one message per dtype."""
+    results = list(grads)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for k, grad in enumerate(results):
         if grad is not None and grad.is_sparse:
-            results[k] = all_reduce_sparse(grad)
+            results[k] = grad if group.is_virtual else all_reduce_sparse(grad)
         elif grad is not None:
             groups.setdefault((grad.dtype, grad.device), []).append(k)
     for members in groups.values():
-        tensors = [[grad for k in members if (grad := grads[k]) is not None] for grads in by_shard]
+        tensors = [grad for k in members if (grad := grads[k]) is not None]
         if group.is_virtual and not torch.is_grad_enabled():
-            for k, total in zip(members, group.sum_each(tensors), strict=True):
+            if len(group.own) == 1:  # no sums of this rank's own, which nobody else reads
+                tensors = [tensor.clone() for tensor in tensors]
+            for k, total in zip(members, group.sum_over_ranks(tensors), strict=True):
                 results[k] = total
             continue
-        flat = [torch.cat([tensor.reshape(-1) for tensor in each]) for each in tensors]
-        sizes = [tensor.numel() for tensor in tensors[0]]
-        sums = reduce_from_region(flat, [1] * len(flat), group).split(sizes)
-        for k, tensor, total in zip(members, tensors[0], sums, strict=True):
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        sums = reduce_from_region([flat], [1], group).split([x.numel() for x in tensors])
+        for k, tensor, total in zip(members, tensors, sums, strict=True):
             results[k] = total.view(tensor.shape)
     return results
 

@@ -13,17 +13,26 @@ from torch import Tensor, nn
 
 
 class _Slot(NamedTuple):
-    """A name in the table of a part of the module."""
+    """A name in the table of a part of the module, or a place where it keeps a parameter."""
 
-    table: dict[str, Any]
-    name: str
+    table: Any
+    name: Any
     value: Tensor
 
 
 class ModuleTables:
-    """The tables of a module and its parts during one call."""
+    """The tables of a module and its parts during one call.
 
-    def __init__(self, module: nn.Module, shards: int) -> None:
+    Args:
+        module: which is called.
+        shards: how many this rank has.
+        stored: parameters that the module keeps beside its tables, too: what they are in, their
+            name or index there, and the parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, shards: int, stored: Sequence[tuple[Any, Any, Tensor]] = ()
+    ) -> None:
         parts = list(module.modules())
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
         self._parameters = [
@@ -32,6 +41,8 @@ class ModuleTables:
             for name, parameter in part._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
+        self._stored = [_Slot(*place) for place in stored]
+        self._replaced: list[_Slot] = []
         self._aliases: list[dict[int, Tensor]] = []
         self._buffers: list[_Slot] = []
         self._copies: list[list[Tensor]] = []
@@ -56,6 +67,8 @@ class ModuleTables:
         """For each shard, what `show` puts in the place of these parameters."""
         keys = list(map(id, parameters))
         self._aliases = [dict(zip(keys, each, strict=True)) for each in aliases]
+        places = [*self._parameters, *self._stored]
+        self._replaced = [slot for slot in places if id(slot.value) in self._aliases[0]]
 
     def show(self, shard: int) -> None:
         """From now on the module has the parameters and buffers of this shard."""
@@ -66,13 +79,13 @@ class ModuleTables:
         self._shown = shard
         if self._aliases:
             aliases = self._aliases[shard]
-            for table, name, parameter in self._parameters:
+            for table, name, parameter in self._replaced:
                 table[name] = aliases[id(parameter)]
             _refresh_flat_weights(self._recurrent)
 
     def restore(self) -> None:
         """Show the module's own parameters again, and the buffers as the first shard left them."""
-        self._aliases = self._aliases and [{id(s.value): s.value for s in self._parameters}]
+        self._aliases = self._aliases and [{id(s.value): s.value for s in self._replaced}]
         self.show(0)
 
 

@@ -70,24 +70,62 @@ class ShardGroup:
 
         The tensors have one dtype, and are only read. Collective.
         """
-        totals = [total.contiguous() for total in _tree_sum(by_shard)]
+        return self.sum_over_ranks(tree_sum(by_shard))
+
+    def sum_over_ranks(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """The same from the sums over this rank's shards, which it may overwrite. Collective."""
+        totals = [total.contiguous() for total in own]
         if self.transport.in_place and totals[0].dtype in _SUMMED_BY_TREE:
             self.transport.all_reduce_each(totals, "sum")
             return totals
         flat = torch.cat([total.view(-1) for total in totals])
-        (flat,) = _tree_sum([[part] for part in self.transport.all_gather(flat)])
+        (flat,) = tree_sum([[part] for part in self.transport.all_gather(flat)])
         parts = flat.split([total.numel() for total in totals])
         return [part.view(total.shape) for part, total in zip(parts, totals, strict=True)]
 
+    def sum_sparse_over_ranks(self, own: Tensor | None, device: torch.device) -> Tensor | None:
+        """As `sum_over_ranks`, of a sparse tensor; None from ranks without one. Collective."""
+        mine = None
+        if own is not None:
+            own = own.coalesce()
+            mine = own.indices().cpu(), own.values().cpu(), own.shape
+        found = self.transport.all_gather_object(mine)
+        return sparse_tree_sum([part and _sparse(*part).to(device) for part in found])
 
-def _tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """((0 + 1) + (2 + 3)) + ... of lists of tensors, as new tensors."""
+
+def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A coalesced sparse tensor."""
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """((0 + 1) + (2 + 3)) + ... of lists of tensors, as new tensors; differentiable."""
     if len(terms) == 1:
         return [tensor.clone() for tensor in terms[0]]
-    pairs = zip(terms[::2], terms[1::2], strict=True)
-    sums = [torch._foreach_add(list(left), list(right)) for left, right in pairs]
+    sums = [list(tensors) for tensors in terms]
+    in_place = False  # the terms themselves are only read
     while len(sums) > 1:
-        for left, right in zip(sums[::2], sums[1::2], strict=True):
-            torch._foreach_add_(left, right)
-        sums = sums[::2]
-    return list(sums[0])
+        pairs = list(zip(sums[::2], sums[1::2], strict=True))
+        if in_place and not torch.is_grad_enabled():
+            for left, right in pairs:
+                torch._foreach_add_(left, right)
+            sums = sums[::2]
+        else:
+            sums = [list(torch._foreach_add(left, right)) for left, right in pairs]
+        in_place = True
+    return sums[0]
+
+
+def sparse_tree_sum(terms: Sequence[Tensor | None]) -> Tensor | None:
+    """As `tree_sum`, of sparse tensors of one shape; None adds nothing. Coalesced."""
+    sums = [None if term is None else term.coalesce() for term in terms]
+    while len(sums) > 1:
+        sums = [
+            (right if left is None else left)
+            if left is None or right is None
+            else (left + right).coalesce()
+            for left, right in zip(sums[::2], sums[1::2], strict=True)
+        ]
+    return sums[0]
