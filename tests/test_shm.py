@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.distributed.flight_record import record_format
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm import joining
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import group_by_host, obstacle
@@ -110,6 +112,28 @@ def test_what_gloo_refuses_is_refused_in_its_words():
         dist.all_reduce(torch.ones(3), ReduceOp.BAND, group=group())
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         dist.all_reduce(torch.ones(3, dtype=torch.int16), group=group())
+
+
+@ranks(2)
+def test_a_root_or_a_list_that_there_is_not_is_refused_and_the_group_goes_on():
+    ours, none = group(), torch.zeros(2)
+    for root in (-1, dist.get_world_size()):
+        options = (dist.BroadcastOptions(), dist.ReduceOptions(), dist.ScatterOptions())
+        for each in options:
+            each.rootRank = root
+        for call in (
+            lambda: ours.broadcast([none], options[0]),
+            lambda: ours.reduce([none], options[1]),
+            lambda: ours.scatter([none], [], options[2]),
+        ):
+            with pytest.raises(RuntimeError, match=f"invalid root rank: {root}"):
+                call()
+    with pytest.raises(RuntimeError):
+        ours.allreduce_coalesced([])
+    dist.all_reduce(none.add_(1), group=ours)
+    assert none.tolist() == [2, 2]
+    entries = record_format.read(recorder.file_descriptor()).entries
+    assert [entry.describe() for entry in entries if entry.left is None] == []
 
 
 @ranks(2, 3)
