@@ -183,6 +183,10 @@ def main() -> None:
             import jittor_tensors
 
             jittor_tensors.install()
+    if os.environ.get("SUITE_ON_CPUS"):
+        import apex_on_cpus
+
+        apex_on_cpus.install()
     result = RecordedResult(file, Path(notes) if notes else None)
     try:
         module = load(asked.module)
