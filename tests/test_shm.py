@@ -118,16 +118,14 @@ def test_what_gloo_refuses_is_refused_in_its_words():
 def test_a_root_or_a_list_that_there_is_not_is_refused_and_the_group_goes_on():
     ours, none = group(), torch.zeros(2)
     for root in (-1, dist.get_world_size()):
-        options = (dist.BroadcastOptions(), dist.ReduceOptions(), dist.ScatterOptions())
-        for each in options:
-            each.rootRank = root
-        for call in (
-            lambda: ours.broadcast([none], options[0]),
-            lambda: ours.reduce([none], options[1]),
-            lambda: ours.scatter([none], [], options[2]),
+        for call, arguments, options in (
+            (ours.broadcast, ([none],), dist.BroadcastOptions()),
+            (ours.reduce, ([none],), dist.ReduceOptions()),
+            (ours.scatter, ([none], []), dist.ScatterOptions()),
         ):
+            options.rootRank = root
             with pytest.raises(RuntimeError, match=f"invalid root rank: {root}"):
-                call()
+                call(*arguments, options)
     with pytest.raises(RuntimeError):
         ours.allreduce_coalesced([])
     dist.all_reduce(none.add_(1), group=ours)

@@ -30,8 +30,10 @@ def name_its_operators(file: Path) -> None:
     text = file.read_text()
     for name in ("nms", "qnms"):
         mark = f'@torch.library.register_fake("torchvision::{name}")'
-        define = f'torch.library.define("torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")'
-        text = text.replace(mark, f"if not torchvision.extension._has_ops():\n    {define}\n\n\n{mark}")
+        signature = "(Tensor a, Tensor b, float c) -> Tensor"
+        define = f'torch.library.define("torchvision::{name}", "{signature}")'
+        guard = f"if not torchvision.extension._has_ops():\n    {define}\n\n\n"
+        text = text.replace(mark, guard + mark)
     file.write_text(text)
 
 

@@ -6,9 +6,24 @@ type is given the name of float16's, for which the tests look.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def on_a_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which "cuda" is a CPU."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if isinstance(each, str) and each == "cuda" else each for each in args)
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 def install() -> None:
@@ -32,5 +47,12 @@ def install() -> None:
     tensor.cuda = torch.nn.Module.cuda = same
     for name in ("FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "DoubleTensor"):
         setattr(torch.cuda, name, getattr(torch, name))
+    for owner, names in (
+        (torch, "arange empty full ones rand randn tensor zeros"),
+        (torch.nn.Module, "to"),
+        (torch.Tensor, "to"),
+    ):
+        for name in names.split():
+            setattr(owner, name, on_a_cpu(getattr(owner, name)))
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: 0

@@ -32,6 +32,7 @@ class ArticlesScripts(unittest.TestCase):
     folder: Path
 
     def setUp(self) -> None:
+        """Sixteen images, in the folders of two classes."""
         self.folder = Path(tempfile.mkdtemp())
         self.addCleanup(shutil.rmtree, self.folder)
         pixels = numpy.random.default_rng(0).integers(0, 255, (16, 64, 64, 3), "uint8")
@@ -55,8 +56,8 @@ class ArticlesScripts(unittest.TestCase):
             timeout=SECONDS,
         )
         said = done.stdout + done.stderr
-        self.assertEqual(done.returncode, 0, said)
-        self.assertTrue([*self.folder.glob("*checkpoint*.tar")], said)
+        assert done.returncode == 0, said
+        assert [*self.folder.glob("*checkpoint*.tar")], said
 
     def python(self, script: str, *launcher: object) -> list[object]:
         """The words that run the script, after the launcher's or by themselves."""
@@ -66,20 +67,25 @@ class ArticlesScripts(unittest.TestCase):
         return [*words, Path(os.environ["SUITE_SOURCES"], script)]
 
     def test_dataparallel(self) -> None:
+        """`python dataparallel.py`; on instep `instep run -n 2`."""
         launcher = ("-m", "instep", "run", "-n", 2) if IS_OURS else ()
         script = Path(os.environ["SUITE_SOURCES"], "dataparallel.py")
         self.start(sys.executable, *launcher, script)
 
     def test_multiprocessing_distributed(self) -> None:
+        """It spawns its ranks itself."""
         self.start(*self.python("multiprocessing_distributed.py"))
 
     def test_distributed(self) -> None:
+        """torch.distributed.launch."""
         self.start(*self.python("distributed.py", *LAUNCH))
 
     def test_apex_distributed(self) -> None:
+        """torch.distributed.launch."""
         self.start(*self.python("apex_distributed.py", *LAUNCH))
 
     def test_horovod_distributed(self) -> None:
+        """horovodrun."""
         script = Path(os.environ["SUITE_SOURCES"], "horovod_distributed.py")
         if IS_OURS:
             launcher = [sys.executable, "-m", "instep", "horovodrun"]
@@ -89,6 +95,7 @@ class ArticlesScripts(unittest.TestCase):
         self.start(*launcher, "-np", 2, "-H", "localhost:2", python, script)
 
     def test_distributed_slurm_main(self) -> None:
+        """srun, on two nodes of a Slurm of its own."""
         from slurm import Slurm
 
         cluster = Slurm(self.folder)

@@ -17,6 +17,7 @@ class Module(torch.nn.Module):
     """Its classes call no `super().__init__`, and define `execute`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Module:
+        """Initialized as a module of PyTorch."""
         module = super().__new__(cls)
         torch.nn.Module.__init__(module)
         return module
@@ -25,6 +26,7 @@ class Module(torch.nn.Module):
         pass
 
     def forward(self, *args: Any) -> Any:
+        """What `execute` computes."""
         return self.execute(*args)
 
 

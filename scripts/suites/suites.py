@@ -101,7 +101,9 @@ SUITES = (
             "",
             (2, 3),
             "",
-            tuple(f"python/jittor/test/test_{each}.py" for each in ("mpi", "mpi_op", "mpi_batchnorm")),
+            tuple(
+                f"python/jittor/test/test_{each}.py" for each in ("mpi", "mpi_op", "mpi_batchnorm")
+            ),
             "jittor",
             launcher,
         )
@@ -114,9 +116,13 @@ SUITES = (
         "apex", "Apex: tests/L0/run_amp", "Apex", (1,), "", ("tests/L0/run_amp/test_*.py",), "apex"
     ),
     Suite(
-        "article", "tczhangzhi/pytorch-distributed: its scripts", "without instep", (2,),
-        "article", folder="article",
-    ),  # fmt: skip
+        "article",
+        "tczhangzhi/pytorch-distributed: its scripts",
+        "without instep",
+        (2,),
+        "article",
+        folder="article",
+    ),
 )
 
 

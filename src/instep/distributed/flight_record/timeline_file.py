@@ -85,7 +85,7 @@ class TimelineWriter:
         self._written = monotonic_ns()
 
     def close(self, is_alone: bool = False) -> None:
-        """Write what there is, and nothing from now on; the end of the file if no rank shares it."""
+        """Write what there is, and nothing from now on. `is_alone`: the file is this rank's."""
         self._source.on_left = self._source.on_phase = None
         self.flush()
         if is_alone and os.getpid() == self._process:
