@@ -81,7 +81,7 @@ SUITES = (
     ),
     Suite(
         "horovod",
-        "Horovod: test_torch.py, test_adasum_pytorch.py, test_timeline.py, test_torch_elastic.py",
+        "Horovod: test_torch.py, test_adasum_pytorch.py, test_timeline.py",
         "Horovod",
         (2, 3),
         "",
@@ -89,8 +89,17 @@ SUITES = (
             "test/parallel/test_torch.py",
             "test/parallel/test_adasum_pytorch.py",
             "test/parallel/test_timeline.py",
-            "test/single/test_torch_elastic.py",
         ),
+        "horovod",
+        ("horovodrun", "-np"),
+    ),
+    Suite(
+        "horovod-single",
+        "Horovod: test_torch_elastic.py",
+        "Horovod",
+        (1,),
+        "",
+        ("test/single/test_torch_elastic.py",),
         "horovod",
         ("horovodrun", "-np"),
     ),
@@ -134,7 +143,7 @@ def commands(
     for number, module in enumerate(suite.modules(sources)):
         name = BUILD / "outcomes" / f"{suite.name}-{size}-{side}-{number}"
         files = [Path(f"{name}.{rank}.json") for rank in range(size if suite.launcher else 1)]
-        python = sys.executable if side == OURS or suite.name != "horovod" else HOROVOD
+        python = sys.executable if side == OURS or suite.folder != "horovod" else HOROVOD
         words: list[object] = [python, WORKER, module, name]
         if suite.launcher:
             words[:0] = [*launcher(suite, side), size]
@@ -146,7 +155,7 @@ def commands(
 
 def launcher(suite: Suite, side: str) -> list[str]:
     """What starts the ranks: on ours `instep horovodrun` in the place of Horovod's own."""
-    if suite.name != "horovod":
+    if suite.folder != "horovod":
         return [*suite.launcher]
     if side == OURS:
         return [sys.executable, "-m", "instep", *suite.launcher]
