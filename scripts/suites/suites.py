@@ -48,8 +48,8 @@ SUITES = (
     Suite("torch", "PyTorch: distributed_test.py", "Gloo", (2, 3, 4), "torch_spawn"),
     Suite("torch-rpc", "PyTorch: DDP under distributed autograd", "Gloo", (0,), "torch_rpc"),
     Suite(
-        "torch-sources",
-        "PyTorch: tests in its sources",
+        "torch-c10d",
+        "PyTorch: test_c10d_common.py, _object_collectives, _spawn_gloo, _gloo",
         "Gloo",
         (0,),
         "",
@@ -57,6 +57,17 @@ SUITES = (
             "test/distributed/test_c10d_common.py",
             "test/distributed/test_c10d_object_collectives.py",
             "test/distributed/test_c10d_spawn_gloo.py",
+            "test/distributed/test_c10d_gloo.py",
+        ),
+        "pytorch",
+    ),
+    Suite(
+        "torch-sources",
+        "PyTorch: tests in its sources",
+        "Gloo",
+        (0,),
+        "",
+        (
             "test/distributed/test_device_mesh.py",
             "test/distributed/test_functional_api.py",
             "test/distributed/_composable/test_replicate.py",

@@ -152,7 +152,7 @@ class ProcessGroupOverGloo(ProcessGroup):
 
     def _global_rank(self, rank: int | None) -> int | None:
         """The rank in the job of a rank of this group, or the number itself if there is none."""
-        return self._members[rank] if rank in range(self.size()) else rank
+        return self._members[rank] if rank is not None and 0 <= rank < self.size() else rank
 
     def _follow(self, work: Work, number: int, args: tuple[Any, ...]) -> None:
         """Note when the collective has ended."""
