@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -77,6 +78,11 @@ def version_of(suite: Suite, sources: Path) -> str:
     if suite.module:
         return f"PyTorch {torch.__version__}"
     file = sources / suite.folder / "version.txt"
+    for package in (file.parent / suite.folder, file.parent / "python" / suite.folder):
+        if (package / "__init__.py").exists() and not file.exists():
+            found = re.search(r"__version__ = '(.*)'", (package / "__init__.py").read_text())
+            if found:
+                return f"{suite.folder} {found[1]}"
     version = file.read_text().strip() if file.exists() else git(file.parent, "describe", "--tags")
     return f"{suite.folder} {version}"
 
