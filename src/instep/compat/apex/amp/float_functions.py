@@ -1,4 +1,4 @@
-"""The functions that O1 computes in float32 on a CPU, where PyTorch's autocast has no list of them.
+"""The functions that O1 computes in float32 on a CPU, where PyTorch's autocast does not.
 
 Those of Apex's lists, which autocast has on GPUs; `binary_cross_entropy` refuses half precision.
 """
