@@ -44,6 +44,7 @@ def install() -> None:
     dist.init_process_group = lambda backend=None, **more: join("gloo", **more)
 
 
-if os.environ.get("SUITE_GPUS") and sys.argv[:1] != ["-c"]:
+IS_SPAWNED = "--multiprocessing-fork" in sys.orig_argv
+if os.environ.get("SUITE_GPUS") and (IS_SPAWNED or sys.argv[:1] != ["-c"]):
     with contextlib.suppress(ImportError):
         install()

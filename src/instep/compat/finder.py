@@ -35,7 +35,6 @@ _ATTRIBUTES = {"horovod": ("run", "instep.launch.horovod_runner")}
 """Of an empty package: a name in it, and the package of instep that has it."""
 
 _REPLACED = {
-    "apex.RNN": "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.amp.lists": "amp.register_half_function, register_float_function, "
     "register_promote_function",
     "apex.amp.opt": "amp.initialize and amp.scale_loss",
