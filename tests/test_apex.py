@@ -106,6 +106,40 @@ def test_losses_are_float32_and_their_gradient_as_their_input(name, given):
     assert (y.dtype, x.grad.dtype) == (FULL, given)
 
 
+WIDE = {
+    "softmax": lambda x: functional.softmax(x, 1),
+    "softmax of a module": nn.Softmax(1),
+    "group_norm": nn.GroupNorm(2, 4),
+    "layer_norm": nn.LayerNorm(4),
+    "sum": lambda x: x.sum(1),
+    "pow": lambda x: x**2,
+    "exp": lambda x: torch.exp(x),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("given", [HALF, FULL], ids=str)
+def test_what_loses_digits_in_half_precision_is_float32_and_its_gradient_as_its_input(name, given):
+    prepared("O1")
+    x = torch.randn(2, 4).to(given).requires_grad_()
+    y = WIDE[name](x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (FULL, given)
+    with amp.disable_casts():
+        assert torch.exp(x).dtype is given
+
+
+def test_binary_cross_entropy_refuses_half_precision_unless_allowed():
+    p, target = torch.rand(2, 4), torch.ones(2, 4)
+    prepared("O1")
+    functional.binary_cross_entropy(p, target)
+    with pytest.raises(NotImplementedError, match="BCEWithLogitsLoss"):
+        functional.binary_cross_entropy(p.to(HALF), target)
+    handle = amp.init(allow_banned=True)
+    assert functional.binary_cross_entropy(p.to(HALF), target).dtype is FULL
+    handle._deactivate()
+
+
 @pytest.mark.parametrize("function", [functional.relu, torch.tanh, lambda x: x.view(-1)])
 @pytest.mark.parametrize("given", [HALF, FULL], ids=str)
 def test_the_rest_is_as_its_input(function, given):

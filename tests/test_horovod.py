@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 import os
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from horovod_ranks import initialized
 from instep.compat.horovod.errors import NotInitializedError
 from instep.errors import NameInFlightError, NotAMemberError, OverflowedError
 from instep.launch.timeline.events import read_events
+from instep.process import settings
 from pool import ranks
 
 pytestmark = pytest.mark.slow
@@ -93,15 +96,18 @@ def test_what_is_not_there_says_so():
 
 @ranks(2)
 def test_a_timeline_has_what_rank_0_does_between_its_start_and_its_stop():
-    with initialized(), tempfile.TemporaryDirectory() as folder:
+    with (
+        mock.patch.dict(os.environ, HOROVOD_TIMELINE="DYNAMIC"),  # no file's name
+        initialized(),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        assert settings.TIMELINE.name not in os.environ
         path = os.path.join(folder, "part.json")
         hvd.stop_timeline()  # none is written yet
         for part in range(2):
             hvd.allreduce(torch.ones(1), name=f"before.{part}")
-            hvd.start_timeline(path, mark_cycles=True)
-            if hvd.rank() == 0:
-                with pytest.raises(ValueError, match="is writing a timeline already"):
-                    hvd.start_timeline(path)
+            hvd.start_timeline(path + ".other")
+            hvd.start_timeline(path, mark_cycles=True)  # from here on into this file
             for name in ("first", "second"):
                 hvd.allreduce(torch.ones(1), name=f"{name}.{part}")
             hvd.stop_timeline()
@@ -109,6 +115,8 @@ def test_a_timeline_has_what_rank_0_does_between_its_start_and_its_stop():
             if hvd.rank() == 0:
                 sums = [e for e in read_events(Path(path)) if e["name"].startswith("all_reduce")]
                 assert [event["pid"] for event in sums] == [0, 0], sums
+                for file in (path, path + ".other"):
+                    assert isinstance(json.loads(Path(file).read_text()), list)
             hvd.barrier()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,6 +248,12 @@ def test_a_folder_without_a_package_is_no_installed_horovod(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_what_takes_the_place_of_an_absent_module_is_there():
+    for module, place in finder._REPLACED.items():
+        for name in re.findall(r"\btorch(?:\.\w+)+", place):
+            assert pkgutil.resolve_name(name) is not None, (module, name)
+
+
 def test_every_name_in_the_finder_has_an_implementation():
     code = (
         "from instep.compat import finder; finder.install(); import importlib, sys\n"

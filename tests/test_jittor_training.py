@@ -67,8 +67,13 @@ def test_the_first_ranks_have_the_larger_share_and_no_sample_comes_twice(n, batc
         assert length == len(expected)
 
 
+def rows_of_a_batch(batch_size: int) -> int:
+    return Dataset(batch_size).real_batch_size
+
+
 def test_of_21_rows_rank_0_has_eleven():
     assert [len(batches[0]) for _, (batches,) in run(2, epochs_of, 42, 21, 1)] == [11, 10]
+    assert run(2, rows_of_a_batch, 21) == [11, 10]
 
 
 @pytest.mark.parametrize("attributes", [{}, {"num_workers": 1}], ids=["here", "worker"])

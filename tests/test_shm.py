@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from instep.distributed.flight_record import record_format
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm import joining
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import group_by_host, obstacle
@@ -111,6 +113,26 @@ def test_what_gloo_refuses_is_refused_in_its_words():
         dist.all_reduce(torch.ones(3), ReduceOp.BAND, group=group())
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         dist.all_reduce(torch.ones(3, dtype=torch.int16), group=group())
+
+
+@ranks(2)
+def test_a_root_or_a_list_that_there_is_not_is_refused_and_the_group_goes_on():
+    ours, none = group(), torch.zeros(2)
+    for root in (-1, dist.get_world_size()):
+        for call, arguments, options in (
+            (ours.broadcast, ([none],), dist.BroadcastOptions()),
+            (ours.reduce, ([none],), dist.ReduceOptions()),
+            (ours.scatter, ([none], []), dist.ScatterOptions()),
+        ):
+            options.rootRank = root
+            with pytest.raises(RuntimeError, match=f"invalid root rank: {root}"):
+                call(*arguments, options)
+    with pytest.raises(RuntimeError):
+        ours.allreduce_coalesced([])
+    dist.all_reduce(none.add_(1), group=ours)
+    assert none.tolist() == [2, 2]
+    entries = record_format.read(recorder.file_descriptor()).entries
+    assert [entry.describe() for entry in entries if entry.left is None] == []
 
 
 @ranks(2, 3)

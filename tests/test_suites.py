@@ -101,3 +101,29 @@ def test_the_tables_are_written_between_their_marks(tmp_path, monkeypatch, scrip
         pages.write_pages()
         summary = "\n".join(pages.summary({}, "en"))
         assert page.read_text() == marks.format(f"{summary}\n", "none\n")
+
+
+def test_each_side_of_horovods_tests_has_its_own_launcher_and_interpreter(tmp_path, scripts):
+    import suites
+
+    (suite,) = (each for each in suites.SUITES if each.name == "horovod")
+    file = tmp_path / "horovod" / suite.files[0]
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    for side, launcher in (
+        ("instep", [sys.executable, "-m", "instep", "horovodrun", "-np", 3, sys.executable]),
+        (
+            "Horovod",
+            [str(Path(suites.HOROVOD).with_name("horovodrun")), "--gloo", "-np", 3, suites.HOROVOD],
+        ),
+    ):
+        ((words, files),) = suites.commands(suite, 3, side, tmp_path)
+        assert words[: len(launcher)] == launcher
+        assert len(files) == 3
+
+
+def test_a_suite_is_left_out_where_its_folder_is_not(tmp_path, scripts):
+    import suites
+
+    found = [suite.name for suite in suites.SUITES if suite.modules(tmp_path)]
+    assert found == ["torch", "torch-rpc"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -24,11 +25,28 @@ from runs import count_groups, read_outcomes, run_tests
 from suites import BUILD, OURS, ROOT, SUITES, Suite, commands, environment
 
 
-def install_needs() -> None:
-    """What PyTorch's and Horovod's tests import, into a folder of its own."""
+def name_its_operators(file: Path) -> None:
+    """A torchvision that is built for CUDA cannot load its operators beside torch for CPUs, and
+    describes two of them without looking whether they are there: those get a definition."""
+    text = file.read_text()
+    for name in ("nms", "qnms"):
+        mark = f'@torch.library.register_fake("torchvision::{name}")'
+        signature = "(Tensor a, Tensor b, float c) -> Tensor"
+        define = f'torch.library.define("torchvision::{name}", "{signature}")'
+        guard = f"if not torchvision.extension._has_ops():\n    {define}\n\n\n"
+        text = text.replace(mark, guard + mark)
+    file.write_text(text)
+
+
+def install_needs(sources: Path | None) -> None:
+    """What the tests and scripts import, into folders of their own."""
     if not all((BUILD / "site" / name).exists() for name in ("expecttest", "mock")):
         words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", BUILD / "site"]
         subprocess.run([sys.executable, *words, "expecttest==0.3.0", "mock==5.2.0"], check=True)
+    if sources and (Path(sources) / "article").exists() and not (BUILD / "vision").exists():
+        words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", BUILD / "vision"]
+        subprocess.run([sys.executable, *words, "torchvision==0.28.0"], check=True)
+        name_its_operators(BUILD / "vision" / "torchvision" / "_meta_registrations.py")
     (BUILD / "outcomes").mkdir(parents=True, exist_ok=True)
 
 
@@ -60,6 +78,11 @@ def version_of(suite: Suite, sources: Path) -> str:
     if suite.module:
         return f"PyTorch {torch.__version__}"
     file = sources / suite.folder / "version.txt"
+    for package in (file.parent / suite.folder, file.parent / "python" / suite.folder):
+        if (package / "__init__.py").exists() and not file.exists():
+            found = re.search(r"__version__ = '(.*)'", (package / "__init__.py").read_text())
+            if found:
+                return f"{suite.folder} {found[1]}"
     version = file.read_text().strip() if file.exists() else git(file.parent, "describe", "--tags")
     return f"{suite.folder} {version}"
 
@@ -78,7 +101,7 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, default=os.environ.get("SUITES"))
     parser.add_argument("--pages", action="store_true", help="write the pages only")
     asked = parser.parse_args()
-    install_needs()
+    install_needs(asked.sources and Path(asked.sources))
     worse = 0
     for suite in SUITES if not asked.pages else ():
         sources = Path(asked.sources or "/nowhere").absolute()

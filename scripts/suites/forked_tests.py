@@ -13,14 +13,15 @@ from typing import Any
 
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "instep.shm", "mapped_backend")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "mapped_backend")
 DISTRIBUTED_TEST = "torch.testing._internal.distributed.distributed_test"
 
 
 def install(*modules: str) -> None:
     """Fork the processes of tests from one that has imported these modules."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *modules])
+    ours = ("instep.shm",) if os.environ["SUITE_BACKEND"] == "instep" else ()
+    context.set_forkserver_preload([*PRELOADED, *ours, *modules])
 
     def start(target: Callable[..., None], name: str, args: Any, kwargs: Any) -> Any:
         given = (dict(os.environ), list(sys.path), target, args, kwargs)

@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "suites"
 WORKER = Path(__file__).with_name("worker.py")
 OURS = "instep"
+HOROVOD = os.environ.get("HOROVOD_PYTHON", str(ROOT / ".venv-peers" / "bin" / "python"))
+"""The interpreter of an environment in which `scripts/horovod` has installed Horovod."""
+OPEN_MPI = ("mpirun.openmpi", "--oversubscribe", "--bind-to", "none", "-n")
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class Suite:
     """Or tests in the folder that SUITES names."""
     folder: str = ""
     """The project's folder in there."""
-    in_each_rank: bool = False
-    """Whether each rank runs the tests, and not each test its ranks."""
+    launcher: Sequence[str] = ()
+    """Starts ranks that each run all the tests; without one each test starts its ranks."""
 
     def modules(self, sources: Path) -> list[str]:
         """What the worker loads."""
         if self.module:
-            return [self.module]
+            return [self.module] if (sources / self.folder).exists() else []
         folder = sources / self.folder
         return [str(file) for row in self.files for file in sorted(folder.glob(row))]
 
@@ -45,54 +48,100 @@ SUITES = (
     Suite("torch", "PyTorch: distributed_test.py", "Gloo", (2, 3, 4), "torch_spawn"),
     Suite("torch-rpc", "PyTorch: DDP under distributed autograd", "Gloo", (0,), "torch_rpc"),
     Suite(
+        "torch-c10d",
+        "PyTorch: test_c10d_common.py, _object_collectives, _spawn_gloo, _gloo",
+        "Gloo",
+        (0,),
+        "",
+        (
+            "test/distributed/test_c10d_common.py",
+            "test/distributed/test_c10d_object_collectives.py",
+            "test/distributed/test_c10d_spawn_gloo.py",
+            "test/distributed/test_c10d_gloo.py",
+        ),
+        "pytorch",
+    ),
+    Suite(
         "torch-sources",
         "PyTorch: tests in its sources",
         "Gloo",
         (0,),
         "",
         (
-            "test/distributed/test_c10d_common.py",
+            "test/distributed/test_device_mesh.py",
             "test/distributed/test_functional_api.py",
-            "test/distributed/test_c10d_functional_native.py",
-            "test/distributed/test_c10d_object_collectives.py",
-            "test/distributed/test_c10d_logger.py",
             "test/distributed/_composable/test_replicate.py",
             "test/distributed/_composable/fsdp/test_fully_shard_init.py",
             "test/distributed/_composable/fsdp/test_fully_shard_training.py",
-            "test/distributed/tensor/test_api.py",
-            "test/distributed/tensor/test_dtensor.py",
-            "test/distributed/tensor/test_init.py",
-            "test/distributed/tensor/test_math_ops.py",
-            "test/distributed/tensor/test_matrix_ops.py",
-            "test/distributed/tensor/test_redistribute.py",
-            "test/distributed/tensor/test_tensor_ops.py",
-            "test/distributed/test_device_mesh.py",
-            "test/distributed/_tensor/test_api.py",
-            "test/distributed/_tensor/test_device_mesh.py",
-            "test/distributed/_tensor/test_dtensor.py",
-            "test/distributed/_tensor/test_init.py",
-            "test/distributed/_tensor/test_math_ops.py",
-            "test/distributed/_tensor/test_matrix_ops.py",
-            "test/distributed/_tensor/test_redistribute.py",
-            "test/distributed/_tensor/test_tensor_ops.py",
-            "test/distributed/_tensor/test_embedding_ops.py",
             "test/distributed/algorithms/test_join.py",
             "test/distributed/optim/test_zero_redundancy_optimizer.py",
+            "test/distributed/*tensor/test_api.py",
+            "test/distributed/*tensor/test_dtensor.py",
+            "test/distributed/*tensor/test_embedding_ops.py",
+            "test/distributed/*tensor/test_init.py",
+            "test/distributed/*tensor/test_math_ops.py",
+            "test/distributed/*tensor/test_matrix_ops.py",
+            "test/distributed/*tensor/test_redistribute.py",
+            "test/distributed/*tensor/test_tensor_ops.py",
+            "test/distributed/tensor/parallel/test_parallelize_api.py",
+            "test/distributed/tensor/parallel/test_tp_examples.py",
+            "test/distributed/checkpoint/test_file_system_checkpoint.py",
+            "test/distributed/checkpoint/test_state_dict.py",
         ),
         "pytorch",
     ),
     Suite(
         "horovod",
-        "Horovod: test_torch.py, test_adasum_pytorch.py",
-        "",
+        "Horovod: test_torch.py, test_adasum_pytorch.py, test_timeline.py",
+        "Horovod",
         (2, 3),
         "",
-        ("test/parallel/test_torch.py", "test/parallel/test_adasum_pytorch.py"),
+        (
+            "test/parallel/test_torch.py",
+            "test/parallel/test_adasum_pytorch.py",
+            "test/parallel/test_timeline.py",
+        ),
         "horovod",
-        in_each_rank=True,
+        ("horovodrun", "-np"),
+    ),
+    Suite(
+        "horovod-single",
+        "Horovod: test_torch_elastic.py",
+        "Horovod",
+        (1,),
+        "",
+        ("test/single/test_torch_elastic.py",),
+        "horovod",
+        ("horovodrun", "-np"),
+    ),
+    *(
+        Suite(
+            f"jittor-{name}",
+            f"Jittor under {title}: test_mpi.py, test_mpi_op.py, test_mpi_batchnorm.py",
+            "",
+            (2, 3),
+            "",
+            tuple(
+                f"python/jittor/test/test_{each}.py" for each in ("mpi", "mpi_op", "mpi_batchnorm")
+            ),
+            "jittor",
+            launcher,
+        )
+        for name, title, launcher in (
+            ("openmpi", "Open MPI", OPEN_MPI),
+            ("mpich", "MPICH", ("mpirun.mpich", "-n")),
+        )
     ),
     Suite(
         "apex", "Apex: tests/L0/run_amp", "Apex", (1,), "", ("tests/L0/run_amp/test_*.py",), "apex"
+    ),
+    Suite(
+        "article",
+        "tczhangzhi/pytorch-distributed: its scripts",
+        "without instep",
+        (2,),
+        "article",
+        folder="article",
     ),
 )
 
@@ -104,26 +153,40 @@ def commands(
     made: list[tuple[list[object], list[Path]]] = []
     for number, module in enumerate(suite.modules(sources)):
         name = BUILD / "outcomes" / f"{suite.name}-{size}-{side}-{number}"
-        files = [Path(f"{name}.{rank}.json") for rank in range(size if suite.in_each_rank else 1)]
-        words: list[object] = [sys.executable, WORKER, module, name]
-        if suite.in_each_rank:
-            words[:0] = [sys.executable, "-m", "instep", "horovodrun", "-np", size]
+        files = [Path(f"{name}.{rank}.json") for rank in range(size if suite.launcher else 1)]
+        python = sys.executable if side == OURS or suite.folder != "horovod" else HOROVOD
+        words: list[object] = [python, WORKER, module, name]
+        if suite.launcher:
+            words[:0] = [*launcher(suite, side), size]
         elif suite.name.startswith("torch"):
             words.append("--forked")
         made.append((words, files))
     return made
 
 
+def launcher(suite: Suite, side: str) -> list[str]:
+    """What starts the ranks: on ours `instep horovodrun` in the place of Horovod's own."""
+    if suite.folder != "horovod":
+        return [*suite.launcher]
+    if side == OURS:
+        return [sys.executable, "-m", "instep", *suite.launcher]
+    return [str(Path(HOROVOD).with_name(suite.launcher[0])), "--gloo", *suite.launcher[1:]]
+
+
 def environment(suite: Suite, size: int, side: str, sources: Path) -> dict[str, str]:
     """The variables of its processes."""
-    path = [ROOT / "src", Path(__file__).parent, BUILD / "site"]
+    path = [ROOT / "src", Path(__file__).parent, BUILD / "site", BUILD / "vision"]
     if not suite.name.startswith("torch"):
-        if suite.folder == "apex":
-            path[:0] = [sources / suite.folder] * (side != OURS)
+        if suite.folder in ("apex", "article") and side != OURS:
+            path[:0] = [sources / "apex"]
         return {
+            "SUITE_SIDE": side,
+            "SUITE_SOURCES": str(sources / suite.folder),
+            "SUITE_ON_CPUS": "1" if suite.folder == "apex" else "",
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             "OMP_NUM_THREADS": "1",
-            "SUITE_COMPAT": str(int(side == OURS)),
+            "SUITE_COMPAT": suite.folder if side == OURS else "",
+            **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
         }
     return {
         "PYTHONPATH": os.pathsep.join(map(str, path)),

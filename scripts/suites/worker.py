@@ -30,6 +30,9 @@ FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")
 """Those of this machine, in the text of an error."""
 
 
+RANKS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
 def reason_of(text: str) -> str:
     """The last line of the first traceback in `text` that names an error."""
     inner = text.partition("and exception:\n")[2] or text
@@ -158,7 +161,7 @@ def main() -> None:
     parser.add_argument("--forked", action="store_true")
     asked = parser.parse_args()
     sys.argv[1:] = []
-    rank = os.environ.get("HOROVOD_RANK") or os.environ.get("RANK", "0")
+    rank = next(filter(None, map(os.environ.get, RANKS)), "0")
     file = Path(f"{asked.outcomes}.{rank}.json")
     done = json.loads(Path(os.environ["SUITE_DONE"]).read_text())
     notes = os.environ.get("SUITE_NOTES")
@@ -170,11 +173,20 @@ def main() -> None:
         import forked_tests
 
         forked_tests.install(*([] if asked.module.endswith(".py") else [asked.module]))
-    if os.environ.get("SUITE_COMPAT") == "1":
+    if compat := os.environ.get("SUITE_COMPAT"):
         from instep.compat import finder
 
         finder.install()
-        stand_in_for_threads()
+        if compat == "horovod":
+            stand_in_for_threads()
+        if compat == "jittor":
+            import jittor_tensors
+
+            jittor_tensors.install()
+    if os.environ.get("SUITE_ON_CPUS"):
+        import apex_on_cpus
+
+        apex_on_cpus.install()
     result = RecordedResult(file, Path(notes) if notes else None)
     try:
         module = load(asked.module)
@@ -183,6 +195,8 @@ def main() -> None:
         test = f"{Path(asked.module).stem} (import)"
         result.write(test=test, outcome="fail", reason=said, groups={})
         return
+    # PyTorch's refuses tests of another file than the one that was started.
+    vars(module).pop("load_tests", None)
     tests = flat(unittest.defaultTestLoader.loadTestsFromModule(module))
     chosen = [test for test in tests if name_of(test) not in done]
     for test in chosen:

@@ -88,10 +88,11 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a timeline of rank 0's collectives from now on; other ranks do nothing.
 
     Args:
-        file_path: replaced if it exists. `instep timeline FILE` shows it.
+        file_path: replaced if it exists. `instep timeline FILE` shows it. A file that was started
+            before is ended.
         mark_cycles: has no meaning here: there are no cycles.
 
-    Raises ValueError if rank 0 writes a timeline already, OSError if it cannot write there.
+    Raises ValueError if rank 0 writes that of the whole job, OSError if it cannot write there.
     """
     if rank() == 0:
         timeline_file.start_part(file_path, 0)

@@ -62,7 +62,8 @@ def init(
     In an elastic job the driver says which ranks these are; one that it does not need any more
     ends here, with exit code 0.
 
-    The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does.
+    The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does. DYNAMIC names
+    none: in Horovod it only allows `start_timeline`.
 
     Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for a `comm`,
     LaunchError.
@@ -72,7 +73,7 @@ def init(
         raise UnsupportedFeatureError.communicator()
     if is_initialized():
         return
-    if file := os.environ.get("HOROVOD_TIMELINE"):
+    if (file := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         os.environ.setdefault(settings.TIMELINE.name, file)
     _session = _join()
     atexit.register(shutdown)

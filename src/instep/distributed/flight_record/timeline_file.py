@@ -84,10 +84,12 @@ class TimelineWriter:
             self._write(events)
         self._written = monotonic_ns()
 
-    def close(self) -> None:
-        """Write what there is, and nothing from now on."""
+    def close(self, is_alone: bool = False) -> None:
+        """Write what there is, and nothing from now on. `is_alone`: the file is this rank's."""
         self._source.on_left = self._source.on_phase = None
         self.flush()
+        if is_alone and os.getpid() == self._process:
+            os.write(self._fd, json.dumps({"ph": "M", "name": "end"}).encode() + b"\n]\n")
 
     def _add_collective(self, slot: bytes) -> None:
         self._slots.append(slot)
@@ -124,22 +126,23 @@ def start(rank: int, node: int) -> None:
 
 
 def start_part(path: str, rank: int) -> None:
-    """Write the events of this rank alone from now on, to a new file.
+    """Write the events of this rank alone from now on, to a new file; one started before ends.
 
-    Raises ValueError if this rank writes a timeline already, OSError if it cannot write there.
+    Raises ValueError if this rank writes that of the whole job, OSError if it cannot write there.
     """
-    if _writers or _parts:
-        raise ValueError("this rank is writing a timeline already")
+    if _writers:
+        raise ValueError("this rank is writing the timeline of the whole job")
+    stop_part()
     Path(path).write_text("[\n")
     _add(TimelineWriter(Path(path), rank), _parts)
 
 
 def stop_part() -> None:
-    """Write what there is to the file of `start_part`. Does nothing without one."""
+    """Write what there is to the file of `start_part`, and its end. Does nothing without one."""
     while _parts:
         writer = _parts.pop()
         atexit.unregister(writer.close)
-        writer.close()
+        writer.close(is_alone=True)
 
 
 def _add(writer: TimelineWriter, writers: list[TimelineWriter]) -> None:

@@ -162,6 +162,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         if len(tensors) != 1 or (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
+        if root not in range(self.size()):
+            return super().reduce(tensors, opts)
 
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.reduce(values[0], chosen, root, timeout)
@@ -171,9 +173,9 @@ class InstepProcessGroup(ProcessGroupOverGloo):
     def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
         """Broadcast from `opts.rootRank`."""
         opts = opts or BroadcastOptions()
-        if len(tensors) != 1 or not is_plain(tensors[0]):
-            return super().broadcast(tensors, opts)
         exchange, root = self._exchange, opts.rootRank
+        if len(tensors) != 1 or not is_plain(tensors[0]) or root not in range(self.size()):
+            return super().broadcast(tensors, opts)
 
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
             exchange.broadcast(values[0], root, timeout)
@@ -312,8 +314,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         reduction: str = "",
     ) -> Signature:
         """For the flight record; `root` is a group rank."""
-        root = root if root is None else self._members[root]
-        return op, shape, dtype, self._recorded_as, root, reduction
+        return op, shape, dtype, self._recorded_as, self._global_rank(root), reduction
 
 
 def _op_type(op: ReduceOp) -> ReduceOp.RedOpType:
@@ -323,6 +324,8 @@ def _op_type(op: ReduceOp) -> ReduceOp.RedOpType:
 
 def _reduction(op: ReduceOp.RedOpType, tensors: Sequence[Tensor]) -> Reduction | None:
     """The reduction of these tensors in shared memory, or None to leave it to Gloo."""
+    if not tensors:
+        return None
     first = tensors[0]
     if not is_plain(first) or (len(tensors) > 1 and {t.dtype for t in tensors} != {first.dtype}):
         return None

@@ -37,7 +37,12 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
 
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
         number = self._enter(op, () if mine is None else args[mine], args) if op else -1
-        work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
+        try:
+            work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
+        except Exception:  # Gloo refuses the arguments
+            if number >= 0:
+                recorder.leave(number)
+            raise
         if number >= 0:
             self._follow(work, number, args)
         return work
@@ -131,7 +136,7 @@ class ProcessGroupOverGloo(ProcessGroup):
             (sum(t.numel() for t in tensors),) if len(tensors) > 1 else _shape_of(tensors),
             tensors[0].dtype if tensors else None,
             self._recorded_as,
-            root if root is None else self._members[root],
+            self._global_rank(root),
             "" if reduction is None else reduction.op.name,
         )
 
@@ -141,9 +146,13 @@ class ProcessGroupOverGloo(ProcessGroup):
             return -1
         *peers, tag = peer_and_tag
         mine = self._members[self.rank()]
-        other = self._members[peers[0]] if peers else None
+        other = self._global_rank(peers[0] if peers else None)
         pair = message_group(mine, mine if other is None else other, tag)
         return recorder.enter(op, _shape_of(tensors), tensors[0].dtype, pair, other)
+
+    def _global_rank(self, rank: int | None) -> int | None:
+        """The rank in the job of a rank of this group, or the number itself if there is none."""
+        return self._members[rank] if rank is not None and 0 <= rank < self.size() else rank
 
     def _follow(self, work: Work, number: int, args: tuple[Any, ...]) -> None:
         """Note when the collective has ended."""

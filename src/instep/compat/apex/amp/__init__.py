@@ -3,7 +3,7 @@
 Differences from Apex:
 
 - It works on the CPU too, where half precision is bfloat16 unless float16 is asked for.
-- Functions are cast by PyTorch's autocast and its lists (on the CPU these are shorter).
+- Functions are cast by PyTorch's autocast and its lists; on a CPU to float32 by Apex's list.
 - An overflow on any rank skips the step on all of them.
 - O2's checkpoints hold the master weights, so that a resumed run continues bit for bit.
 - A checkpoint that is loaded, or a broadcast, after the first step reaches the master weights too.

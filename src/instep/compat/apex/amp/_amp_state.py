@@ -32,6 +32,8 @@ class AmpState(ModuleType):
 
     hard_override = False
     allow_incoming_model_not_fp32 = False
+    allow_banned = False
+    """Whether O1 computes binary_cross_entropy of half precision, in float32 (on a CPU)."""
     verbosity = 1
     """0: amp prints nothing."""
     min_loss_scale: float | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.compat.apex.amp._amp_state import _amp_state
+from instep.compat.apex.amp.float_functions import FLOAT_FUNCTIONS
 from instep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
@@ -30,20 +31,23 @@ def init(
     """Cast torch's functions from now on, as O1 does; `handle._deactivate()` ends it.
 
     `initialize` calls this for O1 by itself. On a CPU the dtype is bfloat16, otherwise float16.
-    The handle scales no loss, so that `loss_scale` has no meaning; nor have `enable_caching` and
-    `allow_banned`: weights are cast at each use, and PyTorch's autocast says which functions
-    refuse half precision.
+    The handle scales no loss, so that `loss_scale` has no meaning; nor has `enable_caching`:
+    weights are cast at each use. `allow_banned` lets binary_cross_entropy take half precision, on a
+    CPU; on a GPU PyTorch's autocast refuses it.
     """
     if not enabled:
         return NoOpHandle(verbose)
     devices = {"cpu", torch_devices.accelerator_type() or "cpu"}
     cast_functions(default_half(()), sorted(devices))
-    return begin_casts(verbose)
+    return begin_casts(verbose, allow_banned)
 
 
-def begin_casts(verbose: bool = False) -> AmpHandle:
+def begin_casts(verbose: bool = False, allow_banned: bool = False) -> AmpHandle:
     """The handle of casts that have begun; the functions that users registered are cast too."""
+    if torch_devices.accelerator_type() is None:
+        PatchHandle(FLOAT_FUNCTIONS)
     PatchHandle(_registered)
+    _amp_state.allow_banned = allow_banned
     _amp_state.handle = handle = AmpHandle(verbose)
     return handle
 

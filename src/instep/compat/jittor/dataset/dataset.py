@@ -104,6 +104,13 @@ class Dataset:
             return self.total_len // self.batch_size
         return -(-self.total_len // self.batch_size)
 
+    @property
+    def real_batch_size(self) -> int:
+        """The number of this rank's samples in a batch that is not the last."""
+        world = bootstrap.current()
+        block = FrontBlock(world.rank, world.size, self.batch_size)
+        return block.stop - block.start
+
     def set_attrs(self, **attributes: Any) -> Dataset:
         """Set attributes by name, and return the dataset itself. Raises AttributeError for an
         unknown one."""

@@ -1,0 +1,58 @@
+"""Apex's tests of amp without a GPU: the stand-in says of CPU tensors that they are on one.
+
+It is the same on instep and beside it on Apex. On instep half precision is bfloat16 on a CPU; its
+type is given the name of float16's, for which the tests look.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def on_a_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for which "cuda" is a CPU."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if isinstance(each, str) and each == "cuda" else each for each in args)
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def install() -> None:
+    """Change PyTorch's classes, for this whole process."""
+    tensor: Any = torch.Tensor
+    kind = torch.Tensor.type
+
+    def same(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    def type_on_a_gpu(self: torch.Tensor, to: Any = None, *more: Any, **named: Any) -> Any:
+        if to is None:
+            name = kind(self).replace("BFloat16", "Half")
+            return name.replace("torch.", "torch.cuda.")
+        if isinstance(to, str):
+            to = to.replace("torch.cuda.", "torch.")
+        return kind(self, to, *more, **named)
+
+    tensor.type = type_on_a_gpu
+    tensor.is_cuda = property(lambda _: True)
+    tensor.cuda = torch.nn.Module.cuda = same
+    for name in ("FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "DoubleTensor"):
+        setattr(torch.cuda, name, getattr(torch, name))
+    for owner, names in (
+        (torch, "arange empty full ones rand randn tensor zeros"),
+        (torch.nn.Module, "to"),
+        (torch.Tensor, "to"),
+    ):
+        for name in names.split():
+            setattr(owner, name, on_a_cpu(getattr(owner, name)))
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: 0

@@ -1,0 +1,64 @@
+"""The functions that O1 computes in float32 on a CPU, where PyTorch's autocast does not.
+
+Those of Apex's lists, which autocast has on GPUs; `binary_cross_entropy` refuses half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from instep.compat.apex.amp._amp_state import _amp_state
+from instep.process.patching import patches
+from instep.training.amp.casting import active_dtype, no_cast
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _in_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if active_dtype() is not None:
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Apex's rule: a sigmoid in half precision is too coarse for the logarithm of 1 - p."""
+    if active_dtype() is None:
+        return function(*args, **kwargs)
+    given = args[0] if args else kwargs.get("input")
+    if not _amp_state.allow_banned and isinstance(given, Tensor) and given.dtype in _HALF:
+        raise NotImplementedError(
+            "amp computes no binary_cross_entropy of half precision. Use BCEWithLogitsLoss without "
+            "a sigmoid before it, or amp.register_float_function(torch, 'sigmoid'), or "
+            "amp.init(allow_banned=True)."
+        )
+    args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+    with no_cast():
+        return function(*args, **kwargs)
+
+
+_OF_BOTH = (
+    "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log2 log_softmax norm pow prod "
+    "reciprocal renorm rsqrt sinh softmax std sum tan var"
+)
+
+FLOAT_FUNCTIONS = patches(
+    "On a CPU autocast leaves them in half precision; Apex computes them in float32.",
+    (torch, _OF_BOTH, _in_float32),
+    (Tensor, f"{_OF_BOTH} __pow__ __rpow__", _in_float32),
+    (
+        functional,
+        "cosine_similarity gelu group_norm layer_norm local_response_norm log_softmax normalize "
+        "softmax softmin softplus",
+        _in_float32,
+    ),
+    (functional, "binary_cross_entropy", _refuse_half),
+)
