@@ -213,7 +213,7 @@ def _warn_of_draws(
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
             "draws its own, so the numbers are not those of one process. Draw them outside, for "
-            "the whole batch, and shard them: instep.shard(noise).",
+            "the whole batch, and shard them: instep.shard(noise). [INS701]",
             InstepWarning,
             stacklevel=2,
         )

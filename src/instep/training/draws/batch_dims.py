@@ -73,7 +73,7 @@ class BatchDims:
         line = script_line()
         if line not in self._warned:
             self._warned.add(line)
-            warnings.warn(f"{line} {problem}", InstepWarning, stacklevel=2)
+            warnings.warn(f"{line} {problem} [INS701]", InstepWarning, stacklevel=2)
 
     def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
         """From a trial, or from draws of the same line with other numbers of rows."""

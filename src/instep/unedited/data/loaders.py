@@ -125,7 +125,7 @@ def _warn(loader: DataLoader[Any], line: str) -> None:
     """Print a line on rank 0, once for each loader."""
     if loader not in _warned and get_transport().rank == 0:
         name = type(loader.dataset).__name__
-        print(f"instep: data set {name}: {line}", file=sys.stderr, flush=True)
+        print(f"instep: data set {name}: {line} [INS713]", file=sys.stderr, flush=True)
     _warned.add(loader)
 
 

@@ -270,4 +270,5 @@ def _report_whole(module: nn.Module, why: str) -> None:
         separator = " " if why.startswith("where ") else ": "
         if group.is_virtual and why == _FEW_ROWS:
             why = why.replace("ranks", "shards")
-        print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)
+        line = f"every rank computes {name} whole{separator}{why}."
+        print(f"instep: {line} [INS711]", file=sys.stderr)

@@ -73,7 +73,7 @@ class DistributedDataParallel(nn.Module):
         if device_ids is not None or output_device is not None:
             warnings.warn(
                 "apex.parallel.DistributedDataParallel has no device_ids and no output_device; "
-                "they are ignored, since each rank has one device.",
+                "they are ignored, since each rank has one device. [INS707]",
                 InstepWarning,
                 stacklevel=2,
             )
