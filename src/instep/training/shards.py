@@ -162,6 +162,11 @@ class ShardedLoader(DataLoader[T]):
         assert isinstance(self.dataset, Sized)
         return len(self.dataset)
 
+    @property
+    def batches_taken(self) -> int:
+        """How many batches of this epoch the loop has taken, before a resume too."""
+        return self._position.batches
+
     def _get_iterator(self) -> Any:
         """torch's iterator, over a dataset that draws each sample from its own stream."""
         loading = copy.copy(self)
