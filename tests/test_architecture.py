@@ -112,6 +112,31 @@ def test_the_glossary_is_short_and_each_entry_is_in_use() -> None:
     assert [entry for entry in entries if not any(is_known(w, used) for w in words(entry))] == []
 
 
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    found = {path.name for path in FILES if [*private_names_of_torch(ast.parse(path.read_text()))]}
+    assert found == {"torch_private.py"}
+
+
+def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
+    """Names with an underscore that are imported from torch, or are attributes of what is."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.partition(".")[0] == "torch":
+                    known[each.asname or "torch"] = each.name if each.asname else "torch"
+                    yield from [each.name] * ("._" in each.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for each in node.names:
+                name = known[each.asname or each.name] = f"{node.module}.{each.name}"
+                yield from [name] * ("._" in name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *names = ast.unparse(node).split(".")
+            if root in known and any(re.match(r"_(?!_)", name) for name in names):
+                yield ".".join([known[root], *names])
+
+
 def test_the_map_in_the_design_is_that_of_the_files() -> None:
     """`python scripts/design_map.py` writes it."""
     page = DESIGN.read_text()

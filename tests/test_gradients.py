@@ -369,7 +369,7 @@ def test_accumulate_steps_after_every_third_batch_and_after_the_last(loader, ste
 def test_accumulate_takes_a_number_of_batches_and_a_loader_with_a_length():
     with pytest.raises(ValueError, match="steps is a number of batches, from 1 on, not 0"):
         instep.accumulate(range(3), 0)
-    with pytest.raises(TypeError, match="generator has no length.*no_sync"):
+    with pytest.raises(TypeError, match=r"generator has no length.*no_sync"):
         instep.accumulate((k for k in range(3)), 2)
 
 

@@ -16,16 +16,10 @@ from instep.check.run_warnings import RUN_WARNINGS, TITLE, RunWarning
 
 def format_page(rule: Rule | RunWarning) -> str:
     """One page in Markdown; `instep check --explain CODE` prints it."""
-    page = (
-        f"# {rule.code} {rule.name}\n\n"
-        f"*{rule.severity}*: {rule.sentence}\n\n"
-        f"{rule.page}\n"
-    )
+    page = f"# {rule.code} {rule.name}\n\n*{rule.severity}*: {rule.sentence}\n\n{rule.page}\n"
     if isinstance(rule, RunWarning):
         return page
-    return (
-        f"{page}\nTo ignore it on one line, end the line with `# instep: ignore[{rule.code}]`.\n"
-    )
+    return f"{page}\nTo ignore it on one line, end the line with `# instep: ignore[{rule.code}]`.\n"
 
 
 def format_index() -> str:
@@ -66,9 +60,9 @@ def page_filename(rule: Rule | RunWarning) -> str:
 
 def generate_pages() -> dict[str, str]:
     """The files of docs/check by name."""
+    documented: list[Rule | RunWarning] = [*RULES.values(), *RUN_WARNINGS.values()]
     return {"index.md": format_index()} | {
-        page_filename(rule): format_page(rule)
-        for rule in (*RULES.values(), *RUN_WARNINGS.values())
+        page_filename(each): format_page(each) for each in documented
     }
 
 

@@ -166,7 +166,8 @@ is meant, and there is no line.""",
         "The ranks of one host talk through Gloo instead of shared memory.",
         """\
 The collectives work, and are slower. The line says why: too little memory in /dev/shm, ranks in
-different containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant.""",
+different containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant,
+and there is no line.""",
     ),
 )
 RUN_WARNINGS: dict[str, RunWarning] = {each.code: each for each in _ALL}

@@ -20,6 +20,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
+from instep.process.torch_private import current_graph_task_id
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import (
@@ -146,7 +147,7 @@ def backward(
     """
     rest = (retain_graph, create_graph, grad_variables, inputs)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
+    nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
     if nested or not (reducer_of or _unequal_block()):

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
+from instep.process.torch_private import tree_map
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning
+from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
 from instep.training.batches import BatchCandidates
 from instep.training.forward_calls import ForwardCall

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.process import settings
+from instep.process.torch_private import foreach_add, foreach_add_
 from instep.training.blocks import Block
 
 _SUMMED_BY_TREE = (torch.float32, torch.float64)
@@ -85,9 +86,9 @@ def _tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     if len(terms) == 1:
         return [tensor.clone() for tensor in terms[0]]
     pairs = zip(terms[::2], terms[1::2], strict=True)
-    sums = [torch._foreach_add(list(left), list(right)) for left, right in pairs]
+    sums = [foreach_add(list(left), list(right)) for left, right in pairs]
     while len(sums) > 1:
         for left, right in zip(sums[::2], sums[1::2], strict=True):
-            torch._foreach_add_(left, right)
+            foreach_add_(left, right)
         sums = sums[::2]
     return list(sums[0])
