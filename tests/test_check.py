@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,12 @@ def test_the_pages_in_docs_are_those_of_the_code() -> None:
     english = (path for path in PAGES.glob("*.md") if not path.name.endswith(".zh.md"))
     written = {path.name: path.read_text("utf-8") for path in english}
     assert written == generate_pages(), "run `python -m instep.check.pages docs/check`"
+
+
+def test_the_chinese_pages_are_those_of_the_code() -> None:
+    pages = runpy.run_path(str(SOURCE.parents[1] / "scripts" / "check_pages_zh.py"))
+    written = {path.name: path.read_text("utf-8") for path in PAGES.glob("*.zh.md")}
+    assert written == pages["generate_chinese_pages"](), "run scripts/check_pages_zh.py"
 
 
 def test_every_warning_of_a_running_job_has_a_code_with_a_page() -> None:
