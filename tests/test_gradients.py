@@ -346,22 +346,23 @@ class Resumed:
     """A loader that goes on after its first batches, as one with a checkpoint's state does."""
 
     def __init__(self, loader, first):
-        self._loader, self.batches_taken = loader, first
+        self._loader, self.batch_position = loader, first
 
     def __len__(self):
         return len(self._loader)
 
     def __iter__(self):
-        for batch in [*self._loader][self.batches_taken :]:
-            self.batches_taken += 1
+        for batch in [*self._loader][self.batch_position :]:
+            self.batch_position += 1
             yield batch
 
 
 @pytest.mark.parametrize(
-    ("loader", "stepping"),
-    [(range(7), [2, 5, 6]), (range(6), [2, 5]), (Resumed(range(7), 2), [2, 5, 6]), ([], [])],
+    ("length", "resumes_at", "stepping"),
+    [(7, None, [2, 5, 6]), (6, None, [2, 5]), (7, 2, [2, 5, 6]), (7, 3, [5, 6]), (0, None, [])],
 )
-def test_accumulate_steps_after_every_third_batch_and_after_the_last(loader, stepping):
+def test_accumulate_steps_after_every_third_batch_and_after_the_last(length, resumes_at, stepping):
+    loader = range(length) if resumes_at is None else Resumed(range(length), resumes_at)
     found = [*instep.accumulate(loader, 3)]
     assert [batch for batch, is_last in found if is_last] == stepping
 

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
         known: dict[str, Rule | RunWarning] = {**RULES, **RUN_WARNINGS}
         found = known.get(arguments.explain.upper().strip("[]"))
         if found is None:
-            parser.error(f"there is no code {arguments.explain!r}; they are {', '.join(known)}")
+            parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(known)}")
         print(format_page(found), end="")
         return CLEAN
     if not arguments.scripts:

@@ -92,7 +92,7 @@ def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
 
 def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T, bool]]:
     for count, batch in enumerate(loader, start=1):
-        count = getattr(loader, "batches_taken", count)  # one that resumes begins in mid-epoch
+        count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
         is_last = count % steps == 0 or count == total
         with nullcontext() if is_last else no_sync():
             yield batch, is_last

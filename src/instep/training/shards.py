@@ -163,7 +163,7 @@ class ShardedLoader(DataLoader[T]):
         return len(self.dataset)
 
     @property
-    def batches_taken(self) -> int:
+    def batch_position(self) -> int:
         """How many batches of this epoch the loop has taken, before a resume too."""
         return self._position.batches
 

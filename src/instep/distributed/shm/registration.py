@@ -50,8 +50,8 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
         exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
     except CannotShareMemory as reason:
         if rank == 0 and not options.global_ranks_in_group and str(reason):
-            line = f"no shared memory, Gloo instead: {reason}"
-            print(f"instep: {line} [INS715]", file=sys.stderr, flush=True)
+            line = f"instep: no shared memory, Gloo instead: {reason} [INS715]"
+            print(line, file=sys.stderr, flush=True)
         return ProcessGroupOverGloo(store, gloo, options.group_id)
     cls = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
     return cls(store, gloo, options.group_id, exchange)

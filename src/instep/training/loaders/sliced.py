@@ -52,7 +52,7 @@ class SlicedLoader(Generic[T]):
         return len(self._whole)  # type: ignore[arg-type]
 
     @property
-    def batches_taken(self) -> int:
+    def batch_position(self) -> int:
         """How many batches of this epoch the loop has taken, before a resume too."""
         return self._position.batches
 
