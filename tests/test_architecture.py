@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ import torch
 
 import instep
 from instep import check, errors, shm
+from instep.process import torch_private
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import design_map
@@ -135,6 +137,12 @@ def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
             root, *names = ast.unparse(node).split(".")
             if root in known and any(re.match(r"_(?!_)", name) for name in names):
                 yield ".".join([known[root], *names])
+
+
+def test_the_versions_that_were_tried_are_those_of_the_table() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "compat.json").read_text())
+    tried = {tuple(map(int, row["torch"].split(".")[:2])) for row in results.values()}
+    assert (min(tried), max(tried)) == torch_private.TRIED
 
 
 def test_the_map_in_the_design_is_that_of_the_files() -> None:
