@@ -28,7 +28,8 @@ MOVED = {
 API = {
     "training": (
         "Models, data and metrics",
-        "replicate shard weight no_sync Checkpoint Mean Accuracy Metric gather_rows PowerSGD",
+        "replicate shard weight no_sync accumulate Checkpoint Mean Accuracy Metric gather_rows "
+        "PowerSGD",
     ),
     "ranks": (
         "Ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ import torch
 
 import instep
 from instep import check, errors, shm
+from instep.process import torch_private
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import design_map
@@ -110,6 +112,37 @@ def test_the_glossary_is_short_and_each_entry_is_in_use() -> None:
     assert 0 < len(entries) <= 25
     used = {word for path in FILES for name in public_names(path) for word in words(name)}
     assert [entry for entry in entries if not any(is_known(w, used) for w in words(entry))] == []
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    found = {path.name for path in FILES if [*private_names_of_torch(ast.parse(path.read_text()))]}
+    assert found == {"torch_private.py"}
+
+
+def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
+    """Names with an underscore that are imported from torch, or are attributes of what is."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.partition(".")[0] == "torch":
+                    known[each.asname or "torch"] = each.name if each.asname else "torch"
+                    yield from [each.name] * ("._" in each.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for each in node.names:
+                name = known[each.asname or each.name] = f"{node.module}.{each.name}"
+                yield from [name] * ("._" in name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *names = ast.unparse(node).split(".")
+            if root in known and any(re.match(r"_(?!_)", name) for name in names):
+                yield ".".join([known[root], *names])
+
+
+def test_the_versions_that_were_tried_are_those_of_the_table() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "compat.json").read_text())
+    tried = {tuple(map(int, row["torch"].split(".")[:2])) for row in results.values()}
+    assert (min(tried), max(tried)) == torch_private.TRIED
 
 
 def test_the_map_in_the_design_is_that_of_the_files() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from instep.check.checker import check_text
 from instep.check.command import add_command
 from instep.check.pages import generate_pages
 from instep.check.rules import RULES, THEMES
+from instep.check.run_warnings import RUN_WARNINGS
 
 SCRIPTS = Path(__file__).parent / "check_scripts"
+SOURCE = Path(__file__).parents[1] / "src" / "instep"
 PAGES = Path(__file__).parent.parent / "docs" / "check"
 
 EXPECTED: dict[str, list[tuple[int, str]]] = {
@@ -152,8 +155,25 @@ def test_codes_are_grouped_and_names_are_unique() -> None:
 
 
 def test_the_pages_in_docs_are_those_of_the_code() -> None:
-    written = {path.name: path.read_text("utf-8") for path in PAGES.glob("*.md")}
+    english = (path for path in PAGES.glob("*.md") if not path.name.endswith(".zh.md"))
+    written = {path.name: path.read_text("utf-8") for path in english}
     assert written == generate_pages(), "run `python -m instep.check.pages docs/check`"
+
+
+def test_the_chinese_pages_are_those_of_the_code() -> None:
+    pages = runpy.run_path(str(SOURCE.parents[1] / "scripts" / "check_pages_zh.py"))
+    written = {path.name: path.read_text("utf-8") for path in PAGES.glob("*.zh.md")}
+    assert written == pages["generate_chinese_pages"](), "run scripts/check_pages_zh.py"
+
+
+def test_every_warning_of_a_running_job_has_a_code_with_a_page() -> None:
+    sources = [path for path in SOURCE.rglob("*.py") if path.name != "run_warnings.py"]
+    printed = {code for path in sources for code in re.findall(r"\[(INS\d+)\]", path.read_text())}
+    assert printed == RUN_WARNINGS.keys()
+    assert not printed & RULES.keys()
+    for warning in RUN_WARNINGS.values():
+        where = [path for path in sources if f"[{warning.code}]" in path.read_text()]
+        assert all(("InstepWarning" in p.read_text()) == warning.of_python for p in where), where
 
 
 def test_exit_code_0_means_clean(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +307,8 @@ def test_github_gets_one_annotation_per_finding(
 def test_explain_prints_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert instep("--explain", "ins301") == 0
     assert capsys.readouterr().out == generate_pages()["INS301-set-epoch-forgotten.md"]
+    assert instep("--explain", "[INS702]") == 0
+    assert capsys.readouterr().out == generate_pages()["INS702-gradient-not-finite.md"]
 
 
 def test_columns_count_characters_not_bytes() -> None:

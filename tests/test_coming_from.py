@@ -472,7 +472,9 @@ _ACCELERATE: dict[str, Check] = {
     "set_seed(3)": seeded,
     "model, optimizer, loader, schedule = "
     "accelerator.prepare(model, optimizer, loader, schedule)": prepared,
-    "with accelerator.accumulate(model): accelerator.backward(loss)": nothing_sent,
+    "with accelerator.accumulate(model): accelerator.backward(loss)": has(
+        "is_last", lambda s: True
+    ),
     "accelerator.backward(loss)": Scene.expected_gradients,
     "accelerator.clip_grad_norm_(model.parameters(), 0.1)": clipped,
     "accelerator.process_index": rank,

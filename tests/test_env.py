@@ -14,6 +14,7 @@ import torch
 from instep import cli
 from instep.distributed.identity import accelerators
 from instep.launch.env import command, rank_report, self_test, self_test_job, training_test
+from instep.process import torch_private
 from launching import LAUNCHER_VARIABLES
 from pool import ranks
 
@@ -148,3 +149,16 @@ def test_under_a_launcher_rank_0_reports_for_all() -> None:
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert len({rank["pid"] for rank in report["ranks"]}) == 2
     assert {verdict for tests in report["tests"] for _, verdict, _ in tests} == {"ok"}
+
+
+def test_a_pytorch_that_is_newer_than_any_that_was_tried_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    major, minor = torch_private.TRIED[1]
+    for version, named in ((f"{major}.{minor}.9+cu130", False), (f"{major}.{minor + 1}.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        lines = [line for line in rank_report.describe_rank()["warnings"] if "newer" in line]
+        assert (
+            lines
+            == [f"PyTorch {version} is newer than any that was tried ({major}.{minor})"] * named
+        )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 from detour import Detour
@@ -339,3 +340,73 @@ def looked_for():
 def test_what_is_no_number_is_found_where_the_script_looks_for_it():
     for grads in run(2, looked_for):
         assert all(grad.isfinite().all() for grad in grads)
+
+
+class Resumed:
+    """A loader that goes on after its first batches, as one with a checkpoint's state does."""
+
+    def __init__(self, loader, first):
+        self._loader, self.batch_position = loader, first
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        for batch in [*self._loader][self.batch_position :]:
+            self.batch_position += 1
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("length", "resumes_at", "stepping"),
+    [(7, None, [2, 5, 6]), (6, None, [2, 5]), (7, 2, [2, 5, 6]), (7, 3, [5, 6]), (0, None, [])],
+)
+def test_accumulate_steps_after_every_third_batch_and_after_the_last(length, resumes_at, stepping):
+    loader = range(length) if resumes_at is None else Resumed(range(length), resumes_at)
+    found = [*instep.accumulate(loader, 3)]
+    assert [batch for batch, is_last in found if is_last] == stepping
+
+
+def test_accumulate_takes_a_number_of_batches_and_a_loader_with_a_length():
+    with pytest.raises(ValueError, match="steps is a number of batches, from 1 on, not 0"):
+        instep.accumulate(range(3), 0)
+    with pytest.raises(TypeError, match=r"generator has no length.*no_sync"):
+        instep.accumulate((k for k in range(3)), 2)
+
+
+def accumulated(resumes_at):
+    torch.manual_seed(3)
+    model = instep.replicate(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double())
+    data = TensorDataset(torch.randn(19, 4).double(), torch.randint(0, 3, (19,)))
+    loader = instep.shard(DataLoader(data, 4))  # 5 batches, the last of three rows
+    for k, _ in enumerate(loader):
+        if k == resumes_at:
+            break
+    if resumes_at is not None:
+        loader.load_state_dict(loader.state_dict())
+    for (x, y), _ in instep.accumulate(loader, 3):  # a loop that is left early
+        cross_entropy(model(x), y).backward()
+        break
+    model.zero_grad()
+    if resumes_at is not None:
+        loader.load_state_dict(loader.state_dict())
+    gradients, stayed = [], 0
+    for (x, y), is_last in instep.accumulate(loader, 3):
+        cross_entropy(model(x), y).backward()
+        if is_last:
+            gradients += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        else:
+            stayed += instep.world_size > 1 and differ_by_rank(model[0].weight.grad)
+    assert stayed == (0 if instep.world_size == 1 else 3 if resumes_at is None else 1)
+    cross_entropy(model(x), y).backward()  # after the loop, gradients are summed again
+    return (*gradients, *(p.grad for p in model.parameters()))
+
+
+def differ_by_rank(tensor):
+    return instep.all_reduce(tensor, "max").ne(tensor).any().item()
+
+
+@pytest.mark.parametrize("resumes_at", [None, 0])
+def test_accumulate_has_the_gradients_of_one_process(resumes_at):
+    same_on_one_rank(accumulated, resumes_at)

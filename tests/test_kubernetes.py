@@ -5,17 +5,27 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import components
 from instep import cli
-from instep.launch.kubernetes.manifests import MANIFESTS, KubernetesJob, format_yaml
+from instep.launch.kubernetes.manifests import HOSTFILE, MANIFESTS, PORT, KubernetesJob, format_yaml
 from test_rendezvous import clean_environ, free_port
 
 JOB = KubernetesJob("mnist", "registry/train:1", ("train.py", "--lr", "0.1"), nodes=3, tasks=4)
 PET = ("PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 VARIABLES = {"PyTorchJob": ("RANK", "MASTER_ADDR", "MASTER_PORT"), "TrainJob": PET}
 """What each operator sets: the pod's number, and the address and port of pod 0."""
+
+
+TELLING = """
+import instep, sys, torch
+instep.init()
+total = int(instep.all_reduce(torch.tensor(1 + instep.rank), 'sum'))
+print(instep.rank, instep.world_size, total, sys.argv[1:], flush=True)
+"""
 
 
 def command_of(manifest):
@@ -109,18 +119,56 @@ def test_wrong_lines_are_answered(capsys, words, answer):
     assert answer in capsys.readouterr().err
 
 
+def launcher_command(job):
+    """The shell command of the launcher's pod of an MPIJob, as the container gets it."""
+    replicas = MANIFESTS["MPIJob"](job)["spec"]["mpiReplicaSpecs"]
+    (container,) = replicas["Launcher"]["template"]["spec"]["containers"]
+    shell, option, command = (in_pod(word, {}) for word in container["command"])
+    assert (shell, option) == ("sh", "-c")
+    return command.replace("$$(", "$(")
+
+
+def test_the_launcher_of_an_mpi_job_starts_all_ranks_and_names_the_first_worker(tmp_path):
+    job = KubernetesJob("a", "b", ("train.py", "it's $(RANK)"), nodes=3, tasks=4)
+    assert MANIFESTS["MPIJob"](job)["spec"]["slotsPerWorker"] == 4
+    (tmp_path / "mpirun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    for line in ("a-worker-0.a.ns.svc slots=4", "a-worker-0.a.ns.svc:4"):
+        (tmp_path / "hosts").write_text(f"{line}\na-worker-1.a.ns.svc slots=4\n")
+        command = launcher_command(job).replace(HOSTFILE, str(tmp_path / "hosts"))
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        words = subprocess.check_output(["sh", "-c", command], env=path, text=True).splitlines()
+        assert words[:2] == ["-n", "12"]
+        assert "MASTER_ADDR=a-worker-0.a.ns.svc" in words
+        assert words[-5:] == ["python", "-m", "instep", "train.py", "it's $(RANK)"]
+
+
+@pytest.mark.nightly
+@pytest.mark.launch
+@components.needs("Open MPI")
+def test_the_launcher_of_an_mpi_job_runs_a_script(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TELLING)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\n")
+    command = launcher_command(KubernetesJob("a", "b", (str(script), "$(RANK)"), tasks=2))
+    command = command.replace(HOSTFILE, str(tmp_path / "hosts")).replace(
+        str(PORT), str(free_port())
+    )
+    environ = clean_environ()
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    shell = ["sh", "-c", command.replace("mpirun ", "mpirun.openmpi --oversubscribe ")]
+    said = subprocess.check_output(shell, env=environ, text=True, stderr=subprocess.STDOUT)
+    assert "0 2 3 ['$(RANK)']" in said
+    assert "1 2 3 ['$(RANK)']" in said
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "kind", ["PyTorchJob", pytest.param("TrainJob", marks=pytest.mark.nightly)]
 )
 def test_the_command_runs_with_what_the_operator_sets(kind, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(
-        "import instep, sys, torch\n"
-        "instep.init()\n"
-        "total = int(instep.all_reduce(torch.tensor(1 + instep.rank), 'sum'))\n"
-        "print(instep.rank, instep.world_size, total, sys.argv[1:], flush=True)\n"
-    )
+    script.write_text(TELLING)
     job = KubernetesJob("a", "b", (str(script), "$(RANK)"), nodes=2, tasks=1)
     command = command_of(MANIFESTS[kind](job))
     port = free_port()

@@ -57,6 +57,18 @@ def test_every_rank_learns_its_place(launch: Launch) -> None:
         assert len({environ[name] for environ in seen}) == 1
 
 
+def test_a_slow_start_is_mentioned_once(launch: Launch) -> None:
+    script = launch.script("tell(rank, 1)")
+    slow = {"INSTEP_ARRIVAL_NOTICE": "0"}  # every start is slow
+    done = launch.run("-n", "2", script, environ=slow)
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.splitlines() if "still starting" in line]
+    assert lines == [
+        "instep: still starting: 2 of 2 ranks on this host (they import PyTorch, or wait for other "
+        "ranks)."
+    ]
+
+
 def test_two_jobs_have_two_names_and_a_job_inside_one_carries_its_name(launch: Launch) -> None:
     first, second = environments(launch, 1), environments(launch, 1)
     assert first[0]["INSTEP_JOB"] != second[0]["INSTEP_JOB"]

@@ -208,11 +208,13 @@ def allocations(folder):
         ("node08", OPEN_MPI | slurm_),
         ("node08", OPEN_MPI | pbs),
         ("node08", MPICH | pbs),
+        ("node08", OPEN_MPI | lsf),
+        ("node08", MPICH | lsf),
         ("node09", JSRUN | lsf),  # the first one is where the batch script runs
     ]
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(6))
 def test_mpirun_and_jsrun_put_rank_0_on_the_first_host_of_the_allocation(tmp_path, which):
     (tmp_path / "hosts").write_text("node08\nnode09\n")
     host, variables = allocations(tmp_path)[which]

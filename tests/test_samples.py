@@ -59,6 +59,7 @@ class Named(torch.Tensor):
     """A tensor with something of its own."""
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by PyTorch 2.12's unpickling
 @pytest.mark.parametrize(
     "value",
     [

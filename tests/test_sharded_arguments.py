@@ -161,9 +161,11 @@ def test_an_object_into_which_nobody_looks_is_named() -> None:
         assert first == (
             "instep: every rank computes Giving whole: it returns a Own, into which instep does "
             "not look (return a tuple, a dict or a dataclass, or register that class with "
-            "torch.utils._pytree.register_pytree_node)."
+            "torch.utils._pytree.register_pytree_node). [INS711]"
         )
-        assert second == "instep: every rank computes Counting whole: it returns no tensor."
+        assert second == (
+            "instep: every rank computes Counting whole: it returns no tensor. [INS711]"
+        )
 
 
 class Model(Around):
@@ -224,7 +226,7 @@ def test_a_call_that_is_given_a_cache_is_made_once_and_whole(learning: bool) -> 
     if instep.rank == 0:
         assert log.getvalue() == (
             "instep: every rank computes Model whole where it is given a DynamicCache, which it "
-            "changes, as in generate(); other calls are not affected.\n"
+            "changes, as in generate(); other calls are not affected. [INS711]\n"
         )
 
 

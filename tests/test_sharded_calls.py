@@ -637,7 +637,7 @@ def test_that_a_batch_is_small_is_said_once_and_not_of_every_part() -> None:
     if instep.rank == 0:
         assert log.getvalue() == (
             "instep: every rank computes Sequential whole where a batch has fewer rows than "
-            "there are ranks; other batches are not affected.\n"
+            "there are ranks; other batches are not affected. [INS711]\n"
         )
 
 
@@ -648,7 +648,7 @@ def test_what_fails_for_some_rows_is_reported_with_its_exception() -> None:
     if instep.rank == 0:
         assert log.getvalue() == (
             "instep: every rank computes Linear whole: it cannot be computed for some of its rows "
-            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)).\n"
+            "(RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 6x3)). [INS711]\n"
         )
 
 

@@ -1017,7 +1017,7 @@ def test_without_memory_the_group_talks_over_gloo_and_says_so_in_one_line(tmp_pa
     lines = (tmp_path / "stderr0").read_text().splitlines()
     assert [line for line in lines if line.startswith("instep")] == [
         "instep: no shared memory, Gloo instead: 4198400 bytes of memory are not to be had "
-        "([Errno 27] File too large)"
+        "([Errno 27] File too large) [INS715]"
     ]
     assert "instep" not in (tmp_path / "stderr1").read_text()
 

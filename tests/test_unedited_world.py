@@ -203,7 +203,7 @@ def test_a_script_with_a_process_group_of_its_own_is_left_alone(place: Place) ->
     assert done.stderr == (
         "instep: every rank runs this script as it is, since it takes RANK for granted. If it "
         "gives each rank a part of the data, its batch is 2 times larger, with 1/2 of the steps; "
-        "if it does not, these are 2 identical runs.\n"
+        "if it does not, these are 2 identical runs. [INS714]\n"
     )
     seen = b"(None, False, False) 3.0 2"
     assert place.left("n2") == {"rank0": seen, "rank1": seen}
@@ -231,7 +231,8 @@ def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) ->
     """)
     done = place.run("n2", *RUN, "2", script)
     assert (done.returncode, done.stderr) == (0, (
-        "instep: every rank runs this script as it is, since ../mine.py uses instep itself.\n"
+        "instep: every rank runs this script as it is, since ../mine.py uses instep itself. "
+        "[INS714]\n"
     ))  # fmt: skip
     assert place.left("n2") == {"rank0": b"(0, 2)", "rank1": b"(1, 2)"}
     script = place.script("import os; open(os.environ['RANK'], 'w')", "plain.py")

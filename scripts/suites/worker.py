@@ -55,9 +55,11 @@ class RecordedResult(unittest.TestResult):
     def __init__(self, file: Path, notes: Path | None) -> None:
         super().__init__()
         self.file, self.notes = file, notes
+        self.is_started = False
 
     def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802
         super().startTest(test)
+        self.is_started = True
         self.outcome, self.reason, self.began = "pass", "", monotonic()
         if self.notes:
             self.notes.write_text("")
@@ -65,6 +67,7 @@ class RecordedResult(unittest.TestResult):
 
     def stopTest(self, test: unittest.TestCase) -> None:  # noqa: N802
         super().stopTest(test)
+        self.is_started = False
         groups = Counter(self.notes.read_text().splitlines()) if self.notes else {}
         self.write(
             test=name_of(test),
@@ -89,6 +92,8 @@ class RecordedResult(unittest.TestResult):
 
     def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
         super().addSkip(test, reason)
+        if not self.is_started:  # Python 3.12.1 does not start a test that a decorator skips
+            self.startTest(test)
         if self.outcome == "pass":
             self.outcome, self.reason = "skip", shortened(reason)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from instep.launch.spawn import spawn
     from instep.training.buckets.compression import PowerSGD
     from instep.training.checkpoint.checkpoint import Checkpoint
-    from instep.training.gradients import no_sync, weight
+    from instep.training.gradients import accumulate, no_sync, weight
     from instep.training.metrics import Accuracy, Mean, Metric, gather_rows
     from instep.training.replicas import replicate
     from instep.training.shards import shard
@@ -67,6 +67,7 @@ _MODULES = {
     "Metric": "training.metrics",
     "PowerSGD": "training.buckets.compression",
     "World": "distributed.identity.world",
+    "accumulate": "training.gradients",
     "all_gather": "distributed.communication.exchanges",
     "all_gather_object": "distributed.communication.objects",
     "all_reduce": "distributed.communication.collectives",
@@ -111,6 +112,7 @@ __all__ = [  # not print: `from instep import *` must not replace Python's
     "Metric",
     "PowerSGD",
     "World",
+    "accumulate",
     "all_gather",
     "all_gather_object",
     "all_reduce",

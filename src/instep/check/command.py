@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from instep.check import report
 from instep.check.checker import check_files, find_python_files, select_rules
+from instep.check.finding import Rule
 from instep.check.pages import format_page
 from instep.check.rules import RULES
+from instep.check.run_warnings import RUN_WARNINGS, RunWarning
 from instep.errors import CommandLineError
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="CODES",
         help="leave out rules whose codes begin with one of these",
     )
-    parser.add_argument("--explain", metavar="CODE", help="print the page of a rule")
+    parser.add_argument(
+        "--explain", metavar="CODE", help="print the page of a rule, or of a warning"
+    )
     parser.set_defaults(command=run, parser=parser)
 
 
@@ -63,10 +67,11 @@ def run(arguments: argparse.Namespace, program: tuple[str, ...] = ()) -> int:
     """Check the scripts, print the findings to stdout and return the exit code."""
     parser: argparse.ArgumentParser = arguments.parser
     if arguments.explain is not None:
-        rule = RULES.get(arguments.explain.upper())
-        if rule is None:
-            parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(RULES)}")
-        print(format_page(rule), end="")
+        known: dict[str, Rule | RunWarning] = {**RULES, **RUN_WARNINGS}
+        found = known.get(arguments.explain.upper().strip("[]"))
+        if found is None:
+            parser.error(f"there is no rule {arguments.explain!r}; they are {', '.join(known)}")
+        print(format_page(found), end="")
         return CLEAN
     if not arguments.scripts:
         parser.error("no script given: instep check train.py")

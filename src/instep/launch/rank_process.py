@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.distributed.identity.launchers import FAILURE_FILE
-from instep.launch.control_bytes import GO, READY
+from instep.launch.control_bytes import BEGUN, GO, READY
 from instep.launch.output import Streams
 from instep.process.failure import RankExit
 from instep.process.pending_writes import marker_path
@@ -34,6 +34,8 @@ class RankProcess:
         self._process = process
         self._mark = marker_path(Path(spec.environ[FAILURE_FILE]))
         self._ready = False
+        self.has_begun = False
+        """Whether its program has begun."""
 
     def send_go(self) -> None:
         """Let the rank's program start."""
@@ -41,12 +43,13 @@ class RankProcess:
             self.line.send(GO)
 
     def receive(self) -> bytes:
-        """Read READY, FAILED, both, or nothing if the rank has closed its end."""
+        """Read READY, BEGUN, FAILED, several of them, or nothing if the rank has closed its end."""
         try:
             encode_message = self.line.recv(16)
         except ConnectionResetError:
             return b""
         self._ready = self._ready or READY in encode_message
+        self.has_begun = self.has_begun or BEGUN in encode_message
         return encode_message
 
     def signal(self, number: signal.Signals) -> None:

@@ -71,6 +71,8 @@ AFTER_SIGNAL = {
 }
 
 
+_SLOW_START = 2
+"""A start takes long after so many times INSTEP_ARRIVAL_NOTICE."""
 INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGTERM)
 """Exit codes of an interrupted rank; the last one of a rank that had not started its program."""
 
@@ -260,6 +262,7 @@ class Supervisor:
         self._stopping = False
         """Whether the ranks got a signal that ends them."""
         self._deadline = float("inf")
+        self._notice_time = time.monotonic() + _SLOW_START * int(settings.ARRIVAL_NOTICE)
         self._patient_until = 0.0
         """Until this time ranks that are writing a file get no signal."""
         self._selector = selectors.DefaultSelector()
@@ -282,8 +285,20 @@ class Supervisor:
         while len(self.ends) < len(ranks):
             for key, _ in self._selector.select(self._time_left()):
                 key.data()
+            self._mention_slow_start()
             if time.monotonic() >= self._deadline and not self._waits_for_file():
                 self._next_step()
+
+    def _mention_slow_start(self) -> None:
+        """Print one line if ranks take long to begin their program."""
+        waiting = sum(not rank.has_begun and rank.end is None for rank in self._ranks)
+        if not waiting or self._steps is not None:
+            self._notice_time = float("inf")
+        elif time.monotonic() >= self._notice_time:
+            self._notice_time = float("inf")
+            line = f"still starting: {waiting} of {len(self._ranks)} ranks on this host"
+            why = "they import PyTorch, or wait for other ranks"
+            print(f"instep: {line} ({why}).", file=sys.stderr, flush=True)
 
     def _waits_for_file(self) -> bool:
         """Whether the next step waits because a rank is writing a file."""
@@ -297,9 +312,8 @@ class Supervisor:
         self._selector.register(source, selectors.EVENT_READ, react)
 
     def _time_left(self) -> float | None:
-        if self._deadline == float("inf"):
-            return None
-        return max(0.0, self._deadline - time.monotonic())
+        next_time = min(self._deadline, self._notice_time)
+        return None if next_time == float("inf") else max(0.0, next_time - time.monotonic())
 
     def _on_rank_end(self, rank: RankProcess) -> None:
         self._selector.unregister(rank.pidfd)

@@ -160,7 +160,7 @@ def _wrap(original: Function, patch: Patch) -> Function:
         return replacement(original, *args, **kwargs)
 
     if patch.compile == "skip":
-        from instep.process.torch_compile import skip_frame
+        from instep.process.torch_private import skip_frame
 
         assert isinstance(patched, FunctionType)
         patched.__code__ = patched.__code__.replace()  # it is skipped by its code object
@@ -169,7 +169,7 @@ def _wrap(original: Function, patch: Patch) -> Function:
 
 
 def _disallow(functions: Iterable[Function]) -> None:
-    from instep.process.torch_compile import disallow_in_graph
+    from instep.process.torch_private import disallow_in_graph
 
     for function in functions:
         disallow_in_graph(function)

@@ -88,7 +88,8 @@ TIMEOUT = Setting(
 ARRIVAL_NOTICE = Setting(
     "INSTEP_ARRIVAL_NOTICE",
     "10",
-    "Seconds until a line says for which ranks others wait; the next one after twice as long.",
+    "Seconds until a line says for which ranks others wait; after twice as long the next one, and "
+    "one of instep run if its ranks are still starting.",
     numbers=range(_LONGEST + 1),
 )
 BUCKET_MIB = Setting(

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Pending, get_transport, use_transport
 from instep.errors import TrainingError
+from instep.process.torch_private import BatchNorm
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
@@ -135,7 +135,7 @@ def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives)
     return outputs
 
 
-def normalize(module: _BatchNorm, x: Tensor, transport: ReduceTransport) -> Tensor:
+def normalize(module: BatchNorm, x: Tensor, transport: ReduceTransport) -> Tensor:
     """The forward of Horovod's and Apex's SyncBatchNorm. Collective among `transport`'s ranks."""
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and module.num_batches_tracked is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from instep.process.torch_private import tree_leaves, tree_map
 from instep.training.errors import CannotShardError
 
 T = TypeVar("T")

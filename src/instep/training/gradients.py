@@ -8,9 +8,9 @@ it, and nothing below the root needs to know it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
+from instep.process.torch_private import current_graph_task_id
 from instep.training import batches, forward_calls
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import (
@@ -31,6 +32,8 @@ from instep.training.buckets.reducer import (
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import MixedBatchesError
 from instep.training.forward_calls import ForwardCall, find_calls
+
+T = TypeVar("T")
 
 _sync = True
 
@@ -53,6 +56,46 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         _sync = before
+
+
+def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
+    """The batches of `loader`, and after which the optimizer steps (gradient accumulation).
+
+        for (x, y), is_last in instep.accumulate(loader, 4):
+            loss = loss_function(model(x), y) / 4
+            loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    The optimizer steps after every `steps` batches, and after the last batch of the loader, so that
+    no gradient is left over. Gradients are summed over the ranks in the backwards before a step
+    only: the others are inside of `no_sync`. The gradient in the end is the same as without it.
+
+    Args:
+        loader: what `instep.shard` returned, or anything with a length.
+        steps: the number of batches for each step of the optimizer.
+
+    Raises ValueError for steps below 1, TypeError for a loader without a length.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is a number of batches, from 1 on, not {steps!r}.")
+    try:
+        total = len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{type(loader).__name__} has no length, so its last batch is not known before it is "
+            "over. Use instep.no_sync, and step when the loop has ended."
+        ) from None
+    return _accumulate(loader, steps, total)
+
+
+def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T, bool]]:
+    for count, batch in enumerate(loader, start=1):
+        count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
+        is_last = count % steps == 0 or count == total
+        with nullcontext() if is_last else no_sync():
+            yield batch, is_last
 
 
 def weight(count: Tensor | float | None) -> None:
@@ -105,7 +148,7 @@ def backward(
     """
     rest = (retain_graph, create_graph, grad_variables, inputs)
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
+    nested = current_graph_task_id() != -1  # reentrant checkpointing
     if nested:
         _check_outer_backward(roots)
     if nested or not (reducer_of or _unequal_block()):

@@ -19,7 +19,8 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from instep.process.torch_private import DisableTorchFunctionSubclass, tree_flatten, tree_unflatten
 
 MAX_OBJECTS = 4096
 """How many objects `contents` visits at most, the nearest first."""
@@ -325,5 +326,5 @@ def versions(values: Iterable[Any]) -> list[int]:
 
     Methods of subclasses are not called: they may have to communicate first.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return [v._version for v in values if isinstance(v, Tensor) and not v.is_inference()]

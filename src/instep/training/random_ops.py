@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
+from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
@@ -180,7 +181,7 @@ the generator back and computes again: it must find the same ones."""
 
 def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
     """This draw and the call to which it belongs; None for what torch draws itself."""
-    if torch._C._current_graph_task_id() != -1:  # gradient checkpointing computes again
+    if current_graph_task_id() != -1:  # gradient checkpointing computes again
         return (_recomputed_draw() if _drawn else None), forward_calls.current()
     call = forward_calls.current() or _call_of_method()
     if call is not None and call.trial is not None:

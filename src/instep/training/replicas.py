@@ -25,7 +25,7 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import set_phase
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
-from instep.process.torch_compile import disable_compile
+from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
 from instep.training.batches import find_candidates
 from instep.training.buckets.compression import Compression, check_compression
@@ -213,7 +213,7 @@ def _warn_of_draws(
         warnings.warn(
             f"{type(model).__name__} draws random numbers of its own in its forward; each rank "
             "draws its own, so the numbers are not those of one process. Draw them outside, for "
-            "the whole batch, and shard them: instep.shard(noise).",
+            "the whole batch, and shard them: instep.shard(noise). [INS701]",
             InstepWarning,
             stacklevel=2,
         )
@@ -311,7 +311,7 @@ def _batch_norm(
 
 def _sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """A replica's nn.SyncBatchNorm is a batch normalisation like any other, on the CPU too."""
-    plain = torch_batchnorm._BatchNorm.forward if module in replica_of_part else original
+    plain = BatchNorm.forward if module in replica_of_part else original
     output: Tensor = plain(module, x)
     return output
 

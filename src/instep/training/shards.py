@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
+from instep.process.torch_private import tree_map
 from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
@@ -161,6 +161,11 @@ class ShardedLoader(DataLoader[T]):
         """How many samples the dataset has."""
         assert isinstance(self.dataset, Sized)
         return len(self.dataset)
+
+    @property
+    def batch_position(self) -> int:
+        """How many batches of this epoch the loop has taken, before a resume too."""
+        return self._position.batches
 
     def _get_iterator(self) -> Any:
         """torch's iterator, over a dataset that draws each sample from its own stream."""

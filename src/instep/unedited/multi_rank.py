@@ -51,7 +51,7 @@ LONG_RUN = 20.0
 _NO_CALLS = (
     "every rank computed all of this script: it called no torch.nn.Module with parameters in a way "
     "that instep sees. (Calls of a class that defines __call__ itself, and those by torch.func, "
-    "are not seen.)"
+    "are not seen.) [INS712]"
 )
 _INFO, _FAILED, _DONE, _NEVER = "info", "failed", "done", "never"
 

@@ -125,9 +125,10 @@ def print_opt_out(world: World, reason: str, effect: BatchEffect) -> None:
     if effect is not BatchEffect.SAME:
         _reasons.append(reason)
     if world.rank == 0 and launchers.RESTARTS not in os.environ:
-        sentence = effect.format(n=world.size)
+        line = f"every rank runs this script as it is, since {reason}."
+        sentences = [line, *filter(None, [effect.format(n=world.size)]), "[INS714]"]
         print(
-            f"instep: every rank runs this script as it is, since {reason}. {sentence}".rstrip(),
+            f"instep: {' '.join(sentences)}",
             file=sys.stderr,
             flush=True,
         )

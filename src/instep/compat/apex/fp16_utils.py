@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
+from instep.process.torch_private import BatchNorm, flatten_dense_tensors, unflatten_dense_tensors
 from instep.training.amp.errors import PrecisionError
 
 __all__ = [
@@ -40,7 +39,7 @@ class tofp16(nn.Module):  # noqa: N801  # Apex's name
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # Apex's name
     """Cast all batch normalisation in a module back to float32, in place; returns the module."""
     for each in module.modules():
-        if isinstance(each, _BatchNorm):
+        if isinstance(each, BatchNorm):
             each.float()
     return module
 
@@ -59,7 +58,7 @@ def prep_param_lists(
     """
     model_params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if flat_master:
-        flat = _flatten_dense_tensors([p.detach() for p in model_params]).float()
+        flat = flatten_dense_tensors([p.detach() for p in model_params]).float()
         masters: list[Tensor] = [nn.Parameter(flat)]
     else:
         masters = [nn.Parameter(p.detach().clone().float()) for p in model_params]
@@ -75,7 +74,7 @@ def model_grads_to_master_grads(
     grads = [p.grad for p in model_params]
     if flat_master:
         present = [grad for grad in grads if grad is not None]
-        master_params[0].grad = _flatten_dense_tensors(present).to(master_params[0].dtype)
+        master_params[0].grad = flatten_dense_tensors(present).to(master_params[0].dtype)
         return
     for master, grad in zip(master_params, grads, strict=True):
         master.grad = None if grad is None else grad.detach().to(master.dtype)
@@ -87,7 +86,7 @@ def master_params_to_model_params(
     """Copy the float32 copies to the parameters."""
     values: Sequence[Tensor] = master_params
     if flat_master:
-        values = _unflatten_dense_tensors(master_params[0].detach(), tuple(model_params))
+        values = unflatten_dense_tensors(master_params[0].detach(), tuple(model_params))
     with torch.no_grad():
         for parameter, value in zip(model_params, values, strict=True):
             parameter.copy_(value)

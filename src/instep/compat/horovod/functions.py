@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from instep.compat.horovod.basics import ProcessSet, global_process_set, rank
 from instep.compat.horovod.errors import WrongArgumentError
@@ -17,6 +16,7 @@ from instep.compat.horovod.handles import Handle, full_name, submit
 from instep.distributed.identity.torch_devices import current_device
 from instep.distributed.negotiation.message_table import Response
 from instep.distributed.rendezvous import signed_pickle
+from instep.process.torch_private import tree_leaves, tree_map
 
 T = TypeVar("T")
 

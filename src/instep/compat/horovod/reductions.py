@@ -20,7 +20,7 @@ from instep.compat.horovod.gather_broadcast import (
 )
 from instep.compat.horovod.handles import Handle, Start, full_name, submit, takes_arguments_of
 from instep.compat.horovod.ops import Adasum, Average, ReduceOp, Sum, adasum, op_name, parse_op
-from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.tensors import apply, make_sparse
 from instep.distributed.negotiation.execution import scale
 
 Tensors = Sequence[Tensor]
@@ -251,13 +251,7 @@ class SparseHandle:
         """The sum or average, sparse; entries of one index are not added up yet."""
         indices: Tensor = self._indices.result()
         values: Tensor = self._values.result()
-        return torch.sparse_coo_tensor(
-            indices.t(),
-            values / self._divisor,
-            self._shape,
-            device=values.device,
-            check_invariants=False,
-        )
+        return make_sparse(indices.t(), values / self._divisor, self._shape)
 
     __call__ = result
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.compat.horovod.basics import size
 from instep.compat.horovod.gather_broadcast import allgather
 from instep.compat.horovod.handles import Handle
 from instep.compat.horovod.ops import Sum
 from instep.compat.horovod.reductions import allreduce_async_
+from instep.process.torch_private import BatchNorm
 from instep.training.batchnorm import normalize
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics in training are those of all ranks' rows.
 
     Args as torch.nn.BatchNorm2d's; inputs are (rows, channels, ...). Ranks may have different

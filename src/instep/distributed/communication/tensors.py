@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,3 +46,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, which torch leaves untyped."""
     return function.apply(*args)
+
+
+def make_sparse(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """A sparse COO tensor of (dimensions, n) indices and their n values, which are not checked.
+
+    PyTorch 2.12 warns of that for the argument check_invariants=False, too.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), device=values.device)

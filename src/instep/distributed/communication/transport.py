@@ -26,6 +26,7 @@ from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
 from instep.process import settings
+from instep.process.torch_private import foreach_copy_
 
 T = TypeVar("T")
 
@@ -183,7 +184,7 @@ class ProcessGroupTransport:
         for rank, received in enumerate(self.all_gather(message)):
             if rank != self.rank and parts[rank]:
                 values = received[: sum(sizes[rank])].split(sizes[rank])
-                torch._foreach_copy_(list(parts[rank]), list(values))
+                foreach_copy_(list(parts[rank]), list(values))
 
     def all_to_all(self, inputs: Sequence[Tensor], output_sizes: Sequence[int]) -> list[Tensor]:
         self._count()

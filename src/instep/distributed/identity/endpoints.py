@@ -126,10 +126,11 @@ def _allocation_address(environ: Mapping[str, str], world: World) -> Endpoint:
     jsrun's list begins with the host that the batch script runs on, which holds no ranks. Where
     there is no batch system, the host of Open MPI's mpirun, if rank 0 is there.
     """
+    by_jsrun = "JSM_NAMESPACE_RANK" in environ
     found = (
         _slurm_host(environ)
         or _listed_host(environ, "PBS_JOBID", "PBS_NODEFILE", first=0)
-        or _listed_host(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=1)
+        or _listed_host(environ, "LSB_JOBID", "LSB_DJOB_RANKFILE", first=int(by_jsrun))
         or _mpirun_host(environ)
     )
     if found is None:

@@ -11,6 +11,11 @@ import torch
 
 from instep.distributed.identity.accelerators import Accelerator, row_of
 from instep.process import settings
+from instep.process.torch_private import (
+    dispatch_key_for_device,
+    has_kernel_for_dispatch_key,
+    known_accelerator,
+)
 
 CPU = torch.device("cpu")
 
@@ -47,7 +52,7 @@ def is_in_use() -> bool:
     """Whether this process has begun to use the accelerator, which is not to be begun by asking."""
     # What torch.accelerator.current_accelerator() asks, in a tenth of its time: it is asked in
     # every forward.
-    found = torch._C._accelerator_getAccelerator()
+    found = known_accelerator()
     if found is None:
         return False
     is_initialized = getattr(_module(found.type), "is_initialized", None)
@@ -145,8 +150,8 @@ def describe(index: int) -> tuple[str, str]:
 @cache
 def has_kernel(operation: str, device_type: str) -> bool:
     """Whether a device of this type computes an operation of torch by itself."""
-    key = torch._C._dispatch_key_for_device(device_type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, key)
+    key = dispatch_key_for_device(device_type)
+    return has_kernel_for_dispatch_key(operation, key)
 
 
 def _module(name: str) -> Any:

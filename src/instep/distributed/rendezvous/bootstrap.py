@@ -43,6 +43,7 @@ from instep.distributed.watchdog import client
 from instep.process import malloc, settings
 from instep.process.errors import LaunchVariablesError
 from instep.process.exit_status import format_ranks
+from instep.process.torch_private import default_device_types, default_store
 
 _worlds_of_one: list[World] = []
 """Those of `world_of_one` that this process is in now, the innermost last."""
@@ -299,7 +300,7 @@ def _group_state() -> _GroupState:
 
 def _add_state(key: bytes, one_host: bool, store_of_torch: dist.Store | None = None) -> None:
     assert dist.group.WORLD is not None
-    below = dist.distributed_c10d._get_default_store()
+    below = default_store()
     # Whoever has the store can use it after the group was destroyed, as threads that write do.
     store = VerifiedStore(below, derive_key(key, "store"), keeps=store_of_torch)
     _states[dist.group.WORLD] = _GroupState(key, store, one_host)
@@ -331,5 +332,5 @@ def _broadcast_key() -> bytes:
 def _control_device() -> torch.device:
     """The device of small tensors for the default process group."""
     assert dist.group.WORLD is not None
-    types = [device.type for device in dist.group.WORLD._device_types]
+    types = default_device_types()
     return torch.device("cpu") if "cpu" in types else torch_devices.current_device(types[0])

@@ -31,7 +31,7 @@ def take_device(world: World) -> torch.device:
     if row.backend is None:
         warnings.warn(
             f"{world.size} ranks compute on the CPU: torch.distributed has no backend for "
-            f"{row.name}. One rank uses the {row.title}.",
+            f"{row.name}. One rank uses the {row.title}. [INS705]",
             InstepWarning,
             stacklevel=4,
         )
@@ -44,7 +44,7 @@ def take_device(world: World) -> torch.device:
     backend_of(device)
     torch_devices.set_index(device.index)
     if (warning := changed_devices_warning()) is not None:
-        warnings.warn(warning, InstepWarning, stacklevel=4)
+        warnings.warn(f"{warning} [INS706]", InstepWarning, stacklevel=4)
     return device
 
 

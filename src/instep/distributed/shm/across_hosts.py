@@ -17,7 +17,6 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Work
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.flight_record.recorder import recorder
@@ -27,7 +26,7 @@ from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.work_queue import Collective, WorkQueue
-from instep.process.torch_compile import skip_methods
+from instep.process.torch_private import AllreduceOptions, Work, skip_methods
 
 _SMALL_BYTES = 16 << 10
 """Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""

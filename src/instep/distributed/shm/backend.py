@@ -16,16 +16,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Work,
-)
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.flight_record.recorder import recorder
@@ -35,7 +25,17 @@ from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
 from instep.distributed.shm.work_queue import Collective, Signature, Step, WorkQueue
-from instep.process.torch_compile import skip_methods
+from instep.process.torch_private import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    Work,
+    skip_methods,
+)
 
 
 class _Options(Protocol):

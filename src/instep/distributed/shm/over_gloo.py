@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 from torch.distributed.distributed_c10d import GroupName, default_pg_timeout
 
 from instep.distributed.flight_record.record_format import message_group
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.shared_buckets import Resident
-from instep.process.torch_compile import skip_methods
+from instep.process.torch_private import AllreduceOptions, ProcessGroup, Work, skip_methods
 
 NAME = "instep"
 

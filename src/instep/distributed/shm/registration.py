@@ -6,7 +6,6 @@ import sys
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 from torch.distributed import Backend, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
@@ -16,6 +15,7 @@ from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import CannotShareMemory, join
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
 from instep.process import settings
+from instep.process.torch_private import has_backend, set_sequence_number
 
 
 class _GroupOptions(Protocol):
@@ -31,7 +31,7 @@ class _GroupOptions(Protocol):
 
 def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors. May be called twice."""
-    if NAME.upper() not in Backend._plugins:
+    if not has_backend(NAME.upper()):
         Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     torch_calls.install()
 
@@ -42,8 +42,7 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
     gloo.options.global_ranks_in_group = options.global_ranks_in_group
     gloo.options.group_name = GroupName(options.group_id)
-    if torch.__version__ < "2.14":  # later ones begin at 0 by themselves, and warn
-        gloo._set_sequence_number_for_group()
+    set_sequence_number(gloo)
     ranks = options.global_ranks_in_group or range(size)
     if str(settings.BACKEND) == "gloo":
         return ProcessGroupOverGloo(store, gloo, options.group_id)
@@ -51,7 +50,8 @@ def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
         exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
     except CannotShareMemory as reason:
         if rank == 0 and not options.global_ranks_in_group and str(reason):
-            print(f"instep: no shared memory, Gloo instead: {reason}", file=sys.stderr, flush=True)
+            line = f"instep: no shared memory, Gloo instead: {reason} [INS715]"
+            print(line, file=sys.stderr, flush=True)
         return ProcessGroupOverGloo(store, gloo, options.group_id)
     cls = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
     return cls(store, gloo, options.group_id, exchange)

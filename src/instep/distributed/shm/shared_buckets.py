@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 
 from instep.distributed.errors import SharedMemoryError
@@ -26,6 +25,7 @@ from instep.distributed.shm.memory.reduction import (
     reduce_into,
 )
 from instep.distributed.shm.memory.signals import signature_of
+from instep.process.torch_private import Work
 
 _PIECE_BYTES = 256 << 10
 _COUNT = Reduction("SUM", torch.add, frozenset({torch.int32}))

@@ -7,11 +7,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Reducer, Work
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.process.patching import Patch, PatchHandle, patches
+from instep.process.torch_private import Reducer, Work
 
 
 def install() -> None:

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
-from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.futures import Future
 
@@ -31,7 +29,7 @@ from instep.distributed.errors import (
 )
 from instep.distributed.flight_record.recorder import enter, issued, leave, wait
 from instep.distributed.shm.memory.flat import flatten, write_back
-from instep.process.torch_compile import skip_methods
+from instep.process.torch_private import Work, profiler_enabled, skip_methods
 
 
 @skip_methods
@@ -302,7 +300,7 @@ def _event(text: str) -> AbstractContextManager[object]:
 
     It lasts as long as a blocking collective, and as long as the issue of an asynchronous one.
     """
-    return record_function(f"instep:{text}") if _profiler_enabled() else _NO_EVENT
+    return record_function(f"instep:{text}") if profiler_enabled() else _NO_EVENT
 
 
 def _enter(collective: Collective) -> int:

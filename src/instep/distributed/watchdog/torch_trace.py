@@ -14,8 +14,8 @@ import torch.distributed as dist
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT
 from instep.distributed.watchdog.call_stack import main_thread_root, main_thread_wait
 from instep.distributed.watchdog.mismatch import LAST, Step, has_line
+from instep.process.torch_private import dump_flight_record, process_groups
 
-_dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
 _OF_EQUAL_SHAPES = ("all_reduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 """Of other collectives the ranks' tensors may differ, as those of a gather's root do."""
 _DTYPES = {
@@ -42,11 +42,11 @@ def traced_steps(*, with_stacks: bool, line: str = "") -> list[Step]:
 
     PyTorch records their dtypes, shapes and stacks, but neither roots nor reductions.
     """
-    groups = dist.distributed_c10d._world.pg_map
+    groups = process_groups()
     names = {str(group.group_name) for group in groups if type(group) is dist.ProcessGroup}
-    if _dump is None or not names:
+    if dump_flight_record is None or not names:
         return []
-    entries = pickle.loads(_dump(True, with_stacks, False)).get("entries", [])
+    entries = pickle.loads(dump_flight_record(True, with_stacks, False)).get("entries", [])
     steps = [*_steps(entries, names)][-LAST:]
     wait = main_thread_wait() if steps and not line else None
     line = line if wait is None else str(wait["line"])

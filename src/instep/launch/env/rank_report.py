@@ -15,7 +15,7 @@ import torch.distributed as dist
 from instep import version
 from instep.distributed.identity import accelerators, launchers, torch_devices
 from instep.distributed.rendezvous import bootstrap, devices, interfaces
-from instep.process import settings, storage
+from instep.process import settings, storage, torch_private
 from instep.unedited.files import landlock
 
 Facts = dict[str, Any]
@@ -124,4 +124,8 @@ def _versions() -> dict[str, str]:
 
 def _warnings() -> list[str]:
     late = devices.changed_devices_warning() if torch_devices.is_in_use() else None
-    return [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]
+    found = [*([late] if late else []), *([] if landlock.version() else [_NO_LANDLOCK])]
+    if torch_private.is_newer_than_tried(torch.__version__):
+        newest = ".".join(map(str, torch_private.TRIED[1]))
+        found.append(f"PyTorch {torch.__version__} is newer than any that was tried ({newest})")
+    return found

@@ -18,12 +18,13 @@ Print the manifest of a job for Kubernetes, for Kubeflow's operators.
 
     instep k8s --image registry/train:1 --nodes 2 --gpus-per-node 4 train.py | kubectl apply -f -
 
-Each pod runs `instep run`, so that the ranks of a pod end together and the first traceback is
-printed last. The script's name is its path in the image.
+Each pod runs `instep run` (with an MPIJob, mpirun starts the ranks), so that the ranks of a pod end
+together and the first traceback is printed last. The script's name is its path in the image.
 """
 KIND_HELP = """\
 PyTorchJob (the default): for the Training Operator.
-TrainJob: for Kubeflow Trainer, with its runtime torch-distributed"""
+TrainJob: for Kubeflow Trainer, with its runtime torch-distributed
+MPIJob: for the MPI Operator; the image also holds Open MPI and an SSH server"""
 
 RESOURCE_HELP = """\
 other accelerators of each pod, by the name that their plugin

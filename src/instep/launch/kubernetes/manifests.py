@@ -1,16 +1,24 @@
-"""The manifests of Kubeflow's PyTorchJob and TrainJob, as values and as YAML."""
+"""The manifests of Kubeflow's PyTorchJob, TrainJob and MPIJob, as values and as YAML."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+HOSTFILE = "/etc/mpi/hostfile"
+"""Where the MPI Operator lists the workers, in the launcher's pod."""
+PORT = 29500
+"""At which rank 0 of an MPIJob listens, in its pod."""
+_SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+_SHM_MOUNT = {"name": "shm", "mountPath": "/dev/shm"}
 
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """A job of `nodes` pods, each of which runs `instep run`."""
+    """A job of `nodes` pods with `tasks` ranks each."""
 
     name: str
     image: str
@@ -37,10 +45,9 @@ def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
         "image": job.image,
         "command": _command(job, "RANK", "MASTER_ADDR", "MASTER_PORT"),
         **_resources(job, "resources"),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        "volumeMounts": [_SHM_MOUNT],
     }
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    template = {"spec": {"containers": [container], "volumes": [shm]}}
+    template = {"spec": {"containers": [container], "volumes": [_SHM]}}
     replica = {"restartPolicy": "Never", "template": template}
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
     if job.nodes > 1:
@@ -61,9 +68,47 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
     return _manifest(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
 
 
+def mpi_job(job: KubernetesJob) -> dict[str, Any]:
+    """The MPIJob (kubeflow.org/v2beta1) of the MPI Operator: Open MPI's mpirun in a pod of its own.
+
+    The operator lists the workers in HOSTFILE there; rank 0 runs on the first. mpirun's own host,
+    which Open MPI names to the ranks, has none.
+    """
+    words = ["python", "-m", "instep", *_escape(job.program)]
+    start = (
+        f"exec mpirun -n {job.nodes * job.tasks} --allow-run-as-root --bind-to none"
+        f" -x MASTER_ADDR=$$(sed 's/[ :].*//;q' {HOSTFILE}) -x MASTER_PORT={PORT}"
+    )
+    launcher = {
+        "name": "mpi-launcher",
+        "image": job.image,
+        "command": ["sh", "-c", f"{start} {shlex.join(words)}"],
+    }
+    container = {
+        "name": "mpi-worker",
+        "image": job.image,
+        **_resources(job, "resources"),
+        "volumeMounts": [_SHM_MOUNT],
+    }
+    replicas = {
+        "Launcher": {"replicas": 1, "template": {"spec": {"containers": [launcher]}}},
+        "Worker": {
+            "replicas": job.nodes,
+            "template": {"spec": {"containers": [container], "volumes": [_SHM]}},
+        },
+    }
+    spec = {
+        "slotsPerWorker": job.tasks,
+        "runPolicy": {"cleanPodPolicy": "Running"},
+        "mpiReplicaSpecs": replicas,
+    }
+    return _manifest(job, "kubeflow.org/v2beta1", "MPIJob", spec)
+
+
 MANIFESTS: Mapping[str, Callable[[KubernetesJob], dict[str, Any]]] = {
     "PyTorchJob": pytorch_job,
     "TrainJob": train_job,
+    "MPIJob": mpi_job,
 }
 
 
@@ -72,8 +117,11 @@ def _command(job: KubernetesJob, rank: str, address: str, port: str) -> list[str
     hosts = ["--nnodes", str(job.nodes)]
     if job.nodes > 1:
         hosts += ["--node-rank", f"$({rank})", "--master", f"$({address}):$({port})"]
-    program = [word.replace("$(", "$$(") for word in job.program]
-    return ["python", "-m", "instep", "run", *hosts, "-n", str(job.tasks), *program]
+    return ["python", "-m", "instep", "run", *hosts, "-n", str(job.tasks), *_escape(job.program)]
+
+
+def _escape(words: Sequence[str]) -> list[str]:
+    return [word.replace("$(", "$$(") for word in words]
 
 
 def _resources(job: KubernetesJob, name: str) -> dict[str, Any]:

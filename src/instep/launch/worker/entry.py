@@ -17,7 +17,7 @@ from types import TracebackType
 
 from instep.distributed import gloo_threads
 from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
-from instep.launch.control_bytes import FAILED, GO, READY
+from instep.launch.control_bytes import BEGUN, FAILED, GO, READY
 from instep.launch.worker import program
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler
@@ -47,7 +47,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         enable_faulthandler(os.open(LastPosition(leave.file).crash_file, flags, 0o600))
         if buffering == LINES:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        program.run_program(command, plain=mode == PLAIN)
+        program.run_program(command, plain=mode == PLAIN, begin=lambda: _send(int(line), BEGUN))
         leave.report_success(_end_of_script())
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
@@ -91,10 +91,14 @@ def _wait_for_go(line: int) -> None:
     os.set_inheritable(line, False)
     if STORE_FD in os.environ:
         os.set_inheritable(int(os.environ[STORE_FD]), False)
-    with suppress(BrokenPipeError):  # handled below
-        os.write(line, READY)
+    _send(line, READY)
     if os.read(line, 1) != GO:
         os._exit(1)  # the supervisor was killed before the reaper knew this rank
+
+
+def _send(line: int, message: bytes) -> None:
+    with suppress(BrokenPipeError):  # the supervisor is gone: the reaper ends this rank
+        os.write(line, message)
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,7 @@ class ExitReporter:
         )
         with program.real_files():
             failure.write(self.file)
-        with suppress(BrokenPipeError):  # the supervisor is gone: the reaper ends this rank
-            os.write(self.line, FAILED)
+        _send(self.line, FAILED)
 
     def report_success(self, line: str) -> None:
         """Write the line at which the rank ended with code 0, for ranks that still wait for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -24,11 +24,13 @@ real_files = bypass.bypass_overlay
 failing, explain = session.reports_failure, session.add_notes
 
 
-def run_program(command: Sequence[str], *, plain: bool = False) -> None:
+def run_program(
+    command: Sequence[str], *, plain: bool = False, begin: Callable[[], None] = lambda: None
+) -> None:
     """Run `script.py args…` or `-m package.module args…`. Its exceptions escape.
 
     It runs unedited, seeing one process and with its work divided, unless `plain` is set or its
-    text opts out.
+    text opts out. `begin` is called when it is about to begin.
     """
     if not _is_instep_entry(command):
         job_fingerprint.announce(command)
@@ -37,6 +39,7 @@ def run_program(command: Sequence[str], *, plain: bool = False) -> None:
     local_rank_argument.add_local_rank(launchers.detect())
     if not plain:
         start_session(command)
+    begin()
     folder = str(settings.CHECKPOINT)
     if folder and not _is_instep_entry(command):
         main_module.run_as_main(command, _saved_in(folder, command))

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_private import BatchNorm, tree_map
 
 # ---------------------------------------------------------------------------------- a model
 
@@ -20,7 +19,7 @@ from instep.process.patching import Function, Patch, PatchHandle
 def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
     """Cast parameters and floating-point buffers in place; the Parameter objects stay."""
     for module in model.modules():
-        if not (keep_batchnorm and isinstance(module, _BatchNorm)):
+        if not (keep_batchnorm and isinstance(module, BatchNorm)):
             module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import get_transport
+from instep.process.torch_private import check_finite_and_unscale_
 
 WINDOW = 2000
 """Good steps after which a dynamic scale doubles, unless a scaler has another `window`."""
@@ -67,7 +68,7 @@ def unscale(grads: Iterable[Tensor], scale: float) -> list[Tensor]:
     for (_, device), group in groups.items():
         flag = torch.zeros(1, device=device)
         inverse = torch.full((1,), 1.0 / scale, device=device)  # a copy to a GPU is waited for
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
+        check_finite_and_unscale_(group, flag, inverse)
         found.append(flag)
     return found
 

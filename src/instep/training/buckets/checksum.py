@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from instep.distributed.identity.torch_devices import has_kernel
+from instep.process.torch_private import assert_async
 from instep.training.errors import MixedSumsError
 
 LENGTH = 64
@@ -53,7 +54,7 @@ def verify_checksum(total: Tensor, error: MixedSumsError) -> None:
     """
     if not total.is_cpu and has_kernel("aten::_assert_async.msg", total.device.type):
         mixed = torch.dot(*total.real.chunk(2))
-        torch._assert_async(mixed == 0, str(error)[:250])  # it takes no more than 254
+        assert_async(mixed == 0, str(error)[:250])  # it takes no more than 254
         return
     bits = total.real.tolist()
     if any(map(mul, bits[: LENGTH // 2], bits[LENGTH // 2 :])):

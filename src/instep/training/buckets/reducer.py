@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.objects import all_gather_object
+from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
@@ -78,12 +79,8 @@ def all_reduce_sparse(grad: Tensor) -> Tensor:
     # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
     parts = all_gather_object((mine.indices().cpu(), mine.values().cpu()))
     indices, values = zip(*parts, strict=True)
-    return torch.sparse_coo_tensor(
-        torch.cat(indices, dim=1).to(grad.device),
-        torch.cat(values).to(grad.device),
-        grad.shape,
-        device=grad.device,
-        check_invariants=False,
+    return make_sparse(
+        torch.cat(indices, dim=1).to(grad.device), torch.cat(values).to(grad.device), grad.shape
     ).coalesce()
 
 

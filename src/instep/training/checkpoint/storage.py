@@ -242,7 +242,7 @@ def _latest(folder: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
         try:
             return path, use(path)
         except DamagedCheckpointError as error:
-            warnings.warn(f"{error} It is left out.", InstepWarning, stacklevel=3)
+            warnings.warn(f"{error} It is left out. [INS704]", InstepWarning, stacklevel=3)
     return None
 
 

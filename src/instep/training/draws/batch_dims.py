@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning
+from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
 from instep.training.batches import BatchCandidates
 from instep.training.forward_calls import ForwardCall
@@ -73,7 +73,7 @@ class BatchDims:
         line = script_line()
         if line not in self._warned:
             self._warned.add(line)
-            warnings.warn(f"{line} {problem}", InstepWarning, stacklevel=2)
+            warnings.warn(f"{line} {problem} [INS701]", InstepWarning, stacklevel=2)
 
     def _compare(self, line: str, shape: Shape, rows: int) -> Dim:
         """From a trial, or from draws of the same line with other numbers of rows."""

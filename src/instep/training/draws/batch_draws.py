@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from instep.process.torch_private import TorchDispatchMode
 from instep.training.draws.batch_dims import BatchDims, Dim, Shape
 from instep.training.forward_calls import ForwardCall
 from instep.training.random_ops import BatchDraw, draws_nothing

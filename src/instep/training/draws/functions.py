@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.process.patching import Function, Patch
+from instep.process.torch_private import VF, register_builtin
 from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.forward_calls import ForwardCall
@@ -29,6 +30,7 @@ _METHODS = (
     *("bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_", "exponential_"),
     *("cauchy_", "log_normal_", "geometric_", "random_"),
 )
+
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -110,7 +112,7 @@ PATCHES = [
         (torch, _DROPOUTS, _draw),
         (torch.Tensor, _METHODS, _draw_into),
         (nn.functional, ("scaled_dot_product_attention",), _attention),
-        (torch._VF, _RECURRENT, _recurrent),
+        (VF, _RECURRENT, _recurrent),
     )
     for name in names
 ]
@@ -119,8 +121,6 @@ PATCHES = [
 
 def register_for_scripts() -> None:
     """Let torch.jit.script, which knows functions by identity, take these for torch's own."""
-    from torch.jit import _builtins
-
     for patch in PATCHES:
         if patch.owner is not torch.Tensor:
-            _builtins._register_builtin(getattr(patch.owner, patch.name), f"aten::{patch.name}")
+            register_builtin(getattr(patch.owner, patch.name), f"aten::{patch.name}")

@@ -190,7 +190,7 @@ class DriftCheck:
             return
         self._warned.add(name)
         what = DriftError.of_tensor(name, groups, since, difference, 0)
-        warnings.warn(f"{what} Training goes on.", InstepWarning, stacklevel=2)
+        warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
 
 
 def by_value(values: Sequence[Any]) -> dict[Any, list[int]]:

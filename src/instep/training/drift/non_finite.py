@@ -139,7 +139,7 @@ _has_warned = False
 
 
 def _warn(error: NonFiniteGradError) -> None:
-    warnings.warn(f"{error} Training goes on.", InstepWarning, stacklevel=2)
+    warnings.warn(f"{error} Training goes on. [INS702]", InstepWarning, stacklevel=2)
 
 
 _show: Callable[[NonFiniteGradError], None] = _warn

@@ -51,6 +51,11 @@ class SlicedLoader(Generic[T]):
     def __len__(self) -> int:
         return len(self._whole)  # type: ignore[arg-type]
 
+    @property
+    def batch_position(self) -> int:
+        """How many batches of this epoch the loop has taken, before a resume too."""
+        return self._position.batches
+
     def __iter__(self) -> Iterator[T]:
         resumed, self._resumed = self._resumed, None
         in_scope = bootstrap.is_world_of_one()  # a run-once scope: no epoch of the job's

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
@@ -22,6 +21,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process import settings
 from instep.process.patching import Function
+from instep.process.torch_private import pin_memory
 from instep.training.blocks import Block
 from instep.training.random_streams import is_deterministic
 from instep.training.shards import ShardedLoader
@@ -125,7 +125,7 @@ def _warn(loader: DataLoader[Any], line: str) -> None:
     """Print a line on rank 0, once for each loader."""
     if loader not in _warned and get_transport().rank == 0:
         name = type(loader.dataset).__name__
-        print(f"instep: data set {name}: {line}", file=sys.stderr, flush=True)
+        print(f"instep: data set {name}: {line} [INS713]", file=sys.stderr, flush=True)
     _warned.add(loader)
 
 

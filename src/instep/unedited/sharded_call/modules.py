@@ -15,6 +15,7 @@ from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
+from instep.process.torch_private import peek_interpreter_stack
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
@@ -81,7 +82,7 @@ def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any
         return _run_known_whole(known, original, module, args, kwargs)
     if (
         torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None  # torch.func's transforms
+        or peek_interpreter_stack() is not None  # torch.func's transforms
         or next(iter(nn.Module.parameters(module)), None) is None  # an override may return a list
     ):
         return original(module, *args, **kwargs)
@@ -270,4 +271,5 @@ def _report_whole(module: nn.Module, why: str) -> None:
         separator = " " if why.startswith("where ") else ": "
         if group.is_virtual and why == _FEW_ROWS:
             why = why.replace("ranks", "shards")
-        print(f"instep: every rank computes {name} whole{separator}{why}.", file=sys.stderr)
+        line = f"every rank computes {name} whole{separator}{why}."
+        print(f"instep: {line} [INS711]", file=sys.stderr)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_private import current_graph_task_id
 from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.region import current_region
 from instep.verify.recording.fingerprints import hash_generators, to_dense_real
@@ -96,7 +97,7 @@ class BitRecorder:
         return output
 
     def _backward(self, original: Function, tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not nested
+        if current_graph_task_id() == -1:  # not nested
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self._of_all.append(("the loss", digest(roots)))
         original(tensors, *args, **kwargs)

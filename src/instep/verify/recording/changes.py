@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_private import DataLoaderIterator, tree_map
 from instep.training import replicas, shards
 from instep.training.random_streams import SeededIndex
 from instep.verify.recording.records import read_tensors
@@ -58,7 +58,7 @@ def load_state(
 def _on(device: torch.device, state: Any) -> Any:
     if device.type == "cpu":
         return state
-    return torch.utils._pytree.tree_map(
+    return tree_map(
         # "step" is a counter: Adam leaves it on the CPU
         lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() else leaf,
         state,
@@ -87,7 +87,7 @@ class IndexRecorder:
 
     def install(self) -> None:
         """Install it in this process."""
-        PatchHandle([Patch(_BaseDataLoaderIter, "_next_index", self._next_index)])
+        PatchHandle([Patch(DataLoaderIterator, "_next_index", self._next_index)])
 
     def _next_index(self, original: Function, loader: Any) -> Any:
         index = original(loader)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from instep.process.patching import Function, Patch, PatchHandle
+from instep.process.torch_private import current_graph_task_id
 from instep.unedited import session
 from instep.unedited.sharded_call.modules import call_counts
 from instep.verify.recording import changes
@@ -83,7 +84,7 @@ class Recorder:
     def _backward(
         self, original: Function, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        nested = torch._C._current_graph_task_id() != -1  # reentrant checkpointing
+        nested = current_graph_task_id() != -1  # reentrant checkpointing
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not nested:
             calls = find_module_calls(roots)

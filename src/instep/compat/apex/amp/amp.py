@@ -16,6 +16,7 @@ from instep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
 from instep.process.patching import Patch, PatchHandle
+from instep.process.torch_private import tree_leaves
 from instep.training.amp.casting import active_dtype, cast, cast_functions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,7 +129,7 @@ def _with_casts(function: F, cast_all: Callable[[Any, torch.dtype], Any]) -> F:
 def _promote(values: Any) -> Any:
     dtypes = [
         leaf.dtype
-        for leaf in torch.utils._pytree.tree_leaves(values)
+        for leaf in tree_leaves(values)
         if isinstance(leaf, Tensor) and leaf.is_floating_point()
     ]
     return cast(values, functools.reduce(torch.promote_types, dtypes)) if dtypes else values

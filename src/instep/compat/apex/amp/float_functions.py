@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from instep.compat.apex.amp._amp_state import _amp_state
 from instep.process.patching import patches
+from instep.process.torch_private import tree_map_only
 from instep.training.amp.casting import active_dtype, no_cast
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -21,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def _in_float32(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if active_dtype() is not None:
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     return function(*args, **kwargs)
 
 
@@ -40,7 +41,7 @@ def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             "a sigmoid before it, or amp.register_float_function(torch, 'sigmoid'), or "
             "amp.init(allow_banned=True)."
         )
-    args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     with no_cast():
         return function(*args, **kwargs)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.tensors import check_reachable
@@ -19,6 +18,7 @@ from instep.distributed.communication.transport import (
     overlap_group,
 )
 from instep.errors import InstepWarning, TrainingError
+from instep.process.torch_private import queue_callback
 from instep.training.buckets.grad_buckets import BucketCodec, make_bucket
 from instep.training.buckets.layout import BucketLayout, plan_buckets
 
@@ -73,7 +73,7 @@ class DistributedDataParallel(nn.Module):
         if device_ids is not None or output_device is not None:
             warnings.warn(
                 "apex.parallel.DistributedDataParallel has no device_ids and no output_device; "
-                "they are ignored, since each rank has one device.",
+                "they are ignored, since each rank has one device. [INS707]",
                 InstepWarning,
                 stacklevel=2,
             )
@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module):
             return
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._finish)
+            queue_callback(self._finish)
         number = self._bucket_number[index]
         if number < self._started:
             shape = tuple(self._trained[index].shape)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import relu
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.distributed.communication.groups import Group, group
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.rendezvous import bootstrap
+from instep.process.torch_private import BatchNorm
 from instep.training.batchnorm import normalize
 
 Ranks = Group | dist.ProcessGroup | None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm1d, 2d or 3d whose statistics in training are those of all ranks' rows.
 
     Rows are counted: ranks may hold different numbers of them, or none (a placeholder).
@@ -69,7 +69,7 @@ def convert_syncbn_model(
 
     Parameters and buffers stay the same objects, so the optimizer may be made before.
     """
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+    if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
         synced = SyncBatchNorm(
             module.num_features,
             module.eps,

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import default_collate
 
 from instep.distributed.rendezvous import bootstrap
+from instep.process.torch_private import tree_map_only
 from instep.training.blocks import Block
 from instep.training.loaders.block_batches import empty_block
 from instep.training.shards import ShardedLoader
@@ -127,7 +128,7 @@ class Dataset:
 
     def to_jittor(self, batch: Any) -> Any:
         """A batch with tensors in place of numpy arrays."""
-        return torch.utils._pytree.tree_map_only(numpy.ndarray, torch.from_numpy, batch)
+        return tree_map_only(numpy.ndarray, torch.from_numpy, batch)
 
     def __iter__(self) -> Iterator[Any]:
         if self.keep_numpy_array or self.endless:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from instep.process.torch_private import neg_view
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense CPU memory; others (sparse, quantized) are left to Gloo."""
@@ -41,7 +43,7 @@ def write_back(values: Tensor, tensor: Tensor) -> None:
     if tensor.is_conj():
         source, tensor = source.conj(), tensor.conj()
     if tensor.is_neg():  # DLPack would forget the sign
-        source, tensor = source.neg(), torch._neg_view(tensor)
+        source, tensor = source.neg(), neg_view(tensor)
     target = _unguarded(tensor)
     for dim, (stride, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and length > 1:  # expanded: one element in memory

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import allow_repeated_backward
 from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
@@ -23,7 +24,6 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.division import Division, candidate_divisions
 from instep.unedited.sharded_call.plan.module_properties import (
-    allow_repeated_backward,
     is_compiled,
 )
 from instep.unedited.sharded_call.plan.sharding_plan import (

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import set_version_counter
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
@@ -75,9 +76,7 @@ class Snapshot:
             buffer.data.copy_(value)
             self._parts[k]._buffers[name] = buffer
         # What autograd had saved is what it was again.
-        torch._C._autograd._unsafe_set_version_counter(
-            tuple(self._buffer_versions), tuple(self._buffer_versions.values())
-        )
+        set_version_counter(tuple(self._buffer_versions), tuple(self._buffer_versions.values()))
         self.graph.restore()
 
     def is_random(self, after: Snapshot) -> bool:

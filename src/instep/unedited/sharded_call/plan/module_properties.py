@@ -136,13 +136,6 @@ def is_compiled(parts: Iterable[nn.Module]) -> bool:
     return any(hasattr(part, "dynamo_ctx") or part._compiled_call_impl for part in parts)
 
 
-def allow_repeated_backward() -> None:
-    """Let torch.compile make backward functions that can be called more than once."""
-    from torch._functorch import config  # heavy; there by now, as something is compiled
-
-    config.donated_buffer = False
-
-
 @contextmanager
 def ignore_grad_warnings(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, torch.compile may look at the `.grad` of tensors that are no leaves, which warns.

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import attributes_of
 
 MAX_NODES = 4096
@@ -223,7 +224,7 @@ class ObjectGraph:
         if isinstance(value, PLAIN):
             return
         if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 version = -1 if value.is_inference() else value._version
             self.tensors.setdefault(id(value), (value, path, version))
         elif isinstance(value, _FUNCTIONS):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
+from instep.process.torch_private import current_graph_task_id
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
@@ -46,7 +46,7 @@ def backward(
     """torch.autograd.backward; sums in buckets where it ends in `.grad` of the parameters."""
     start_work()
     rest = (grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-    if torch._C._current_graph_task_id() != -1:  # nested
+    if current_graph_task_id() != -1:  # nested
         original(tensors, *rest)
         return
     start = start_backward()

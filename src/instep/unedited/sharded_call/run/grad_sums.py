@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
+from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, make_bucket
@@ -265,12 +266,12 @@ class BucketedBackward:
     def begin(self, _: Any) -> None:
         """Autograd has reached a root: before all else in this backward, and in no nested one."""
         if self._graph_task is None:
-            self._graph_task = torch._C._current_graph_task_id()
+            self._graph_task = current_graph_task_id()
 
     def accepts(self, bucket: GradBucket | None) -> bool:
         """Whether gradients can still be added; not those of a nested backward, which a function
         or a hook of the script's runs."""
-        is_this = torch._C._current_graph_task_id() == self._graph_task
+        is_this = current_graph_task_id() == self._graph_task
         return is_this and bucket in self._buckets[self._started :]
 
     def finish_call(self, bucket: GradBucket) -> None:

@@ -12,10 +12,10 @@ import threading
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from instep.process.patching import Function
-from instep.process.torch_compile import disable_compile
+from instep.process.torch_private import disable_compile, legacy_reduction
 from instep.unedited.sharded_call.run.mappings import reduce_from_region, scatter_to_region
 from instep.unedited.sharded_call.run.region import current_region, is_inside
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
@@ -32,6 +32,7 @@ NAMES = (
     *("margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss"),
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
 )
+
 """The losses of torch.nn.functional that add up over rows and divide by what they added up."""
 
 
@@ -162,7 +163,7 @@ def _reduction(arguments: dict[str, Any]) -> str:
     if average is None and reduce is None:
         reduction: str = arguments["reduction"]
         return reduction
-    legacy: str = nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+    legacy: str = legacy_reduction(average, reduce)
     return legacy
 
 

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from instep.process.patching import Function
-from instep.process.torch_compile import disable_compile
+from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm
 from instep.unedited.sharded_call.run.region import call_state, current_region, is_inside
 from instep.unedited.sharded_call.run.tensor_subclasses import (
@@ -57,7 +56,7 @@ def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """torch.nn.SyncBatchNorm.forward: to the script there is one process, whose batch is whole."""
-    output: Tensor = _BatchNorm.forward(module, x)
+    output: Tensor = BatchNorm.forward(module, x)
     return output
 
 

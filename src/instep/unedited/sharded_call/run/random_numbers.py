@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from instep.process.torch_private import (
+    TorchDispatchMode,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 from instep.training.blocks import Block
 from instep.training.random_ops import Draws, draws_nothing, draws_of
 from instep.training.random_streams import default_generators

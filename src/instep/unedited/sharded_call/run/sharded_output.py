@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from instep.distributed.communication.tensors import apply
+from instep.process.torch_private import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 from instep.training.blocks import Block
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
@@ -65,7 +69,7 @@ class ShardedOutput(Tensor):
                 return reshaped
         if func not in _DESCRIBING:
             args, kwargs = tree_map_only(ShardedOutput, cls.full_tensor, (args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
 
     @classmethod
@@ -84,7 +88,7 @@ class _Shard(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
         ctx.block, ctx.group = block, group
         per_sample = local.shape[0] // block.count
-        output: ShardedOutput = Tensor._make_wrapper_subclass(
+        output: ShardedOutput = make_wrapper_subclass(
             ShardedOutput,
             (block.total * per_sample, *local.shape[1:]),
             dtype=local.dtype,
@@ -132,7 +136,7 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
     if output.full is not None:
         return None
     block = output.block
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         shape = func(torch.empty(output.shape, device="meta"), *args).shape
     if not shape or shape[0] % block.total or output.shape[0] % block.total:
         return None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import DisableTorchFunctionSubclass
 from instep.training.pytree import flatten
 
 
@@ -30,13 +31,13 @@ def as_plain(value: Any) -> Any:
     """A tensor without class and attributes, differentiable; other values as they are."""
     if not is_subclass(value):
         return value
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return value.as_subclass(Tensor)
 
 
 def with_attributes_of(like: Tensor, plain: Tensor) -> Tensor:
     """These elements with the class and the attributes of `like`; differentiable."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         tensor = plain.as_subclass(type(like))
     tensor.__dict__.update(like.__dict__)
     return tensor

@@ -14,8 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport
 from instep.process import settings
+from instep.process.torch_private import foreach_add, foreach_add_
 from instep.training.blocks import Block
 
 _SUMMED_BY_TREE = (torch.float32, torch.float64)
@@ -90,14 +92,7 @@ class ShardGroup:
             own = own.coalesce()
             mine = own.indices().cpu(), own.values().cpu(), own.shape
         found = self.transport.all_gather_object(mine)
-        return sparse_tree_sum([part and _sparse(*part).to(device) for part in found])
-
-
-def _sparse(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A coalesced sparse tensor."""
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False
-    )
+        return sparse_tree_sum([part and make_sparse(*part).to(device) for part in found])
 
 
 def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -110,10 +105,10 @@ def tree_sum(terms: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         pairs = list(zip(sums[::2], sums[1::2], strict=True))
         if in_place and not torch.is_grad_enabled():
             for left, right in pairs:
-                torch._foreach_add_(left, right)
+                foreach_add_(left, right)
             sums = sums[::2]
         else:
-            sums = [list(torch._foreach_add(left, right)) for left, right in pairs]
+            sums = [list(foreach_add(left, right)) for left, right in pairs]
         in_place = True
     return sums[0]
 

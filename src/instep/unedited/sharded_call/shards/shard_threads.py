@@ -21,7 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
+
+from instep.process.torch_private import function_mode_stack
 
 T = TypeVar("T")
 Joint = Callable[[Sequence[Any]], Sequence[Any]]
@@ -159,7 +160,7 @@ class _ThreadState:
         self._threads = torch.get_num_threads()
         self._grad_mode = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._modes = _get_current_function_mode_stack()
+        self._modes = function_mode_stack()
         self._autocasts = [
             (device, torch.get_autocast_dtype(device))
             for device in _autocast_devices()

@@ -1,0 +1,173 @@
+"""The codes of the warnings that a job prints while it runs, and their pages.
+
+A warning ends with its code: `... [INS703]`. A code never changes its meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TITLE = "While a job runs"
+
+_FILTER = (
+    "To hide it: "
+    '`warnings.filterwarnings("ignore", message=".*{code}", category=instep.errors.InstepWarning)`.'
+)
+_LINE = "It is one line on stderr, not a warning of Python's."
+
+
+@dataclass(frozen=True)
+class RunWarning:
+    """One warning."""
+
+    code: str
+    """INS7 and two digits."""
+    name: str
+    """The same in words: `gradient-not-finite`."""
+    sentence: str
+    """The warning in one sentence."""
+    explanation: str
+    """What it means, and what to do."""
+    of_python: bool = False
+    """Whether it is an InstepWarning, which Python's filters can hide, and not a line on stderr."""
+
+    @property
+    def severity(self) -> str:
+        """As rules have it."""
+        return "warning"
+
+    @property
+    def page(self) -> str:
+        """Its documentation in Markdown."""
+        ending = _FILTER.format(code=self.code) if self.of_python else _LINE
+        return f"{self.explanation}\n\n{ending}"
+
+
+_ALL = (
+    RunWarning(
+        "INS701",
+        "drawn-by-rank",
+        "A forward draws random numbers that cannot be those of the whole batch.",
+        """\
+The warning names the line, or the class of the model. Each rank draws other numbers there, so the
+training is not that of one process. The usual cause is a draw whose shape does not contain the
+number of rows, or a function that instep does not know.
+
+Draw the numbers for the whole batch outside of `forward`, and divide them:
+
+```python
+noise = instep.shard(torch.randn(len(batch), 8))
+```""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS702",
+        "gradient-not-finite",
+        "A gradient is infinite or not a number.",
+        """\
+The warning names the rank, the parameter and the samples of that rank. Training goes on. Usual
+causes: a learning rate that is too high, a logarithm or a division of zero, a sample with a value
+that is not finite, float16 without a loss scale.
+
+`INSTEP_NAN=error` ends the job at that step, `INSTEP_NAN=off` switches the check off.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS703",
+        "ranks-differ",
+        "A parameter or buffer has slightly different values on different ranks.",
+        """\
+The warning names it, the ranks and the steps between which it changed. It is a warning and not an
+error where the difference is no more than rounding, or concerns a buffer.
+
+Look for a write to it under `if instep.rank == 0`, a file that one rank has read, or random numbers
+of a generator of your own. `INSTEP_DRIFT_STEPS=1` compares at each step and names the step.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS704",
+        "damaged-checkpoint",
+        "A checkpoint is damaged and is passed over.",
+        """\
+A file of the checkpoint is missing, cut off or changed. The training goes on from the checkpoint
+before it. Look at the disk, and delete the folder that the warning names.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS705",
+        "ranks-on-cpu",
+        "This machine's accelerator has no backend of torch.distributed.",
+        """\
+Several ranks compute on the CPU, because they could not exchange tensors on the accelerator (MPS,
+for example). One rank, `instep run -n 1`, uses the accelerator. `INSTEP_DEVICE=cpu` says that the
+CPU is meant, and there is no warning.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS706",
+        "devices-changed-late",
+        "The variable of visible devices was changed after PyTorch had read it.",
+        """\
+The script sets CUDA_VISIBLE_DEVICES (or the variable that the warning names) after something has
+used the accelerator, so this rank sees other devices than the variable says. Set the variable
+before the start, or leave the choice to instep: each rank takes the device of its local rank.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS707",
+        "argument-ignored",
+        "An argument of another library's interface has no effect here.",
+        """\
+The warning names the argument. instep's implementation of Apex's interface takes it and ignores it,
+since each rank has one device. Leave it out.""",
+        of_python=True,
+    ),
+    RunWarning(
+        "INS711",
+        "computed-whole",
+        "Every rank computes a module's whole batch.",
+        """\
+The module gave other results when its rows were divided, or it cannot be divided; the line says
+why. The numbers are right, and this module is not faster on several ranks. [The reasons, and what
+to change](../unedited-scripts.md#what-is-computed-whole).""",
+    ),
+    RunWarning(
+        "INS712",
+        "nothing-divided",
+        "No call of a module could be divided in the whole run.",
+        """\
+instep divides calls of `torch.nn.Module`s that have parameters. It does not see calls of a class
+that defines `__call__` itself, calls by `torch.func`, or a model that consists of tensors and
+functions. The numbers are right; the run is not faster. [The two lines](../ways.md) divide such a
+script.""",
+    ),
+    RunWarning(
+        "INS713",
+        "data-loaded-by-all",
+        "Every rank loads all samples of a data set.",
+        """\
+Ranks load their own samples and exchange them, unless a sample cannot be sent or the data set draws
+from a generator of its own; the line says which. The numbers are right, and loading is not faster
+on several ranks.""",
+    ),
+    RunWarning(
+        "INS714",
+        "runs-as-it-is",
+        "instep does not divide the work of a script.",
+        """\
+The script divides its work itself: it uses instep's functions, a process group, Horovod or
+DistributedDataParallel, or asks a trainer for several devices. The line says why, and what this
+means for the batch. If instep is to divide the script, remove those calls. `--plain` says that this
+is meant, and there is no line.""",
+    ),
+    RunWarning(
+        "INS715",
+        "no-shared-memory",
+        "The ranks of one host talk through Gloo instead of shared memory.",
+        """\
+The collectives work, and are slower. The line says why: too little memory in /dev/shm, ranks in
+different containers, or ranks of different users. `INSTEP_BACKEND=gloo` says that this is meant,
+and there is no line.""",
+    ),
+)
+RUN_WARNINGS: dict[str, RunWarning] = {each.code: each for each in _ALL}

@@ -1,0 +1,212 @@
+"""PyTorch's private names: those that instep uses stand here, and nowhere else in it.
+
+A comment says what a name is for. Each is needed in all versions of `TRIED`, where nothing else is
+said. If a newer PyTorch lacks a name, this file is the one to change; `scripts/compat` runs the
+tests with other versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.jit._builtins
+import torch.nn.modules.batchnorm
+import torch.overrides
+import torch.utils._python_dispatch
+import torch.utils._pytree
+import torch.utils.data._utils.pin_memory
+import torch.utils.data.dataloader
+
+Function = Callable[..., Any]
+Class = TypeVar("Class", bound=type)
+
+TRIED = ((2, 12), (2, 14))
+"""The oldest and the newest PyTorch with which instep's tests were run (docs/versions.md)."""
+
+# ---------------------------------------------------------------------------------- tensors
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of tensor subclasses is not called."""
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+"""Makes a tensor of a subclass that has a shape and no memory of its own."""
+set_version_counter = torch._C._autograd._unsafe_set_version_counter
+"""Gives tensors their versions back after their values were put back."""
+flatten_dense_tensors: Function = torch._utils._flatten_dense_tensors
+unflatten_dense_tensors: Function = torch._utils._unflatten_dense_tensors
+"""One flat tensor of several, and back."""
+neg_view = torch._neg_view
+assert_async = torch._assert_async
+"""An assertion on a device, for which the host does not wait."""
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+check_finite_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+"""Operations on lists of tensors."""
+
+tree_flatten = torch.utils._pytree.tree_flatten
+tree_leaves = torch.utils._pytree.tree_leaves
+tree_map = torch.utils._pytree.tree_map
+tree_map_only = torch.utils._pytree.tree_map_only
+tree_unflatten = torch.utils._pytree.tree_unflatten
+"""Nested values, in torch's own order of leaves."""
+
+# ---------------------------------------------------------------------- calls and backward
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""Which backward is running in this thread; -1: none."""
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+"""The top of the stack of torch.func's transforms; None: none is active."""
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""A mode that sees every operation."""
+function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The modes that intercept torch's functions now."""
+profiler_enabled = torch.autograd._profiler_enabled
+"""Whether torch.profiler records."""
+register_builtin = torch.jit._builtins._register_builtin
+"""Lets torch.jit.script know a function by the name of an operation."""
+VF = torch._VF
+"""The functions by which nn.RNN and its relatives compute."""
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+"""The base of all batch normalisations."""
+
+# --------------------------------------------------------------------------------- devices
+
+known_accelerator = torch._C._accelerator_getAccelerator
+"""The accelerator that this process knows, without asking its driver."""
+dispatch_key_for_device = torch._C._dispatch_key_for_device
+has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether a device computes an operation by itself."""
+
+# --------------------------------------------------------------------------------- loaders
+
+pin_memory: Function = torch.utils.data._utils.pin_memory.pin_memory
+"""What a DataLoader does with a batch for pin_memory=True."""
+DataLoaderIterator = torch.utils.data.dataloader._BaseDataLoaderIter
+"""The base of a DataLoader's iterators."""
+
+# ----------------------------------------------------------------------- torch.distributed
+# What a backend is called with and returns.
+
+_c10d = torch._C._distributed_c10d
+AllgatherOptions = _c10d.AllgatherOptions
+AllreduceCoalescedOptions = _c10d.AllreduceCoalescedOptions
+AllreduceOptions = _c10d.AllreduceOptions
+BarrierOptions = _c10d.BarrierOptions
+BroadcastOptions = _c10d.BroadcastOptions
+ProcessGroup = _c10d.ProcessGroup
+ReduceOptions = _c10d.ReduceOptions
+ReduceScatterOptions = _c10d.ReduceScatterOptions
+Reducer = _c10d.Reducer
+Work = _c10d.Work
+
+dump_flight_record: Callable[[bool, bool, bool], bytes] | None = getattr(
+    _c10d, "_dump_fr_trace", None
+)
+"""PyTorch's record of its last collectives; None in a build without it."""
+
+
+def is_newer_than_tried(version: str) -> bool:
+    """Whether this version of PyTorch, as in "2.15.0+cpu", is newer than any that was tried."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) > TRIED[1]
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that a loss means by two arguments of old."""
+    meant: str = torch.nn._reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    return meant
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_device_types() -> list[str]:
+    """The types of devices that the default process group serves."""
+    assert dist.group.WORLD is not None
+    return [device.type for device in dist.group.WORLD._device_types]
+
+
+def process_groups() -> Iterable[dist.ProcessGroup]:
+    """All process groups of this process."""
+    groups: Iterable[dist.ProcessGroup] = dist.distributed_c10d._world.pg_map
+    return groups
+
+
+def has_backend(name: str) -> bool:
+    """Whether a backend of this name, in capitals, was registered by someone."""
+    return name in dist.Backend._plugins
+
+
+def set_sequence_number(gloo: dist.ProcessGroupGloo) -> None:
+    """Let a group count its collectives from 0. From 2.14 on it does by itself, and warns."""
+    if torch.__version__ < "2.14":
+        gloo._set_sequence_number_for_group()
+
+
+def allow_repeated_backward() -> None:
+    """Let torch.compile make backward functions that can be called more than once."""
+    from torch._functorch import config  # heavy; there by now, as something is compiled
+
+    config.donated_buffer = False
+
+
+# ----------------------------------------------- functions into which torch.compile must not look
+# They talk to other ranks, or keep state.
+
+
+def disable_compile(function: Function) -> Function:
+    """A function around `function` at which torch.compile ends a graph.
+
+    torch.compiler.disable would import torch.compile, which takes a second, whether it is used or
+    not; this does so at the first call.
+    """
+    from torch._compile import _disable_dynamo
+
+    disabled: Function = _disable_dynamo(function)
+    return disabled
+
+
+def disallow_in_graph(function: Function) -> Function:
+    """`function`, which torch.compile does not take for torch's own function of that name.
+
+    Its table of these, by name, is drawn up anew after each init_process_group; then it held the
+    patched function, and collectives ran on fake tensors.
+    """
+    allowed = torch.compiler.allow_in_graph(function)  # only what is allowed can be disallowed
+    disallowed: Function = torch._dynamo.disallow_in_graph(allowed)
+    return disallowed
+
+
+def skip_frame(function: FunctionType) -> None:
+    """Let all functions with the code of `function`, and what they call, run uncompiled.
+
+    That is what torch.compiler.disable does, without its import of torch.compile and without a
+    wrapper around each call. It does not keep torch.compile from tracing a caller through it.
+    """
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        set_code_exec_strategy,
+    )
+
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+
+
+def skip_methods(owner: Class) -> Class:
+    """Let the methods that this class defines run uncompiled: DDP's C++ calls them from there."""
+    for method in vars(owner).values():
+        if isinstance(method, FunctionType):
+            skip_frame(method)
+    return owner
