@@ -49,7 +49,7 @@ SUITES = (
     Suite("torch-rpc", "PyTorch: DDP under distributed autograd", "Gloo", (0,), "torch_rpc"),
     Suite(
         "torch-c10d",
-        "PyTorch: test_c10d_common.py, _object_collectives, _spawn_gloo, _gloo",
+        "PyTorch: test_c10d_common.py, _object_collectives, _spawn_gloo",
         "Gloo",
         (0,),
         "",
@@ -57,7 +57,6 @@ SUITES = (
             "test/distributed/test_c10d_common.py",
             "test/distributed/test_c10d_object_collectives.py",
             "test/distributed/test_c10d_spawn_gloo.py",
-            "test/distributed/test_c10d_gloo.py",
         ),
         "pytorch",
     ),
