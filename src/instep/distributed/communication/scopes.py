@@ -20,7 +20,7 @@ from instep.distributed.communication.errors import InsideScopeError, RunOnceErr
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.flight_record.record_format import group_text
 from instep.distributed.flight_record.recorder import enter, leave, phase
-from instep.distributed.rendezvous import bootstrap
+from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
@@ -212,7 +212,7 @@ class _SharedScope:
         self._wait()
         result = self._transport.broadcast_object(_Result(b""), self._rank)
         self._delete_keys()
-        received = pickle.loads(result.pickled)
+        received = signed_pickle.unpickle(result.pickled)
         if result.trace is None:
             self.here.value = received
             return

@@ -30,7 +30,12 @@ def loads(received: bytes | memoryview) -> Any:
 
     Tensors of the sender's accelerator arrive on this rank's own.
     """
-    return _OwnDeviceUnpickler(io.BytesIO(verify(_key(), bytes(received), _NAME))).load()
+    return unpickle(verify(_key(), bytes(received), _NAME))
+
+
+def unpickle(content: bytes) -> Any:
+    """The value of a pickle that came inside of one that was signed."""
+    return _OwnDeviceUnpickler(io.BytesIO(content)).load()
 
 
 def dumps_tensor(value: object) -> Tensor:
