@@ -12,7 +12,8 @@ STEPS = 100
 SECONDS = 20.0
 
 _LENGTH = re.compile(
-    r"(?:for (?:step|epoch|update|episode) in range\(|\b(?:max_|num_train_)?epochs=|max_steps=)(\d+)"
+    r"(?:for (?:step|epoch|update|episode) in range\("
+    r"|\b(?:max_|num_train_)?epochs=|max_steps=)(\d+)"
 )
 _OTHERS = {
     "diffusers_unet": r"repeat\((2),",

@@ -73,15 +73,13 @@ def table(rows: Mapping[str, Row], page: str) -> str:
             number(row["noise"].get("parameters")),
             *(number(f and f["parameters"]) for f in found),
             f"{row['step_ms']:.0f}" if row["step_ms"] else "",
-            f"{row['ratio']:.2f}" if row["ratio"] else "",
+            f"{row['ratio']:.2f}{'' if row.get('steps') else '*'}" if row["ratio"] else "",
             words.get(verdict) or DIFFERENT[page],
         ]
         lines.append("| " + " | ".join(cells) + " |")
-        if row["calls"] != "divided" and row["lines"]:
-            told = "; ".join(
-                line.removeprefix("instep: ").replace("|", "\\|") for line in row["lines"][:3]
-            )
-            reasons.append(f"- {name}: {told}")
+        told = [line.removeprefix("instep: ") for line in row["lines"] if "every rank comp" in line]
+        if told:
+            reasons.append(f"- {name}: " + "; ".join(told[:3]).replace("|", "\\|"))
     counted = COUNTED[page].format(**count(rows))
     return "\n".join([counted, "", *lines, "", *reasons]).rstrip() + "\n"
 

@@ -202,7 +202,9 @@ def difference_printed(one: str, other: str) -> float:
     return worst
 
 
-def compare(case: Path, sizes: list[int], limit: float, folder: str | None = None) -> Result:
+def compare(
+    case: Path, sizes: list[int], limit: float, folder: str | None = None, *, timed: bool = True
+) -> Result:
     title, version = described(case)
     result = Result(case.stem, title, version)
     plain = run_kept(case, 0, limit, folder)
@@ -220,15 +222,17 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
         if many.work:
             result.divided[str(size)] = many.work[0] / (sum(many.work) or 1)
     result.calls = describe_calls(result) if result.verdict != "error" else ""
-    compare_as_users_run(result, case, sizes, limit)
+    compare_as_users_run(result, case, sizes, limit, timed=timed)
     return result
 
 
-def compare_as_users_run(result: Result, case: Path, sizes: list[int], limit: float) -> None:
+def compare_as_users_run(
+    result: Result, case: Path, sizes: list[int], limit: float, *, timed: bool
+) -> None:
     """Compare and time it with 2 ranks of which each divides what pays."""
     plain, many = run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")
     add(result, plain, many, "2, auto")
-    if result.verdict != "error" and len(plain.times) > 2:
+    if timed and result.verdict != "error" and len(plain.times) > 2:
         add_times(result, case, plain.times, limit)
     if result.verdict in ("different: parameters", "different: printed", "different: " + BOTH):
         result.double = distance_in_double(case, sizes, limit)
@@ -349,6 +353,9 @@ def main() -> None:
     parser.add_argument(
         "--times", action="store_true", help="only as users run it, for cases in FILE"
     )
+    parser.add_argument(
+        "--no-times", action="store_true", help="no longer runs; times in FILE are kept"
+    )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
     parser.add_argument("--no-runs", action="store_true", help="use the results in FILE")
     args = parser.parse_args()
@@ -361,9 +368,13 @@ def main() -> None:
         for case in chosen:
             if args.times:
                 result = Result(**rows[case.stem])
-                compare_as_users_run(result, case, args.ranks, args.limit)
+                compare_as_users_run(result, case, args.ranks, args.limit, timed=True)
             else:
-                result = compare(case, args.ranks, args.limit, args.keep)
+                timed = not args.no_times
+                result = compare(case, args.ranks, args.limit, args.keep, timed=timed)
+                if args.no_times and case.stem in rows:
+                    for name in ("steps", "step_ms", "ratio", "ratio_of_all"):
+                        setattr(result, name, rows[case.stem].get(name, 0))
             rows[case.stem] = asdict(result)
             print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
             print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)

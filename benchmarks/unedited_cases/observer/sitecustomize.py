@@ -108,10 +108,11 @@ def count_rows(modules):
 
     def count_whole(call):
         whole(call)
-        add_rows(call.module, 0, modules._count_batch(call, None))
+        add_rows(call.module, 0, modules.max_rows(call.leaves))
 
     def run_known_whole(known_call, original, module, args, kwargs):
-        add_rows(module, 0, known_call.rows)
+        leaves = modules.BoundCall.of(original, module, args, kwargs).leaves
+        add_rows(module, 0, modules.max_rows(leaves))
         return known(known_call, original, module, args, kwargs)
 
     modules._count_sharded, modules._count_whole = count_sharded, count_whole
@@ -121,8 +122,8 @@ def count_rows(modules):
 def add_rows(module, divided, whole):
     import torch
 
-    if torch.is_grad_enabled() and divided + whole >= RANKS:
-        before = rows.get(module, (0, 0))
+    before = rows.setdefault(module, (0, 0))
+    if torch.is_grad_enabled() and divided + whole >= RANKS:  # fewer rows cannot be divided
         rows[module] = before[0] + divided, before[1] + whole
 
 
