@@ -7,9 +7,9 @@ import re
 from math import ceil
 from pathlib import Path
 
-STEPS = 100
+STEPS = 80
 """A longer run has about so many steps, or fewer where they are slow."""
-SECONDS = 20.0
+SECONDS = 8.0
 
 _LENGTH = re.compile(
     r"(?:for (?:step|epoch|update|episode) in range\("

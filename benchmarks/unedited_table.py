@@ -5,9 +5,8 @@
 A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
 with its parameters moved by 1e-7 in each step (its own noise), and under `instep run` with 2 and 3
 ranks, where all that can be divided is (INSTEP_DIVIDE=always); then under plain python and with 2
-ranks as users run it, which are compared, and once more so with about a hundred steps, which are
-timed. Each process has one thread. A case's docstring names the package or repository, and what is
-run.
+ranks as users run it, which are compared, and once more so with more steps, which are timed. Each
+process has one thread. A case's docstring names the package or repository, and what is run.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -41,6 +41,7 @@ NOISE = 10
 DOUBLE = 1e-7
 """A case is also the same if it is not further away with floats of 64 bits."""
 BOTH = "parameters, printed"
+TIMES = ("steps", "step_ms", "ratio", "ratio_at_once", "ratio_of_all")
 CALLS = ("sharded", "whole", "samples")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+|-?\d+|\bnan\b|\binf\b")
 TIMED = re.compile(r"\d{9,}(?:\.\d+)*|\.\d+\.\d+(?=$|/)")
@@ -89,6 +90,8 @@ class Result:
     step_ms: float = 0
     ratio: float = 0
     """Time of a step over that of plain python, in the last quarter of the run; 0: no steps."""
+    ratio_at_once: float = 0
+    """The same of two runs of plain python at once, each on a core: what the machine takes."""
     ratio_of_all: float = 0
     """The same of all steps from the first one on, with all comparisons."""
     lines: list[str] = field(default_factory=list)
@@ -233,7 +236,7 @@ def compare_as_users_run(
     plain, many = run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")
     add(result, plain, many, "2, auto")
     if timed and result.verdict != "error" and len(plain.times) > 2:
-        add_times(result, case, plain.times, limit)
+        time_longer(result, case, limit, plain)
     if result.verdict in ("different: parameters", "different: printed", "different: " + BOTH):
         result.double = distance_in_double(case, sizes, limit)
         if result.double < DOUBLE:
@@ -288,11 +291,15 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
         result.verdict = "different: " + ", ".join(wrong)
 
 
-def add_times(result: Result, case: Path, times: list[float], limit: float) -> None:
-    """Time a longer run, if the case's own took these times."""
-    with tempfile.TemporaryDirectory() as folder:
+def time_longer(result: Result, case: Path, limit: float, own: Run | None = None) -> None:
+    """Time longer runs; `own`: the case's own one under plain python."""
+    times = (own or run(case, 0, limit=limit)).times
+    if len(times) < 3:
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
         longer = write_longer(case, len(times) - 1, times[-1] - times[0], Path(folder))
         plain, many = run(longer, 0, limit=limit), run(longer, 2, limit=limit, divide="auto")
+        two = list(threads.map(lambda _: run(longer, 0, limit=limit), range(2)))
     if many.code or len(plain.times) != len(many.times):
         result.verdict, result.problem = "error", f"longer run: {end_of(many.errors)}"
         return
@@ -300,6 +307,7 @@ def add_times(result: Result, case: Path, times: list[float], limit: float) -> N
     result.counts["longer"] = {name: many.calls.get(name, 0) for name in CALLS}
     result.step_ms = 1e3 * step_time(plain.times)
     result.ratio = step_time(many.times) / step_time(plain.times)
+    result.ratio_at_once = max(step_time(each.times) for each in two) / step_time(plain.times)
     spans = [each[-1] - each[1] for each in (many.times, plain.times)]
     result.ratio_of_all = spans[0] / spans[1]
 
@@ -351,7 +359,7 @@ def main() -> None:
         "--preload", nargs="+", metavar="MODULE", help="fork all processes from one with these"
     )
     parser.add_argument(
-        "--times", action="store_true", help="only as users run it, for cases in FILE"
+        "--times", action="store_true", help="only the longer runs, for cases in FILE"
     )
     parser.add_argument(
         "--no-times", action="store_true", help="no longer runs; times in FILE are kept"
@@ -368,17 +376,18 @@ def main() -> None:
         for case in chosen:
             if args.times:
                 result = Result(**rows[case.stem])
-                compare_as_users_run(result, case, args.ranks, args.limit, timed=True)
+                time_longer(result, case, args.limit)
             else:
                 timed = not args.no_times
                 result = compare(case, args.ranks, args.limit, args.keep, timed=timed)
                 if args.no_times and case.stem in rows:
-                    for name in ("steps", "step_ms", "ratio", "ratio_of_all"):
+                    for name in TIMES:
                         setattr(result, name, rows[case.stem].get(name, 0))
             rows[case.stem] = asdict(result)
             print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
             print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)
-            print("   ", f"{result.ratio:.2f}, {result.ratio_of_all:.2f}", *result.lines[:4])
+            times = (result.ratio, result.ratio_at_once, result.ratio_of_all)
+            print("   ", *(f"{each:.2f}" for each in times), *result.lines[:4])
             if result.problem:
                 print("   ", result.problem, flush=True)
             if args.json:

@@ -109,7 +109,9 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor]) -> Answer:
             return add_up(original(tensor, *args, **kwargs))
         exact = tensor.float() if tensor.dtype in _HALF else tensor  # a sum may be too large
         sums = exact.sum(*args, **kwargs)
-        counts = sums.new_full((), tensor.numel() // max(1, sums.numel()))
-        return (add_up(sums) / add_up(counts)).to(kwargs.get("dtype") or tensor.dtype)
+        count = sums.new_full((1,), tensor.numel() // max(1, sums.numel()))
+        total = add_up(torch.cat((sums.reshape(-1), count)))
+        mean = total[:-1].view(sums.shape) / total[-1]
+        return mean.to(kwargs.get("dtype") or tensor.dtype)
 
     return answer
