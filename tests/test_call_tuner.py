@@ -278,7 +278,7 @@ class Joined(nn.Module):
         y: Tensor = self.body(x)
         if Timed.seen[-1] < len(x):
             Timed.clock.now += self.joining
-        return y * y.flip(0)
+        return y * torch.arange(len(y)).unsqueeze(1)
 
 
 @pytest.mark.parametrize("backward", [True, False])
