@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.unedited.sharded_call.shards.batch_sums import SumCount, answered, over_all_rows
+from instep.unedited.sharded_call.shards.batch_sums import SumCount, over_all_rows, replaced_sums
 
 
 def twice(part: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def twice(part: Tensor) -> Tensor:
 
 def test_sums_over_rows_go_over_all_ranks_and_others_do_not() -> None:
     x = torch.arange(6.0).view(3, 2)
-    with answered(over_all_rows(twice)):
+    with replaced_sums(over_all_rows(twice)):
         found = [x.sum(), x.sum(0), torch.sum(x, dim=-2), x.sum((0, 1), keepdim=True)]
         same = [x.sum(1), x.sum(-1), x[0, 0].sum(), torch.mean(x, 1), x.mean(), x.mean(dim=0)]
     expected = [x.sum(), x.sum(0), x.sum(0), x.sum((0, 1), keepdim=True)]
@@ -31,13 +31,13 @@ def test_sums_over_rows_go_over_all_ranks_and_others_do_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_mean_has_its_dtype_and_no_overflow(dtype: torch.dtype) -> None:
     x = torch.full((4096,), 100, dtype=dtype)
-    with answered(over_all_rows(twice)):
+    with replaced_sums(over_all_rows(twice)):
         means = [x.mean(), x.mean(dtype=torch.float64)]
     assert [(mean.item(), mean.dtype) for mean in means] == [(100, dtype), (100, torch.float64)]
 
 
 def test_a_mean_over_no_rows_of_this_rank_is_that_of_the_others() -> None:
-    with answered(over_all_rows(lambda part: part + 2)):
+    with replaced_sums(over_all_rows(lambda part: part + 2)):
         assert torch.ones(0).mean().item() == 1
 
 

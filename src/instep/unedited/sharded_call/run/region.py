@@ -19,7 +19,7 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.mappings import reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
-from instep.unedited.sharded_call.shards.batch_sums import answered, over_all_rows
+from instep.unedited.sharded_call.shards.batch_sums import over_all_rows, replaced_sums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
@@ -70,7 +70,7 @@ class Region:
             mode = GlobalBatchRandomMode(
                 self.blocks, self.division.batch_dim, self.group, self.row_dims, self.meet
             )
-        sums = answered(over_all_rows(self.sum)) if self.sums_all_rows else nullcontext()
+        sums = replaced_sums(over_all_rows(self.sum)) if self.sums_all_rows else nullcontext()
         with rank_local(), mode or nullcontext(), sums:
             yield
 

@@ -34,7 +34,7 @@ _LIBRARIES = frozenset(("torch", "instep"))
 
 
 @contextmanager
-def answered(answer: Answer) -> Iterator[None]:
+def replaced_sums(answer: Answer) -> Iterator[None]:
     """Inside, on this thread, `answer` gets the sums and means of functions that are neither
     torch's own nor instep's."""
     thread = threading.get_ident()
@@ -76,17 +76,17 @@ class SumCount:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Inside, they are counted."""
-        with answered(self._answer):
+        with replaced_sums(self._answer):
             yield
 
     def _answer(
         self, original: Function, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self.found += goes_over_rows(tensor, args, kwargs)
+        self.found += is_over_rows(tensor, args, kwargs)
         return original(tensor, *args, **kwargs)
 
 
-def goes_over_rows(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_over_rows(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a sum or mean of a tensor with these arguments goes over its first dimension."""
     if "out" in kwargs or not tensor.dim():
         return False
@@ -103,7 +103,7 @@ def over_all_rows(add_up: Callable[[Tensor], Tensor]) -> Answer:
     def answer(
         original: Function, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not goes_over_rows(tensor, args, kwargs):
+        if not is_over_rows(tensor, args, kwargs):
             return original(tensor, *args, **kwargs)
         if original.__name__ == "sum":
             return add_up(original(tensor, *args, **kwargs))
