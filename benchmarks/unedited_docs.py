@@ -12,11 +12,11 @@ Row = Mapping[str, Any]
 HEADS = {
     "unedited.md": (
         "| Package or repository | Version | What is run | Calls | Own noise | N = 2 | N = 3 "
-        "| Step, ms | Time, N = 2 | Result |"
+        "| Step, ms | Time, N = 2 | Two at once | Result |"
     ),
     "unedited.zh.md": (
         "| 软件包或代码库 | 版本 | 运行内容 | 模块调用 | 自身噪声 | N = 2 | N = 3 "
-        "| 每步毫秒 | N = 2 的耗时 | 结果 |"
+        "| 每步毫秒 | N = 2 的耗时 | 两个同时 | 结果 |"
     ),
 }
 WORDS = {
@@ -58,7 +58,7 @@ COUNTED = {
 def table(rows: Mapping[str, Row], page: str) -> str:
     """The part of the page between the markers."""
     words = WORDS[page]
-    lines = [HEADS[page], "|" + " --- |" * 10]
+    lines = [HEADS[page], "|" + " --- |" * 11]
     reasons = []
     for row in sorted(rows.values(), key=lambda row: (row["title"].lower(), row["case"])):
         package, _, what = row["title"].partition(": ")
@@ -73,15 +73,14 @@ def table(rows: Mapping[str, Row], page: str) -> str:
             number(row["noise"].get("parameters")),
             *(number(f and f["parameters"]) for f in found),
             f"{row['step_ms']:.0f}" if row["step_ms"] else "",
-            f"{row['ratio']:.2f}" if row["ratio"] else "",
+            f"{row['ratio']:.2f}{'' if row.get('steps') else '*'}" if row["ratio"] else "",
+            f"{row['ratio_at_once']:.2f}" if row.get("ratio_at_once") else "",
             words.get(verdict) or DIFFERENT[page],
         ]
         lines.append("| " + " | ".join(cells) + " |")
-        if row["calls"] != "divided" and row["lines"]:
-            told = "; ".join(
-                line.removeprefix("instep: ").replace("|", "\\|") for line in row["lines"][:3]
-            )
-            reasons.append(f"- {name}: {told}")
+        told = [line.removeprefix("instep: ") for line in row["lines"] if "every rank comp" in line]
+        if told:
+            reasons.append(f"- {name}: " + "; ".join(told[:3]).replace("|", "\\|"))
     counted = COUNTED[page].format(**count(rows))
     return "\n".join([counted, "", *lines, "", *reasons]).rstrip() + "\n"
 

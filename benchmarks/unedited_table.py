@@ -5,8 +5,8 @@
 A case is a script of benchmarks/unedited_cases. It runs under plain python, under plain python
 with its parameters moved by 1e-7 in each step (its own noise), and under `instep run` with 2 and 3
 ranks, where all that can be divided is (INSTEP_DIVIDE=always); then under plain python and with 2
-ranks as users run it, which are compared and timed. Each process has one thread. A case's docstring
-names the package or repository, and what is run.
+ranks as users run it, which are compared, and once more so with more steps, which are timed. Each
+process has one thread. A case's docstring names the package or repository, and what is run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from importlib import metadata
@@ -29,6 +30,7 @@ from time import perf_counter
 from typing import Any
 
 import forked_ranks
+from longer_cases import write_longer
 from unedited_docs import write
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,7 @@ NOISE = 10
 DOUBLE = 1e-7
 """A case is also the same if it is not further away with floats of 64 bits."""
 BOTH = "parameters, printed"
+TIMES = ("steps", "step_ms", "ratio", "ratio_at_once", "ratio_of_all")
 CALLS = ("sharded", "whole", "samples")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?|-?\d+e[-+]?\d+|-?\d+|\bnan\b|\binf\b")
 TIMED = re.compile(r"\d{9,}(?:\.\d+)*|\.\d+\.\d+(?=$|/)")
@@ -63,6 +66,8 @@ class Run:
     others: list[list[list[Any]]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
+    work: list[int] = field(default_factory=list)
+    """Parameters times rows with gradients: of divided calls, and of whole ones."""
 
 
 @dataclass
@@ -75,12 +80,18 @@ class Result:
     verdict: str = "same"
     calls: str = ""
     """divided, partly or whole."""
+    divided: dict[str, float] = field(default_factory=dict)
+    """For each number of ranks, the share of the work with gradients that is divided."""
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     differences: dict[str, dict[str, float]] = field(default_factory=dict)
+    steps: int = 0
+    """Of the longer run, from which the times are."""
     step_ms: float = 0
     ratio: float = 0
     """Time of a step over that of plain python, in the last quarter of the run; 0: no steps."""
+    ratio_at_once: float = 0
+    """The same of two runs of plain python at once, each on a core: what the machine takes."""
     ratio_of_all: float = 0
     """The same of all steps from the first one on, with all comparisons."""
     lines: list[str] = field(default_factory=list)
@@ -107,6 +118,7 @@ def run(
             "OBSERVER_FOLDER": str(seen),
             "OBSERVER_MOVE": str(move),
             "OBSERVER_DOUBLE": "1" if double else "",
+            "OBSERVER_ROWS": "1" if divide == "always" else "",
             "INSTEP_DIVIDE": divide,
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
@@ -128,7 +140,7 @@ def run(
             found = pickle.loads(path.read_bytes())
             if k == 0:
                 result.parameters, result.times = found["parameters"], found["times"]
-                result.calls = found["calls"]
+                result.calls, result.work = found["calls"], found["work"]
             else:
                 result.others.append(found["parameters"])
         return result
@@ -193,7 +205,9 @@ def difference_printed(one: str, other: str) -> float:
     return worst
 
 
-def compare(case: Path, sizes: list[int], limit: float, folder: str | None = None) -> Result:
+def compare(
+    case: Path, sizes: list[int], limit: float, folder: str | None = None, *, timed: bool = True
+) -> Result:
     title, version = described(case)
     result = Result(case.stem, title, version)
     plain = run_kept(case, 0, limit, folder)
@@ -208,17 +222,21 @@ def compare(case: Path, sizes: list[int], limit: float, folder: str | None = Non
     for size in sizes:
         many = run(case, size, limit=limit)
         add(result, plain, many, str(size))
-    result.calls = shared_calls(result) if result.verdict != "error" else ""
-    compare_as_users_run(result, case, sizes, limit)
+        if many.work:
+            result.divided[str(size)] = many.work[0] / (sum(many.work) or 1)
+    result.calls = describe_calls(result) if result.verdict != "error" else ""
+    compare_as_users_run(result, case, sizes, limit, timed=timed)
     return result
 
 
-def compare_as_users_run(result: Result, case: Path, sizes: list[int], limit: float) -> None:
+def compare_as_users_run(
+    result: Result, case: Path, sizes: list[int], limit: float, *, timed: bool
+) -> None:
     """Compare and time it with 2 ranks of which each divides what pays."""
-    timed = [run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")]
-    add(result, timed[0], timed[1], "2, auto")
-    if result.verdict != "error":
-        add_times(result, *timed)
+    plain, many = run(case, 0, limit=limit), run(case, 2, limit=limit, divide="auto")
+    add(result, plain, many, "2, auto")
+    if timed and result.verdict != "error" and len(plain.times) > 2:
+        time_longer(result, case, limit, plain)
     if result.verdict in ("different: parameters", "different: printed", "different: " + BOTH):
         result.double = distance_in_double(case, sizes, limit)
         if result.double < DOUBLE:
@@ -273,12 +291,25 @@ def add(result: Result, plain: Run, many: Run, size: str) -> None:
         result.verdict = "different: " + ", ".join(wrong)
 
 
-def add_times(result: Result, plain: Run, many: Run) -> None:
-    if len(plain.times) > 2 and len(many.times) > 2:
-        result.step_ms = 1e3 * step_time(plain.times)
-        result.ratio = step_time(many.times) / step_time(plain.times)
-        spans = [times[-1] - times[1] for times in (many.times, plain.times)]
-        result.ratio_of_all = spans[0] / spans[1]
+def time_longer(result: Result, case: Path, limit: float, own: Run | None = None) -> None:
+    """Time longer runs; `own`: the case's own one under plain python."""
+    times = (own or run(case, 0, limit=limit)).times
+    if len(times) < 3:
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
+        longer = write_longer(case, len(times) - 1, times[-1] - times[0], Path(folder))
+        plain, many = run(longer, 0, limit=limit), run(longer, 2, limit=limit, divide="auto")
+        two = list(threads.map(lambda _: run(longer, 0, limit=limit), range(2)))
+    if many.code or len(plain.times) != len(many.times):
+        result.verdict, result.problem = "error", f"longer run: {end_of(many.errors)}"
+        return
+    result.steps = len(plain.times) - 1
+    result.counts["longer"] = {name: many.calls.get(name, 0) for name in CALLS}
+    result.step_ms = 1e3 * step_time(plain.times)
+    result.ratio = step_time(many.times) / step_time(plain.times)
+    result.ratio_at_once = max(step_time(each.times) for each in two) / step_time(plain.times)
+    spans = [each[-1] - each[1] for each in (many.times, plain.times)]
+    result.ratio_of_all = spans[0] / spans[1]
 
 
 def end_of(errors: str) -> str:
@@ -286,20 +317,10 @@ def end_of(errors: str) -> str:
     return FOLDER.sub("", errors)[-1500:]
 
 
-def shared_calls(result: Result) -> str:
-    """How many of the rows that went through modules with gradients were divided.
-
-    Rank 0 has D / N of the rows of divided calls, and all rows of whole ones.
-    """
-    counts = result.counts
-    share = min(c["sharded"] / (c["sharded"] + c["whole"] or 1) for c in counts.values())
-    if share == 0:
-        return "whole"
-    if len(counts) > 1:
-        (n, s), (m, t) = sorted((int(size), c["samples"]) for size, c in counts.items())[:2]
-        divided = (s - t) / (1 / n - 1 / m)
-        share = divided / (divided + s - divided / n or 1)
-    return "divided" if share >= 0.8 else "partly"
+def describe_calls(result: Result) -> str:
+    """How much of the work with gradients is divided, at the number of ranks where it is least."""
+    share = min(result.divided.values())
+    return "divided" if share >= 0.8 else "partly" if share > 0 else "whole"
 
 
 def first_other_line(one: str, other: str) -> str:
@@ -338,7 +359,10 @@ def main() -> None:
         "--preload", nargs="+", metavar="MODULE", help="fork all processes from one with these"
     )
     parser.add_argument(
-        "--times", action="store_true", help="only as users run it, for cases in FILE"
+        "--times", action="store_true", help="only the longer runs, for cases in FILE"
+    )
+    parser.add_argument(
+        "--no-times", action="store_true", help="no longer runs; times in FILE are kept"
     )
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/unedited*.md")
     parser.add_argument("--no-runs", action="store_true", help="use the results in FILE")
@@ -352,13 +376,18 @@ def main() -> None:
         for case in chosen:
             if args.times:
                 result = Result(**rows[case.stem])
-                compare_as_users_run(result, case, args.ranks, args.limit)
+                time_longer(result, case, args.limit)
             else:
-                result = compare(case, args.ranks, args.limit, args.keep)
+                timed = not args.no_times
+                result = compare(case, args.ranks, args.limit, args.keep, timed=timed)
+                if args.no_times and case.stem in rows:
+                    for name in TIMES:
+                        setattr(result, name, rows[case.stem].get(name, 0))
             rows[case.stem] = asdict(result)
             print(f"{case.stem}: {result.verdict}; {result.calls} {list(result.counts.values())}")
             print("   ", result.noise, result.differences, f"{result.step_ms:.1f} ms", flush=True)
-            print("   ", f"{result.ratio:.2f}, {result.ratio_of_all:.2f}", *result.lines[:4])
+            times = (result.ratio, result.ratio_at_once, result.ratio_of_all)
+            print("   ", *(f"{each:.2f}" for each in times), *result.lines[:4])
             if result.problem:
                 print("   ", result.problem, flush=True)
             if args.json:

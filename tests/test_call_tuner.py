@@ -267,6 +267,33 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
         assert Timed.seen[-1] == 6
 
 
+class Joined(nn.Module):
+    """Cannot be sharded but for its layer, whose rows it then has to join."""
+
+    def __init__(self, joining: float) -> None:
+        super().__init__()
+        self.body, self.joining = nn.Sequential(Timed(4, 3)), joining
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        if Timed.seen[-1] < len(x):
+            Timed.clock.now += self.joining
+        return y * torch.arange(len(y)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@ranks(2)
+def test_the_parts_of_a_whole_call_are_sharded_where_all_of_it_takes_less_time(
+    backward: bool,
+) -> None:
+    with tuning(sharded=1.0, whole=1.5):
+        assert last_rows(30, Joined(0.1), 12, backward=backward) == 6
+        costly = Joined(2.0)
+        assert last_rows(30, costly, 12, backward=backward) == 12
+        costly.joining = 0.0
+        assert last_rows(FIRST_CALLS, costly, 12, backward=backward) == 6
+
+
 def test_a_step_that_no_backward_reaches_does_not_wait_for_ever() -> None:
     step = TimedStep(is_sharded=False, compares_bits=False)
     timed_calls.reset()

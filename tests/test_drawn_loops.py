@@ -84,7 +84,7 @@ loops = st.builds(
     at=st.integers(1, 9),
     keeps=st.sampled_from(["nothing", "list", "dict", "meter", "count", "buffer", "tensor"]),
     given=st.sampled_from(["tensor", "dataclass", "dict", "config", "cache", "keyword"]),
-    returns=st.sampled_from(["tensor", "dict", "tuple", "loss"]),
+    returns=st.sampled_from(["tensor", "dict", "tuple", "loss", "masked loss"]),
     hook=st.sampled_from(["none", "forward", "forward pre", "backward"]),
     checkpoint=st.sampled_from(["none", "none", "reentrant", "plain"]),
     noise=st.sampled_from(["none", "like", "shape", "randint"]),
@@ -130,6 +130,9 @@ class Model(nn.Module):
             return {"logits": out, "hidden": h}
         if loop.returns == "loss":
             return out.pow(2).mean(), out
+        if loop.returns == "masked loss":
+            kept = x[:, 0] > 0
+            return (out.pow(2).mean(1) * kept).sum() / kept.sum().clamp(min=1), out
         return (out, h) if loop.returns == "tuple" else out
 
     def _run(self, part: nn.Module, x: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ def train(log: Log, loop: Loop) -> None:
             else:
                 out = model(given, weight=weight, epoch=step)
             loss = torch.zeros((), dtype=torch.float64)
-            if loop.returns == "loss":
+            if loop.returns in ("loss", "masked loss"):
                 loss, out = out
             elif loop.returns == "tuple":
                 out, hidden = out

@@ -1010,8 +1010,17 @@ def couples_larger_batches(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
-@whole
+@sharded
 def keeps_a_mean_of_its_rows(log: Log) -> None:
+    keeps_a_mean(log, lambda x: x.mean(0))
+
+
+@whole
+def keeps_a_product_of_its_rows(log: Log) -> None:
+    keeps_a_mean(log, lambda x: x.new_ones(len(x)) @ x / len(x))
+
+
+def keeps_a_mean(log: Log, mean: Callable[[Tensor], Tensor]) -> None:
     class Centring(Around):
         centre: Tensor
 
@@ -1021,7 +1030,7 @@ def keeps_a_mean_of_its_rows(log: Log) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             scores = self.body(x - self.centre)
-            self.centre.lerp_(x.detach().mean(0), 0.1)
+            self.centre.lerp_(mean(x.detach()), 0.1)
             return scores
 
     model = Centring()
@@ -1066,9 +1075,23 @@ def hooks_on_all_modules(log: Log) -> None:
 
 @whole
 def divides_by_something_else_than_its_rows(log: Log) -> None:
+    divides(log, lambda error, mask: error @ mask / (mask @ mask))
+
+
+@sharded
+def divides_by_a_sum_over_its_rows(log: Log) -> None:
+    divides(log, lambda error, mask: (error * mask).sum() / torch.sum(mask))
+
+
+@sharded
+def means_over_some_of_its_rows(log: Log) -> None:
+    divides(log, lambda error, mask: error[mask > 0].mean() + torch.mean(error, 0))
+
+
+def divides(log: Log, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Masked(Around):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return ((self.body(x) - x).square().mean(1) * mask).sum() / mask.sum()
+            return mean((self.body(x) - x).square().mean(1), mask)
 
     model, calls = Masked(out=6), [0]
 
@@ -1081,10 +1104,19 @@ def divides_by_something_else_than_its_rows(log: Log) -> None:
 
 @whole
 def divides_by_what_the_first_batches_do_not_show(log: Log) -> None:
+    begins_to_ignore(log, lambda error, kept: error @ kept / (kept @ kept))
+
+
+@sharded
+def adds_up_what_the_first_batches_do_not_show(log: Log) -> None:
+    begins_to_ignore(log, lambda error, kept: (error * kept).sum() / kept.sum())
+
+
+def begins_to_ignore(log: Log, mean: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Ignoring(Around):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             kept = (y != 2).double()  # the comparison's zeros are kept, too
-            return (F.cross_entropy(self.body(x), y, reduction="none") * kept).sum() / kept.sum()
+            return mean(F.cross_entropy(self.body(x), y, reduction="none"), kept)
 
     model, calls = Ignoring(), [0]
 
@@ -1100,7 +1132,7 @@ def divides_by_what_only_another_number_of_rows_shows(log: Log) -> None:
     class Ignoring(Around):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             kept = (y != 2).double()
-            return (F.cross_entropy(self.body(x), y, reduction="none") * kept).sum() / kept.sum()
+            return F.cross_entropy(self.body(x), y, reduction="none") @ kept / (kept @ kept)
 
     model, calls = Ignoring(), [0]
 

@@ -14,11 +14,12 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 miner, criterion = miners.MultiSimilarityMiner(), losses.TripletMarginLoss(margin=0.2)
-for index, (images, labels) in enumerate(DataLoader(data, 64, shuffle=True)):
-    optimizer.zero_grad()
-    embeddings = model(images)
-    loss = criterion(embeddings, labels, miner(embeddings, labels))
-    loss.backward()
-    optimizer.step()
-    if index % 5 == 0:
-        print(f"{index}: {loss.item():.5f}")
+for epoch in range(1):
+    for index, (images, labels) in enumerate(DataLoader(data, 64, shuffle=True)):
+        optimizer.zero_grad()
+        embeddings = model(images)
+        loss = criterion(embeddings, labels, miner(embeddings, labels))
+        loss.backward()
+        optimizer.step()
+        if index % 5 == 0:
+            print(f"{index}: {loss.item():.5f}")

@@ -33,15 +33,16 @@ class VAE(nn.Module):
 model = VAE()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 data = torch.tensor(load_digits().data, dtype=torch.float32) / 16
-for index, batch in enumerate(torch.utils.data.DataLoader(data, 128, shuffle=True)):
-    recon, mu, logvar = model(batch)
-    bce = F.binary_cross_entropy(recon, batch, reduction="sum")
-    loss = bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if index % 5 == 0:
-        print(f"{index}: {loss.item() / len(batch):.5f}")
+for epoch in range(1):
+    for index, batch in enumerate(torch.utils.data.DataLoader(data, 128, shuffle=True)):
+        recon, mu, logvar = model(batch)
+        bce = F.binary_cross_entropy(recon, batch, reduction="sum")
+        loss = bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if index % 5 == 0:
+            print(f"{index}: {loss.item() / len(batch):.5f}")
 with torch.no_grad():
     print(f"{model.decode(torch.randn(64, 20)).mean().item():.6f}")
 torch.save(model.state_dict(), "vae.pt")

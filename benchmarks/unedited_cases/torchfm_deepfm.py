@@ -12,10 +12,11 @@ model = DeepFactorizationMachineModel(fields, embed_dim=32, mlp_dims=(400, 400),
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
 criterion = torch.nn.BCELoss()
 model.train()
-for index, (inputs, target) in enumerate(DataLoader(TensorDataset(x, y), 128, shuffle=True)):
-    loss = criterion(model(inputs), target)
-    model.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if index % 5 == 0:
-        print(f"{index}: {loss.item():.5f}")
+for epoch in range(1):
+    for index, (inputs, target) in enumerate(DataLoader(TensorDataset(x, y), 128, shuffle=True)):
+        loss = criterion(model(inputs), target)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if index % 5 == 0:
+            print(f"{index}: {loss.item():.5f}")

@@ -3,7 +3,8 @@
 The optimizers' hooks keep the parameters and the time of each step. At the exit, after whatever the
 script and instep do there, the final parameters are written to OBSERVER_FOLDER. If OBSERVER_MOVE
 is set, the parameters are multiplied by 1 plus or minus it before the first step: the distance to
-an unmoved run is the script's own noise.
+an unmoved run is the script's own noise. If OBSERVER_ROWS is set, the rows that go through each
+module with gradients are counted, by whether its calls are divided among the ranks.
 """
 
 import atexit
@@ -16,12 +17,16 @@ FOLDER = os.environ.get("OBSERVER_FOLDER")
 RANK = os.environ.get("RANK", "0")
 MOVE = float(os.environ.get("OBSERVER_MOVE", "0"))
 DOUBLE = os.environ.get("OBSERVER_DOUBLE")
+ROWS = os.environ.get("OBSERVER_ROWS")
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 KERAS = "keras.src.optimizers.base_optimizer"
-MODULES = ("torch.optim.optimizer", "fastai.optimizer", KERAS, "torch")
+CALLS = "instep.unedited.sharded_call.modules"
+MODULES = ("torch.optim.optimizer", "fastai.optimizer", KERAS, "torch", CALLS)
 PROCESS = os.getpid()
 optimizers = {}
 times = []
 calls = {}
+rows = {}  # of each module: those of divided calls, and those of whole ones
 
 
 class Finder:
@@ -47,6 +52,9 @@ def attach(name, module):
         observe(module.Optimizer, "step")
     elif name == KERAS:
         observe(module.BaseOptimizer, "apply")
+    elif name == CALLS:
+        if ROWS:
+            count_rows(module)
     elif name == "torch":
         if DOUBLE:
             module.set_default_dtype(module.float64)
@@ -85,9 +93,53 @@ def before_step(optimizer, args, kwargs):
 
 def after_step(optimizer, args, kwargs):
     times.append(time.perf_counter())
-    modules = sys.modules.get("instep.unedited.sharded_call.modules")
+    modules = sys.modules.get(CALLS)
     if modules:
         calls.update(vars(modules.call_counts))
+
+
+def count_rows(modules):
+    """Count in the functions of instep by which it counts its own calls."""
+    sharded, whole, known = modules._count_sharded, modules._count_whole, modules._run_known_whole
+
+    def count_sharded(call, plan, group):
+        sharded(call, plan, group)
+        add_rows(call.module, plan.division.count_rows(call.leaves), 0)
+
+    def count_whole(call):
+        whole(call)
+        add_rows(call.module, 0, modules.max_rows(call.leaves))
+
+    def run_known_whole(known_call, original, module, args, kwargs):
+        leaves = modules.BoundCall.of(original, module, args, kwargs).leaves
+        add_rows(module, 0, modules.max_rows(leaves))
+        return known(known_call, original, module, args, kwargs)
+
+    modules._count_sharded, modules._count_whole = count_sharded, count_whole
+    modules._run_known_whole = run_known_whole
+
+
+def add_rows(module, divided, whole):
+    import torch
+
+    before = rows.setdefault(module, (0, 0))
+    if torch.is_grad_enabled() and divided + whole >= RANKS:  # fewer rows cannot be divided
+        rows[module] = before[0] + divided, before[1] + whole
+
+
+def work():
+    """Parameters times rows: of divided calls, and of whole ones.
+
+    What is whole counts where its parts are not counted themselves.
+    """
+    total = [0, 0]
+    for module, counts in rows.items():
+        inner = [part for part in module.modules() if part is not module and part in rows]
+        covered = {id(p) for part in inner for p in part.parameters()}
+        own = list(module.parameters())
+        total[0] += counts[0] * sum(p.numel() for p in own)
+        total[1] += counts[1] * sum(p.numel() for p in own if id(p) not in covered)
+    return total
 
 
 def parameters(optimizer):
@@ -108,7 +160,8 @@ def write():
         for optimizer in optimizers.values()
     ]
     with open(os.path.join(FOLDER, f"rank{RANK}.pickle"), "wb") as file:
-        pickle.dump({"parameters": found, "times": times, "calls": calls}, file)
+        seen = {"parameters": found, "times": times, "calls": calls, "work": work()}
+        pickle.dump(seen, file)
 
 
 if FOLDER:

@@ -37,7 +37,7 @@ from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.backward import start_work
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.run.region import call_state
-from instep.unedited.sharded_call.run.timed_calls import run_timed
+from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
@@ -113,6 +113,9 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if why := entry.why_whole or hooked:
         _report_whole(call.module, why)
         _count_whole(call)
+        tuner = None if call_state.whole_depth else entry.parts_tuner(call)
+        if entry.has_parts and tuner is not None:
+            return _run_parts_or_whole(call, tuner, group, is_for_good=bool(entry.why_whole))
         if entry.why_whole:
             _remember_whole(call, None, by_parts=entry.has_parts)
         return _run_by_parts(call.run_whole) if entry.has_parts else call.run_whole()
@@ -129,6 +132,8 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         return call.run_whole()
     is_new = entry.is_new(call) or hooks != entry.hooks
     entry.hooks = hooks
+    if entry.plan is None or is_new or (tuner is not None and tuner.is_due):
+        whole_calls.trials += 1
     if entry.plan is None:
         entry.plan, output, entry.why_whole = find_plan(call, group)
         if entry.why_whole.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
@@ -196,6 +201,39 @@ def _run_known_whole(
         return original(module, *args, **kwargs)
     finally:
         call_state.inside = False
+
+
+def _run_parts_or_whole(
+    call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for_good: bool
+) -> Any:
+    """Shard the parts of a call that is whole, or not, by what takes less time.
+
+    What a part costs is known only in part where its rows stay on their ranks: joining them may
+    be left to what follows. So when all parts have decided, the whole call is timed both ways.
+    """
+    if not (tuner.is_due or tuner.is_sharded):
+        tuner.count(count_elements(call.leaves), sharded=False)
+        if is_for_good:
+            _remember_whole(call, tuner, by_parts=False)
+        return call.run_whole()
+
+    def run(by_parts: bool) -> tuple[None, Any]:
+        return None, _run_by_parts(call.run_whole) if by_parts else call.run_whole()
+
+    if tuner.begins_later:
+        undecided, trials = whole_calls.undecided, whole_calls.trials
+        _, output = run(True)
+        if is_for_good and whole_calls.undecided == undecided:  # no part is ever sharded
+            _remember_whole(call, None, by_parts=False)
+        tuner.begins_later = whole_calls.trials > trials
+        return output
+    is_sharded = True
+    if tuner.is_due:
+        (_, output), is_sharded = time_run(call, tuner, group.transport, run)
+    else:
+        _, output = run(True)
+    tuner.count(count_elements(call.leaves), sharded=is_sharded)
+    return output
 
 
 def _run_chosen_whole(call: BoundCall, tuner: CallTuner) -> Any:

@@ -66,12 +66,17 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     if why := mismatch or reference.check_supported():
         return None, reference.value, why
     reasons = []
+    sums = [False]
+    if not group.is_virtual and any(group.transport.all_gather_object(reference.sums_rows)):
+        sums = [True, False] if reference.returns_scalar else [False, True]
     for division in candidate_divisions(call.leaves, at_least=group.size):
         reference.compute_gradients(call)
-        found, why = _try(call, division, reference, group)
-        if found is not None:
-            return *found, ""
-        reasons.append(why)
+        for reference.sums_all_rows in sums:
+            found, why = _try(call, division, reference, group)
+            if found is not None:
+                return *found, ""
+            if not reference.sums_all_rows:
+                reasons.append(why)
     return None, reference.value, reasons[0] if reasons else "no batch among its arguments"
 
 
@@ -86,7 +91,7 @@ def verify_plan(
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
-    reference.stored = plan.stored
+    reference.stored, reference.sums_all_rows = plan.stored, plan.sums_all_rows
     if not why:
         if gradients:
             reference.compute_gradients(call)
@@ -138,6 +143,7 @@ def _compare(
             is_random=reference.is_random,
             row_dims=DrawRowDims(reference.drawn),
             stored=reference.stored or (),
+            sums_all_rows=reference.sums_all_rows,
         )
     compiles = is_compiled(call.module.modules())  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
@@ -173,6 +179,7 @@ def _compare(
         region.row_dims.found,
         reference.changes_attributes,
         reference.stored or (),
+        reference.sums_all_rows,
     )
     tag_outputs(chain(*local), region)
     if not reference.matches_gradients(_join(local, plan, region)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
+from instep.unedited.sharded_call.shards.batch_sums import SumCount
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
 _PERTURBATIONS = 3
@@ -75,9 +77,10 @@ class Reference:
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
-        with observed() as effects:
-            self.value = call.run_whole()
         compiles = is_compiled(call.module.modules())
+        sums = SumCount()
+        with observed() as effects, nullcontext() if compiles else sums.counting():
+            self.value = call.run_whole()
         self.side_effect = "" if compiles else effects.description
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
@@ -87,6 +90,10 @@ class Reference:
         self.changes_attributes = self.before.has_other_values(self.after)
         self.keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""
+        self.sums_rows = sums.found > 0
+        """Whether it has computed sums or means over rows by functions that are no losses."""
+        self.sums_all_rows = False
+        """Whether these are to be those of the whole batch in a sharded call."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
         self.vjp: VectorJacobianProduct | None = None
@@ -101,6 +108,11 @@ class Reference:
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""
+
+    @property
+    def returns_scalar(self) -> bool:
+        """Whether it returns a loss, say, or another mean or sum."""
+        return any(isinstance(out, Tensor) and not out.dim() for out in self.outputs)
 
     def check_supported(self) -> str:
         """Say what rules out sharding before it is tried; "" if nothing does."""

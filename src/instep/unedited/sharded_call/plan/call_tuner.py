@@ -53,6 +53,8 @@ class CallTuner:
     is_sharded: bool = False
     """The choice; the first time, sharding has to gain something to be chosen."""
     is_decided: bool = False
+    begins_later: bool = False
+    """Whether it waits until the tuners of the module's parts have decided."""
     may_be_whole: bool = False
     """Whether a whole call was seen to have the same bits on all ranks."""
     step: TimedStep | None = None

@@ -54,6 +54,8 @@ class CacheEntry:
     key: tuple[Any, ...]
     plan: ShardingPlan | None = None
     why_whole: str = ""
+    is_temporary: bool = False
+    """Whether the script makes such modules anew in each step: there is no time for trials."""
     has_parts: bool = True
     """Whether its parts are sharded where it is whole: not those of a language model that
     generates, which compute one token of each row."""
@@ -83,6 +85,13 @@ class CacheEntry:
             self.tuners[size] = CallTuner()
             all_tuners.append(self.tuners[size])
         return self.tuners[size]
+
+    def parts_tuner(self, call: BoundCall) -> CallTuner | None:
+        """What chooses whether the parts of this call are sharded, if it is whole itself."""
+        if self.tuners is None or self.is_temporary:
+            return None
+        size = ~count_elements(call.leaves).bit_length()
+        return self.tuners.setdefault(size, CallTuner(begins_later=True))
 
     def is_new(self, call: BoundCall) -> bool:
         """Whether a call of these shapes and numbers is to be compared as the first one was."""
@@ -173,7 +182,8 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
         return CacheEntry((), why_whole=_TOO_MANY_ENTRIES)
     if texts and sum(entry.key[0] == key for entry in entries) >= MAX_TEXTS:
         return CacheEntry((), why_whole=_TOO_MANY_TEXTS)
-    entries.append(CacheEntry((key, texts), why_whole=_temporary.get(call.module, "")))
+    why = _temporary.get(call.module, "")
+    entries.append(CacheEntry((key, texts), why_whole=why, is_temporary=bool(why)))
     if caches := [leaf for leaf in call.leaves if is_cache(leaf)]:
         entries[-1].why_whole = (
             f"where it is given a {type(caches[0]).__name__}, which it changes, as in generate(); "

@@ -57,6 +57,9 @@ class ShardingPlan:
     stored: tuple[StoredParameter, ...] = ()
     """Its parameters in lists and objects, if its forward uses some from there."""
 
+    sums_all_rows: bool = False
+    """Whether its own sums and means go over the rows of all ranks."""
+
     @property
     def has_reductions(self) -> bool:
         """Whether an output is a mean or a sum over the rows."""

@@ -33,6 +33,8 @@ class WholeCall:
 
 undecided = 0
 """How many calls were made that are not known, or not for good, to be computed whole."""
+trials = 0
+"""How many calls were compared or timed."""
 _known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
 
 

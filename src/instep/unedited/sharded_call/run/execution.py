@@ -99,6 +99,7 @@ def run_planned(
         is_random=plan.is_random,
         row_dims=DrawRowDims(found=plan.row_dims),
         stored=plan.stored,
+        sums_all_rows=plan.sums_all_rows,
     )
 
 
@@ -110,6 +111,7 @@ def run_local(
     is_random: bool,
     row_dims: DrawRowDims,
     stored: Sequence[StoredParameter],
+    sums_all_rows: bool,
 ) -> tuple[Region, LocalOutputs, Structure]:
     """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
     their structure.
@@ -119,7 +121,7 @@ def run_local(
     """
     total = division.count_rows(call.leaves)
     assert total is not None
-    region = Region(group.blocks(total), division, group, is_random, row_dims)
+    region = Region(group.blocks(total), division, group, is_random, row_dims, sums_all_rows)
     region.gradients.module = weakref.ref(call.module)
     if len(region.blocks) == 1:
         region.gradients.block = region.blocks[0]

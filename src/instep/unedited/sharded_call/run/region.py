@@ -19,6 +19,7 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.mappings import reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
+from instep.unedited.sharded_call.shards.batch_sums import over_all_rows, replaced_sums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
@@ -35,6 +36,8 @@ class Region:
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
     row_dims: DrawRowDims = field(default_factory=DrawRowDims)
+    sums_all_rows: bool = False
+    """Whether the sums and means of the forward's own go over the rows of all ranks."""
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
@@ -60,13 +63,15 @@ class Region:
 
     @contextmanager
     def entered_by_shard(self) -> Iterator[None]:
-        """Inside, on the thread of a shard, random numbers are those of the whole batch."""
+        """Inside, on the thread of a shard, random numbers are those of the whole batch, and sums,
+        too, where that is asked for."""
         mode = None
         if self.is_random:
             mode = GlobalBatchRandomMode(
                 self.blocks, self.division.batch_dim, self.group, self.row_dims, self.meet
             )
-        with rank_local(), mode or nullcontext():
+        sums = replaced_sums(over_all_rows(self.sum)) if self.sums_all_rows else nullcontext()
+        with rank_local(), mode or nullcontext(), sums:
             yield
 
     @contextmanager

@@ -6,9 +6,9 @@ The ranks begin a timed step together and exchange what the step before took.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -23,6 +23,8 @@ from instep.unedited.sharded_call.plan.division import count_elements
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 from instep.unedited.sharded_call.run.execution import run_sharded
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+
+First = TypeVar("First")
 
 MAX_CALLS = 16
 """A step ends after so many calls of which none was reached by a backward()."""
@@ -47,18 +49,37 @@ def run_timed(
     Returns the plan for the next call, what this one returns, and whether it was sharded.
     Collective.
     """
+
+    def run(is_sharded: bool) -> tuple[ShardingPlan, Any]:
+        return run_sharded(call, plan, group) if is_sharded else (plan, call.run_whole())
+
+    (plan, output), is_sharded = time_run(call, tuner, group.transport, run)
+    return plan, output, is_sharded
+
+
+def time_run(
+    call: BoundCall,
+    tuner: CallTuner,
+    transport: Transport,
+    run: Callable[[bool], tuple[First, Any]],
+) -> tuple[tuple[First, Any], bool]:
+    """`run(is_sharded)` as the tuner needs it next, timed; or as is decided by now.
+
+    Returns its result, of which the second is what the call returns, and whether it was sharded.
+    Collective.
+    """
     tuner.begin()
     step = tuner.step
     if step is None or step.is_complete or step.is_reached:
-        _exchange(tuner, group.transport)
+        _exchange(tuner, transport)
         if tuner.is_decided:
-            return _run(call, plan, group, is_sharded=tuner.is_sharded)
+            return run(tuner.is_sharded), tuner.is_sharded
         sharded = tuner.next_is_sharded()
         step = tuner.step = TimedStep(sharded, not sharded and tuner.needs_bits())
         _open[step] = weakref.ref(call.module)
     device = _device_of(call.leaves)
     start = clock(device)
-    result = _run(call, plan, group, is_sharded=step.is_sharded)
+    result = run(step.is_sharded)
     step.seconds += clock(device) - start
     step.calls += 1
     step.elements += count_elements(call.leaves)
@@ -67,7 +88,7 @@ def run_timed(
         step.bits = _checksum(outputs, step.bits)
     if not _watch(step, outputs) or step.calls == MAX_CALLS:
         _close(step)
-    return result
+    return result, step.is_sharded
 
 
 def start_backward() -> float | None:
@@ -103,14 +124,6 @@ def end_backward(start: float | None) -> None:
 def reset() -> None:
     """Forget the steps that wait for a backward()."""
     _open.clear()
-
-
-def _run(
-    call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, is_sharded: bool
-) -> tuple[ShardingPlan, Any, bool]:
-    if is_sharded:
-        return *run_sharded(call, plan, group), True
-    return plan, call.run_whole(), False
 
 
 def _exchange(tuner: CallTuner, transport: Transport) -> None:
