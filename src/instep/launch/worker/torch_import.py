@@ -79,7 +79,9 @@ def _defer_in_disable(module: Any) -> None:
 
     torch calls what it finds in an attribute of the function, and imports torch._dynamo to make it.
     """
-    original = module._disable_dynamo
+    original = getattr(module, "_disable_dynamo", None)
+    if original is None:  # another version of torch
+        return
 
     @functools.wraps(original)
     def disable(fn: Function | None = None, recursive: bool = True) -> Function:
@@ -97,7 +99,9 @@ def _defer_in_disable(module: Any) -> None:
 
 def _defer_in_step(module: Any) -> None:
     """`step` of an optimizer imports torch._dynamo to end graphs; without graphs it need not."""
-    original = module._use_grad_for_differentiable
+    original = getattr(module, "_use_grad_for_differentiable", None)
+    if original is None:  # another version of torch
+        return
 
     def decorate(step: Function) -> Function:
         import torch
