@@ -42,7 +42,7 @@ def test_a_mean_over_no_rows_of_this_rank_is_that_of_the_others() -> None:
 
 
 def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> None:
-    before = torch.sum, torch.mean
+    before = torch.sum, torch.mean, vars(Tensor).get("sum")
     count, x = SumCount(), torch.ones(3)
     library: dict[str, Any] = {"__name__": "torch.nn.functional"}
     exec("def add_up(x): return x.sum()", library)
@@ -55,5 +55,4 @@ def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> Non
         x.sum()
     x.sum()
     assert count.found == 1
-    assert before == (torch.sum, torch.mean)
-    assert "sum" not in vars(Tensor)
+    assert before == (torch.sum, torch.mean, vars(Tensor).get("sum"))

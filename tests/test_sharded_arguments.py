@@ -361,7 +361,7 @@ class Switching(Around):
     def forward(self, x: Tensor, how: Any) -> Tensor:
         y = self.body(x)
         if how in self.coupled:
-            y = y - y.mean(0)
+            y = y - y.amax(0)
         return y.sum() if how == "sum" else y.square().mean() if how == "mean" else y
 
 
@@ -411,7 +411,7 @@ class ReadingAll(Around):
         if len(captions) != 6:
             raise ValueError("some captions are missing")
         y = self.body(x)
-        return y - y.mean(0) if "centred" in captions else y
+        return y - y.amax(0) if "centred" in captions else y
 
 
 @ranks(2)

@@ -82,7 +82,8 @@ def test_all_cases_run_where_none_is_named_and_the_pages_are_written(tmp_path, m
     """As `make unedited` does."""
     compared, written = [], []
 
-    def compare(case, sizes, limit, folder):
+    def compare(case, sizes, limit, folder, *, timed):
+        assert timed
         compared.append(case.stem)
         return unedited_table.Result(case.stem, "a case", "")
 
