@@ -4,7 +4,9 @@ instep divides the batches."""
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -299,6 +301,19 @@ def test_a_closure_gets_averages_too():
             alone, torch.optim.LBFGS(alone.parameters(), 0.1, max_iter=4), everything.flatten(0, 1)
         )
         assert torch.allclose(model.weight, alone.weight, atol=1e-5)
+
+
+@ranks(2)
+def test_parameters_are_freed_with_their_model_and_optimizer():
+    with initialized():
+        model = nn.Linear(3, 3)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        weight = weakref.ref(model.weight)
+        del model, optimizer
+        gc.collect()
+        assert weight() is None
 
 
 @ranks(2)

@@ -6,6 +6,7 @@ different orders. A rank fills the gradients that it has not computed with zeros
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +130,16 @@ class GradientAverager:
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # hooks need it; a frozen parameter may thaw later
         parameter.register_hook(_zero_if_placeholder)
-        parameter.register_post_accumulate_grad_hook(lambda _: self._on_grad(index))
+        # The garbage collector does not see what a tensor's hooks hold: with a reference to this
+        # object, which holds the parameters, none of them would ever be freed.
+        reference = weakref.ref(self)
+
+        def notice_grad(_: Tensor) -> None:
+            averager = reference()
+            if averager is not None:  # else its optimizer is gone
+                averager._on_grad(index)
+
+        parameter.register_post_accumulate_grad_hook(notice_grad)
         parameter.requires_grad_(not frozen)
 
     def _on_grad(self, index: int) -> None:
