@@ -24,7 +24,7 @@ import torch.utils.data.dataloader
 Function = Callable[..., Any]
 Class = TypeVar("Class", bound=type)
 
-TRIED = ((2, 12), (2, 14))
+TRIED = ((2, 11), (2, 14))
 """The oldest and the newest PyTorch with which instep's tests were run (docs/versions.md)."""
 
 # ---------------------------------------------------------------------------------- tensors
