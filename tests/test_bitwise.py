@@ -15,12 +15,19 @@ from torch import nn
 import instep as instep_package
 from forked import Forked
 from instep import InstepError
+from instep.distributed.communication.local_transport import LocalTransport
 from instep.distributed.communication.transport import get_transport
 from instep.launch.worker.static_opt_out import find_opt_out
 from instep.process.patching import PatchHandle
 from instep.training.errors import BitwiseError
 from instep.unedited import one_process_api
 from instep.unedited.errors import ShardedCallError
+from instep.unedited.sharded_call.run.grad_sums import CallGradients, alias_parameters
+from instep.unedited.sharded_call.shards.linear_weights import (
+    LinearCall,
+    linear_of_shards,
+    rows_of,
+)
 from instep.unedited.sharded_call.shards.local_sums import alias_for_shards
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup, sparse_tree_sum
 from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
@@ -29,7 +36,7 @@ from pool import ranks, run, talking_over
 
 SCRIPT = str(Path(__file__).parent / "bitwise_scripts" / "trainings.py")
 SHARDS = 4
-BY_DAY = ("two lines", "cnn", "attention", "adversarial")
+BY_DAY = ("two lines", "cnn", "attention", "adversarial", "large")
 AT_NIGHT = (
     *("recurrent", "loss inside", "experts", "checkpointed", "accumulation", "bfloat16"),
     *("sparse", "in a list", "few rows"),
@@ -251,6 +258,52 @@ def test_gradients_are_added_up_before_backward_goes_on() -> None:
     assert is_summed == [True, True]
 
 
+def shards_of_large_layer(sizes=(3, 1, 2, 4)):
+    """The sharded call of a layer with a large weight: its parameters, and what the layer returns
+    for rows of each of four shards."""
+    group = ShardGroup(LocalTransport(), 4, is_virtual=True)
+    shapes = (512, 640), (512,)
+    parameters = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    aliases = alias_parameters(parameters, CallGradients(), group)
+    rows = torch.randn(sum(sizes), 640, dtype=torch.float64, requires_grad=True)
+
+    def layer(shards):
+        parts = rows.split(sizes)
+        calls = [LinearCall(nn.functional.linear, parts[k], *aliases[k]) for k in shards]
+        assert all(call.is_collected(rows_of(call.weight)) for call in calls)
+        return linear_of_shards(calls)
+
+    return parameters, rows, layer
+
+
+def test_the_gradients_of_a_large_weight_are_those_of_all_rows() -> None:
+    parameters, rows, layer = shards_of_large_layer()
+    loss = torch.cat([*layer([0, 1, 2, 3]), *layer([1, 3])[:1]]).square().sum()
+    found = torch.autograd.grad(loss, [*parameters, rows])
+    output = nn.functional.linear(rows, *parameters)
+    plain = output.square().sum() + output[3:4].square().sum()
+    for mine, theirs in zip(found, torch.autograd.grad(plain, [*parameters, rows]), strict=True):
+        assert torch.allclose(mine, theirs)
+
+
+def test_rows_of_a_backward_that_did_not_reach_the_weight_do_not_count() -> None:
+    parameters, rows, layer = shards_of_large_layer()
+    loss = torch.cat(tuple(layer([0, 1, 2, 3]))).square().sum()
+    torch.autograd.grad(loss, rows, retain_graph=True)
+    (first,) = torch.autograd.grad(loss, parameters[0], retain_graph=True)
+    (again,) = torch.autograd.grad(loss, parameters[0], create_graph=True)
+    assert again.requires_grad
+    assert torch.allclose(first, again)
+
+
+def test_an_output_of_a_large_layer_can_be_changed_in_place() -> None:
+    _, rows, layer = shards_of_large_layer()
+    outputs = layer([0, 1, 2, 3])
+    outputs[1].relu_()
+    sum(output.exp().sum() for output in outputs).backward()
+    assert rows.grad is not None
+
+
 def test_sparse_and_dense_gradients_of_one_parameter_are_refused() -> None:
     parameter = torch.randn(4, 2, requires_grad=True)
     aliases = alias_for_shards([parameter], 2, 2**64 - 1)
@@ -278,6 +331,24 @@ def test_functions_run_one_at_a_time_and_meet() -> None:
         *("turn 0", "begin 0", "turn 1", "begin 1", "turn 2", "begin 2"),
         *("turn 0", "met 3", "turn 1", "met 3", "turn 2", "met 3"),
     ]
+
+
+def test_only_those_meet_that_come_to_a_place() -> None:
+    """0 and 2 meet at "a", and in the end all; at "b" each is alone."""
+    threads = ShardThreads(3, lambda number: None)
+    met: list[tuple[int, ...]] = []
+
+    def note(values):
+        met.append(tuple(values))
+        return values
+
+    def function(number: int) -> int:
+        for place in {0: "a", 1: "b", 2: "ab"}[number]:
+            assert threads.meet(number, note, place) == number
+        return threads.meet(number, lambda values: [sum(values)] * 3)
+
+    assert threads.run([lambda k=k: function(k) for k in range(3)]) == [3, 3, 3]
+    assert met == [(0, 2), (1,), (2,)]
 
 
 @pytest.mark.parametrize("absent", [0, 1])

@@ -94,11 +94,11 @@ def of_digits(every=1, half=False, batch=50):
     return supervised(model, optimizer, endless(digits(batch)), every, half)
 
 
-def of_resnet18():
+def of_resnet18(pixels=64, batch=64):
     model = resnet18(10)
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    images, labels = torch.randn(256, 3, 64, 64), torch.randint(0, 10, (256,))
-    return supervised(model, optimizer, random_batches(images, labels, 64))
+    images, labels = torch.randn(256, 3, pixels, pixels), torch.randint(0, 10, (256,))
+    return supervised(model, optimizer, random_batches(images, labels, batch))
 
 
 def of_transformer():
@@ -167,6 +167,7 @@ def of_gru():
 TRAININGS = {
     "digits": of_digits,
     "resnet18": of_resnet18,
+    "small resnet18": lambda: of_resnet18(32, 16),
     "transformer": of_transformer,
     "mlp": of_mlp,
     "dcgan": of_dcgan,

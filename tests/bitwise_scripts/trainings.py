@@ -119,6 +119,25 @@ class Words(nn.Module):
         return self.head(hidden + rows[:, 1:])
 
 
+class Large(nn.Module):
+    """Its weights are larger than a batch. One is used twice and once more otherwise, and one on
+    few shards only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied, self.rare = (nn.Linear(n, 700) for n in (192, 700, 700))
+        self.widen, self.relu = nn.Linear(192, 1400), nn.ReLU(inplace=True)
+        self.narrow, self.head = nn.Linear(1400, 700, bias=False), nn.Linear(700, 10)
+
+    def forward(self, x):
+        rows = x.flatten(1)
+        hidden = self.relu(self.first(rows)) + self.narrow(self.relu(self.widen(rows)))
+        hidden = self.tied(self.relu(self.tied(hidden))) + hidden @ self.tied.weight
+        if (mask := rows[:, 0] > 1).any():
+            hidden = hidden.index_put((mask,), self.rare(hidden[mask]))
+        return self.head(F.dropout(hidden, 0.1))
+
+
 class LongSum(nn.Module):
     """It adds up more numbers than a thread takes, so the result depends on the threads."""
 
@@ -153,6 +172,22 @@ def supervised(model, size=26, every=1, half=False):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def large():
+    """With gradients of inputs alone, and some that are differentiated again."""
+    model, data = Large(), batches(26)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for step in range(STEPS):
+        x, y = next(data)
+        x.requires_grad_()
+        loss = F.cross_entropy(model(x), y)
+        if step % 2:
+            (penalty,) = torch.autograd.grad(loss, x, create_graph=step == 1, retain_graph=True)
+            loss = loss + penalty.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def sparse():
@@ -282,6 +317,7 @@ TRAININGS = {
     "two lines": two_lines,
     "sparse": sparse,
     "in a list": lambda: supervised(InAList()),
+    "large": large,
     "few rows": lambda: supervised(cnn(), size=3),
 }
 TRAININGS[name]()

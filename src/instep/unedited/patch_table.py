@@ -76,7 +76,14 @@ PATCHES: tuple[Patch, ...] = (
     *SEED_PATCHES,
 )
 
-BITWISE_PATCHES: tuple[Patch, ...] = (*SHARDED_CALL_PATCHES, *ONE_PROCESS_PATCHES)
+_BITWISE_PATCHES: tuple[Patch, ...] = (
+    *patches(
+        "the gradients of large weights are computed from the rows of all shards",
+        (nn.functional, "linear", overrides.linear),
+    ),
+    *ONE_PROCESS_PATCHES,
+)
+BITWISE_PATCHES: tuple[Patch, ...] = (*SHARDED_CALL_PATCHES, *_BITWISE_PATCHES)
 """Those of a world of one with `--bitwise`."""
 
 _handles: list[PatchHandle] = []
@@ -85,7 +92,7 @@ _handles: list[PatchHandle] = []
 def install() -> None:
     """Install the whole table; does nothing the second time."""
     if not _handles:
-        own = ONE_PROCESS_PATCHES if bitwise.is_on() else ()
+        own = _BITWISE_PATCHES if bitwise.is_on() else ()
         _handles.append(PatchHandle([*PATCHES, *own]))  # these come before the opt-out
 
 

@@ -31,6 +31,11 @@ from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
+from instep.unedited.sharded_call.shards.linear_weights import (
+    LinearRows,
+    collect_rows,
+    sum_over_rows,
+)
 from instep.unedited.sharded_call.shards.local_sums import (
     alias_for_shards,
     check_all_sparse,
@@ -63,6 +68,8 @@ class CallGradients:
         """This rank's rows of its batch; None where it has several shards."""
         self.backward: BucketedBackward | None = None
         """The `backward()` under way that reaches the call."""
+        self.linear_rows: dict[int, list[LinearRows]] = {}
+        """With virtual shards, what each of this rank's has for large weights, by their index."""
 
 
 def alias_parameters(
@@ -75,7 +82,9 @@ def alias_parameters(
     """
     if group.is_virtual:  # buckets add up several calls before they are summed over the ranks
         own = _alias(parameters, gradients, None, [0] * len(parameters), group)
-        return alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
+        by_shard = alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
+        gradients.linear_rows = collect_rows(parameters, by_shard, group)
+        return by_shard
     unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
     if unplanned:
         _make_buckets(unplanned, group.transport)
@@ -186,9 +195,9 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         backward = ctx.gradients.backward
+        if ctx.group.is_virtual:
+            return None, None, None, None, *_sum_shards(ctx, grads)
         if backward is None or not backward.accepts(ctx.bucket):
-            if ctx.group.is_virtual:
-                grads = _without_gaps(grads, ctx.parameters, ctx.group)
             return None, None, None, None, *_reduce_now(grads, ctx.group)
         sparse: list[Tensor | None] = [None] * len(grads)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
@@ -199,6 +208,18 @@ class _Alias(torch.autograd.Function):
                 ctx.bucket.add(index, grad)
         backward.finish_call(ctx.bucket)
         return None, None, None, None, *sparse
+
+
+def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The sums over virtual shards, from those over this rank's. Collective."""
+    own = _without_gaps(grads, ctx.parameters, ctx.group)
+    results = _reduce_now(own, ctx.group)
+    rows = ctx.gradients.linear_rows
+    weights = {k: ctx.parameters[k] for k in rows}
+    for k, gradient in (sum_over_rows(weights, rows, ctx.group) if weights else {}).items():
+        before = results[k]
+        results[k] = gradient if before is None else before + gradient
+    return results
 
 
 def _without_gaps(

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from instep.process.patching import Function
@@ -17,6 +18,11 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     as_plain,
     is_subclass,
     with_attributes_of,
+)
+from instep.unedited.sharded_call.shards.linear_weights import (
+    LinearCall,
+    linear_of_shards,
+    rows_of,
 )
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -52,6 +58,25 @@ def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         partial(batchnorm.batch_norm_of_shards, collectives=region.group),
     )
     return with_attributes_of(rows, output) if is_subclass(rows) else output
+
+
+def linear(
+    original: Function,
+    input: Tensor,  # noqa: A002  (torch's name)
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """torch.nn.functional.linear: where virtual shards share a large weight, one product serves all
+    shards of a rank that come there."""
+    output: Tensor
+    region = None if torch.compiler.is_compiling() else current_region()
+    rows = None if region is None else rows_of(weight)
+    call = LinearCall(original, input, weight, bias)
+    if region is None or rows is None or not call.is_collected(rows):
+        output = original(input, weight, bias)
+    else:
+        output = region.meet(call, linear_of_shards, rows.index)
+    return output
 
 
 def sync_batch_norm(original: Function, module: nn.SyncBatchNorm, x: Tensor) -> Tensor:

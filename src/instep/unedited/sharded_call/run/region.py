@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,9 +85,10 @@ class Region:
         total: Tensor = self.meet(part, lambda parts: reduce_in_region(parts, self.group))
         return total
 
-    def meet(self, value: Any, joint: Joint) -> Any:
-        """This shard's result of `joint`, which takes a value of each of this rank's shards."""
-        return joint([value])[0] if self.threads is None else self.threads.meet(value, joint)
+    def meet(self, value: Any, joint: Joint, place: Hashable = None) -> Any:
+        """This shard's result of `joint`, which takes a value of each of this rank's shards; with a
+        place, of those that come there."""
+        return joint([value])[0] if self.threads is None else self.threads.meet(value, joint, place)
 
 
 @dataclass

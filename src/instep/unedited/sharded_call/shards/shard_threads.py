@@ -3,7 +3,8 @@
 Batch statistics need the rows of all shards of a rank. So the forwards of its shards take turns:
 each runs until it needs something of the others, the main thread computes it for all in one node
 of the autograd graph, and each goes on with its part. One backward then does for all shards, and
-nothing in it waits.
+nothing in it waits. What is only cheaper for several shards together is computed for those that
+come to the same place.
 
 Autograd runs the nodes with the highest numbers first, and gradients of a tensor are added up in
 that order. A new thread numbers its nodes from 0, so the shards' nodes have equal numbers, and a
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +37,21 @@ class BranchError(Exception):
 
 
 class _StoppedError(BaseException):
-    """Another function has failed; no `except Exception` of the script's may catch this."""
+    """Another function has failed, or they do not meet; no `except Exception` of the script's may
+    catch this."""
+
+
+@dataclass
+class _Arrival:
+    """A function that waits for a result."""
+
+    value: Any
+    joint: Joint
+    place: Hashable
+    """Where it meets others; None where it meets all."""
+    grad_mode: bool
+    sequence_number: int
+    """Of no other node of the autograd graph on its thread."""
 
 
 class ShardThreads:
@@ -49,11 +66,10 @@ class ShardThreads:
         self._on_switch = on_switch
         self._semaphores = [threading.Semaphore(0) for _ in range(count)]
         self._main = threading.Semaphore(0)
-        self._values: list[Any] = [None] * count
-        self._results: Sequence[Any] = ()
-        self._joint: Joint = tuple
-        self._joint_grad_mode, self._joint_number = True, 0
-        self._arrived = self._ended = 0
+        self._arrivals: dict[int, _Arrival] = {}
+        self._results: dict[int, Any] = {}
+        self._next: dict[int, int] = {}
+        """Who runs after a function; the main thread after the last one."""
         self._error: BaseException | None = None
         self._thread = threading.local()
 
@@ -68,7 +84,7 @@ class ShardThreads:
                 self._wait()
                 with state.restored():
                     found[number] = function()
-                self._end()
+                self._pass_on()
             except _StoppedError:
                 return
             except BaseException as error:
@@ -80,7 +96,7 @@ class ShardThreads:
             threads.append(threading.Thread(target=run, args=(body, number, function), daemon=True))
             threads[-1].start()
         try:
-            self._run_joints()
+            self._run_in_turn(range(len(functions)))
         except BaseException as error:
             self._fail(error)
         for thread in threads:
@@ -95,57 +111,59 @@ class ShardThreads:
         number: int = self._thread.number
         return number
 
-    def meet(self, value: Any, joint: Joint) -> Any:
+    def meet(self, value: Any, joint: Joint, place: Hashable = None) -> Any:
         """This function's result of `joint`, to which every function gives a value.
 
-        Called by each function, at the same place.
+        Called by each function, at the same point. With a place, only those give a value that are
+        there when no other can go on.
         """
-        if self._ended:
-            self._stop_all()
         number = self._thread.number
-        self._values[number] = value
-        self._arrived += 1
-        self._joint, self._joint_grad_mode = joint, torch.is_grad_enabled()
-        self._joint_number = next_sequence_number()  # of no other node from now on
+        self._arrivals[number] = _Arrival(
+            value, joint, place, torch.is_grad_enabled(), next_sequence_number()
+        )
         self._pass_on()
         self._wait()
-        return self._results[number]
+        return self._results.pop(number)
 
-    def _run_joints(self) -> None:
-        """On the main thread: compute what the functions meet for, until all have ended."""
-        while True:
-            self._semaphores[0].release()
+    def _run_in_turn(self, numbers: Sequence[int]) -> None:
+        """On the main thread: let these functions run until all have ended."""
+        while numbers:
+            self._next = dict(pairwise(numbers))
+            self._semaphores[numbers[0]].release()
             self._main.acquire()
-            if self._error is not None or self._ended:
+            if self._error is not None:
                 return
-            with torch.set_grad_enabled(self._joint_grad_mode):
-                self._results = self._joint(self._values)
-            nodes = {x.grad_fn for x in _tensors(self._results) if x.grad_fn is not None}
-            for node in nodes:
-                node._set_sequence_nr(self._joint_number)  # type: ignore[attr-defined]
-            self._arrived = 0
+            numbers = self._join()
 
-    def _end(self) -> None:
-        if self._arrived:
-            self._stop_all()
-        self._ended += 1
-        self._pass_on()
+    def _join(self) -> list[int]:
+        """Compute what functions have met for; returns those that go on."""
+        groups: dict[Hashable, list[int]] = {}
+        for number, arrival in sorted(self._arrivals.items()):
+            groups.setdefault(arrival.place, []).append(number)
+        of_all = groups.pop(None, [])
+        if of_all and not groups:
+            if len(of_all) < len(self._semaphores):
+                raise BranchError("parts of the batch take different branches")
+            groups[None] = of_all
+        for members in groups.values():
+            arrivals = [self._arrivals.pop(number) for number in members]
+            last = arrivals[-1]
+            with torch.set_grad_enabled(last.grad_mode):
+                results = last.joint([arrival.value for arrival in arrivals])
+            for node in {x.grad_fn for x in _tensors(results) if x.grad_fn is not None}:
+                node._set_sequence_nr(last.sequence_number)  # type: ignore[attr-defined]
+            self._results |= zip(members, results, strict=True)
+        return sorted(self._results)
 
     def _pass_on(self) -> None:
-        following = self._thread.number + 1
-        is_last = following == len(self._semaphores)
-        (self._main if is_last else self._semaphores[following]).release()
+        following = self._next.get(self._thread.number)
+        (self._main if following is None else self._semaphores[following]).release()
 
     def _wait(self) -> None:
         self._semaphores[self._thread.number].acquire()
         if self._error is not None:
             raise _StoppedError
         self._on_switch(self._thread.number)
-
-    def _stop_all(self) -> NoReturn:
-        """The script may catch what is raised here; `run` raises BranchError all the same."""
-        self._fail(BranchError("parts of the batch take different branches"))
-        raise _StoppedError
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
