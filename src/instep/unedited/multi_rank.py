@@ -293,5 +293,8 @@ class _LayerDirectories:
         """Delete this rank's directory; the last rank of the host also deletes the shared one."""
         with bypass_overlay():
             shutil.rmtree(self._own, ignore_errors=True)
-            if self._shared is not None and not [*Path(self._shared).glob("rank*")]:
-                shutil.rmtree(self._shared, ignore_errors=True)
+            if self._shared is None:
+                return
+            with suppress(FileNotFoundError):  # another rank has deleted it meanwhile
+                if not any(name.startswith("rank") for name in os.listdir(self._shared)):
+                    shutil.rmtree(self._shared, ignore_errors=True)
