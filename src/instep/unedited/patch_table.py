@@ -14,6 +14,7 @@ from torch import nn
 
 from instep.distributed.watchdog import interrupts
 from instep.process.patching import Patch, PatchHandle, patches
+from instep.training.optimizer_shards import adam_kernel
 from instep.unedited import bitwise
 from instep.unedited.devices import DEVICE_PATCHES
 from instep.unedited.files import os_functions
@@ -64,6 +65,13 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+OPTIMIZER_PATCHES: tuple[Patch, ...] = (
+    *patches(
+        "PyTorch's loops over tensors take eight times as long as its fused kernel",
+        ("torch.optim.adam", "adam", adam_kernel.adam),
+    ),
+)
+
 PATCHES: tuple[Patch, ...] = (
     *FILE_PATCHES,
     *STREAM_PATCHES,
@@ -72,6 +80,7 @@ PATCHES: tuple[Patch, ...] = (
     *OPT_OUT_PATCHES,
     *SHARDED_CALL_PATCHES,
     *DEVICE_PATCHES,
+    *OPTIMIZER_PATCHES,
     LOADER_PATCH,
     *SEED_PATCHES,
 )
@@ -83,7 +92,11 @@ _BITWISE_PATCHES: tuple[Patch, ...] = (
     ),
     *ONE_PROCESS_PATCHES,
 )
-BITWISE_PATCHES: tuple[Patch, ...] = (*SHARDED_CALL_PATCHES, *_BITWISE_PATCHES)
+BITWISE_PATCHES: tuple[Patch, ...] = (
+    *SHARDED_CALL_PATCHES,
+    *OPTIMIZER_PATCHES,
+    *_BITWISE_PATCHES,
+)
 """Those of a world of one with `--bitwise`."""
 
 _handles: list[PatchHandle] = []

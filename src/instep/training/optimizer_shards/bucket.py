@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from instep.distributed.communication.transport import Transport
 from instep.training.errors import CannotShardError
@@ -58,7 +59,10 @@ class StepBucket:
             each.grad = None if grad is None else self._slice(part, self._dense(part, grad))
 
     def gather(self) -> None:
-        """Let each parameter that has a gradient have its new value on every rank. Collective."""
+        """Let each parameter that has a gradient have its new value on every rank. Collective.
+
+        A backward through what was computed from the old value is an error, as in one process.
+        """
         for own in self.slices:
             own.grad = None
         self._transport.all_gather_each(
@@ -67,6 +71,7 @@ class StepBucket:
                 for parts in self._parts
             ]
         )
+        increment_version([each for each in self.parameters if each.grad is not None])
 
     def full_state(self, state: dict[Tensor, State]) -> dict[Tensor, State]:
         """The state of whole parameters, on every rank. Collective."""

@@ -42,17 +42,24 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def check_dense(parameter: Tensor) -> None:
-    """Raise CannotShardError for a parameter whose elements are not one piece of memory."""
+def is_dense(parameter: Tensor) -> bool:
+    """Whether all elements of a parameter are one piece of memory, in some order."""
     numel = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != numel:
-            raise CannotShardError(
-                f"a parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} "
-                "is not one piece of memory, which instep.shard(optimizer) needs; make it "
-                "contiguous."
-            )
+            return False
         numel *= size
+    return True
+
+
+def check_dense(parameter: Tensor) -> None:
+    """Raise CannotShardError for a parameter whose elements are not one piece of memory."""
+    if not is_dense(parameter):
+        raise CannotShardError(
+            f"a parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} "
+            "is not one piece of memory, which instep.shard(optimizer) needs; make it "
+            "contiguous."
+        )
 
 
 def divide_elements(parameters: Sequence[Tensor], size: int) -> list[list[Part]]:

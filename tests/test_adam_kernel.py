@@ -1,0 +1,108 @@
+"""Adam's kernel in an unedited script: the fused one where the script leaves it to PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from instep.process.patching import PatchHandle
+from instep.unedited.patch_table import OPTIMIZER_PATCHES
+
+OPEN = [
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+    (torch.optim.AdamW, {"maximize": True, "betas": (0.8, 0.99), "eps": 1e-6}),
+]
+DECIDED = [
+    *({name: value} for name in ("foreach", "fused") for value in (True, False)),
+    *({"capturable": True}, {"differentiable": True}, {"lr": torch.tensor(1e-3), "foreach": False}),
+]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Which fused kernels have run, with the replacement installed."""
+    calls: list[str] = []
+    for name in ("_fused_adam_", "_fused_adamw_"):
+        original = getattr(torch, name)
+
+        def kernel(*args, name=name, original=original, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, kernel)
+    with PatchHandle(OPTIMIZER_PATCHES):
+        yield calls
+
+
+def train(kind, options, model: nn.Module, steps: int = 5) -> torch.optim.Optimizer:
+    optimizer = kind(model.parameters(), **{"lr": 1e-2, **options})
+    torch.manual_seed(1)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return optimizer
+
+
+def small_model(**options) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 17, 3), nn.Linear(33, 5), nn.BatchNorm1d(5))
+    return model.to(**options)
+
+
+@pytest.mark.parametrize(("kind", "options"), OPEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_fused_kernel_has_the_numbers_of_the_loops(kernels, kind, options, dtype) -> None:
+    model, plain = small_model(dtype=dtype), small_model(dtype=dtype)
+    optimizer = train(kind, options, model)
+    assert len(kernels) == 5
+    reference = train(kind, {**options, "foreach": False}, plain)
+    assert len(kernels) == 5
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
+        assert mine._version >= 5
+        for name, value in reference.state[theirs].items():
+            assert torch.allclose(optimizer.state[mine][name], value, rtol=1e-6)
+            assert optimizer.state[mine][name]._version >= 5
+    del reference.param_groups[0]["params"], optimizer.param_groups[0]["params"]
+    assert optimizer.param_groups[0] == {**reference.param_groups[0], "foreach": None}
+
+
+@pytest.mark.parametrize("options", DECIDED)
+def test_a_script_that_chooses_gets_what_it_chose(kernels, options) -> None:
+    if options.get("capturable"):  # on an accelerator only
+        with pytest.raises(AssertionError, match="capturable"):
+            train(torch.optim.Adam, options, small_model())
+    elif options.get("differentiable"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="differentiable"):
+            train(torch.optim.Adam, {**options, "fused": True}, small_model())
+        assert not kernels
+    else:
+        train(torch.optim.Adam, options, small_model())
+    assert bool(kernels) == (options.get("fused") is True)
+
+
+def test_what_the_kernel_would_read_wrongly_is_left_to_the_loops(kernels) -> None:
+    model = small_model(memory_format=torch.channels_last)
+    train(torch.optim.Adam, {}, model)
+    assert len(kernels) == 5  # parameters and gradients have the same strides
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    torch.optim.Adam(model.parameters()).step()
+    train(torch.optim.Adam, {}, small_model(dtype=torch.bfloat16))
+    part = nn.ParameterList([nn.Parameter(torch.randn(4, 6)[:, ::2])])
+    train(torch.optim.Adam, {}, part)
+    assert len(kernels) == 5
+
+
+def test_a_graph_from_before_a_step_is_an_error_as_ever(kernels) -> None:
+    model = nn.Linear(3, 3)
+    loss = (model(torch.randn(2, 3, requires_grad=True)) @ model.weight).sum()
+    train(torch.optim.AdamW, {}, model, steps=1)
+    assert kernels == ["_fused_adamw_"]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
