@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -366,6 +367,48 @@ def test_a_host_name_is_looked_up_once(monkeypatch) -> None:
 
 
 # -------------------------------------------------------------------------------------- open files
+
+GROUP = """
+import os, sys, threading
+from datetime import timedelta
+import torch, torch.distributed as dist
+from instep.distributed.gloo_connections import connect_when_used
+connect_when_used(int(sys.argv[1]))
+below, reads = dist.HashStore(), []
+class Store(dist.Store):
+    def set(self, key, value):
+        below.set(key, value)
+    def get(self, key):
+        reads.append(key)
+        return below.get(key)
+    def wait(self, keys, timeout=None):
+        below.wait(keys)
+stores = [Store() for _ in range(6)]
+def run(rank):
+    group = dist.ProcessGroupGloo(stores[rank], rank, 6, timedelta(seconds=20))
+    made.wait()
+    if rank == 0:
+        print(len(reads), flush=True)
+    made.wait()
+    ones = torch.ones(3)
+    group.allreduce([ones]).wait()
+    assert ones.tolist() == [6.0] * 3
+    made.wait()
+made = threading.Barrier(6)
+threads = [threading.Thread(target=run, args=(rank,)) for rank in range(6)]
+[each.start() for each in threads], [each.join() for each in threads]
+os._exit(0 if len(reads) <= 36 else 1)
+"""
+
+
+@pytest.mark.parametrize(("size", "reads"), [(6, "36"), (1000, "0")])
+def test_ranks_of_a_large_world_connect_when_they_have_something_to_say(size, reads) -> None:
+    environ = {name: value for name, value in os.environ.items() if "GLOO" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", GROUP, str(size)], capture_output=True, text=True, env=environ
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, reads), done.stderr
+
 
 FEW_FILES = """
 import resource, sys

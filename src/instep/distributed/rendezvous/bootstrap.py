@@ -27,6 +27,7 @@ from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.flight_record import timeline_file
+from instep.distributed.gloo_connections import connect_when_used
 from instep.distributed.identity import launchers, torch_devices
 from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
@@ -128,6 +129,7 @@ def _init(
         return world
     timeout = timeout or settings.timeout()
     allow_open_files(_FILES + _FILES_PER_RANK * world.size)
+    connect_when_used(world.size)
     timeline_file.create(world.local_rank, world.node_rank)
     device = take_device(world)
     if device.type == "cpu":
