@@ -2,8 +2,8 @@
 
     python benchmarks/same_cores.py --json same_cores.json [--only mlp gnn]
 
-The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a ratio
-is of the median step of a run to that of the plain run beside it. Rows that the file has stay.
+The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a
+ratio is of the median step of a run to that of the plain run beside it. Rows of the file stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Simulated members of large jobs: of the coordinator, the rendezvous and the launcher.
 
-Members are threads, sockets or small processes; the other side is the code of instep as it runs in a
-job, with the open files that most systems allow a process at first.
+Members are threads, sockets or small processes; the other side is the code of instep as it runs in
+a job. The launcher has the open files that most systems allow a process at first.
 """
 
 from __future__ import annotations

@@ -260,7 +260,10 @@ def join_all(store: dist.Store, size: int) -> tuple[list[bytes | None], int]:
     def join(rank: int) -> None:
         world = World(rank=rank, size=size, local_rank=rank, local_size=size, source="test")
         keys[rank] = join_check.check_join(
-            counted[rank], world, timedelta(seconds=20), secret=KEY  # type: ignore[arg-type]
+            counted[rank],
+            world,
+            timedelta(seconds=20),
+            secret=KEY,  # type: ignore[arg-type]
         ).key
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
@@ -439,11 +442,12 @@ def test_a_process_may_open_as_many_files_as_its_job_needs(most, allowed, line) 
 def test_a_supervisor_starts_more_ranks_than_it_may_open_files_for_at_first(tmp_path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('here')\n")
-    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (32, r.getrlimit(r.RLIMIT_NOFILE)[1]))"
+    few = "import resource as r; n = r.RLIMIT_NOFILE; r.setrlimit(n, (32, r.getrlimit(n)[1]))"
     start = f"{few}; from instep.cli import main; import sys; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", start, "run", "-n", "6", "--plain", script],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", *(f"[{rank}] here" for rank in range(1, 6)), "here"]
+    others = [f"[{rank}] here" for rank in range(1, 6)]
+    assert sorted(done.stdout.splitlines()) == [*others, "here"]

@@ -1,4 +1,4 @@
-"""Trainings for one process, which know nothing of instep: prints the median milliseconds of a step.
+"""Trainings for one process that know nothing of instep: prints the median milliseconds of a step.
 
     python same_cores.py MODEL sgd|adam STEPS
 
@@ -171,9 +171,7 @@ def of_unet():
 
 
 def of_resnet18():
-    return supervised(
-        resnet18(10), torch.randn(256, 3, 64, 64), torch.randint(0, 10, (256,)), 32
-    )
+    return supervised(resnet18(10), torch.randn(256, 3, 64, 64), torch.randint(0, 10, (256,)), 32)
 
 
 def of_dcgan():
@@ -210,8 +208,12 @@ def of_dcgan():
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-        self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.actor, self.critic = (
+            nn.Sequential(
+                nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+            )
+            for outputs in (2, 1)
+        )
 
     def forward(self, states):
         return self.actor(states), self.critic(states)[:, 0]

@@ -1,8 +1,8 @@
-"""When the ranks' Gloo groups connect: large ones, a pair of ranks when it first has something to say.
+"""When the ranks of a Gloo group connect: in a large world, two ranks when one sends to the other.
 
-Otherwise each rank reads from the store the address of each other one, which holds a number for each
-rank, and connects to it: at 10,000 ranks 740 MB and 9,999 sockets for each rank and group. A ring or a
-tree uses a few of them.
+Otherwise each rank reads from the store the address of each other one, which holds a number for
+each rank, and connects to it: at 10,000 ranks 740 MB and 9,999 sockets for each rank and group. A
+ring or a tree uses a few of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 
 _VARIABLE = "TORCH_GLOO_LAZY_INIT"
 _LARGE = 128
-"""Ranks. Up to here all pairs are connected within a tenth of a second, and a rank that dies is seen
-by all others at once."""
+"""Ranks. Up to here each reads 140 KB at most, and all others see at once that a rank has died."""
 
 
 def connect_when_used(size: int) -> None:

@@ -20,7 +20,13 @@ from instep.distributed.identity import torch_devices
 from instep.distributed.negotiation.coordinator import SHUTDOWN, StallCheck, open_link
 from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
 from instep.distributed.negotiation.execution import execute, make_zeros
-from instep.distributed.negotiation.message_table import Key, MessageTable, Request, Response, shortest
+from instep.distributed.negotiation.message_table import (
+    Key,
+    MessageTable,
+    Request,
+    Response,
+    shortest,
+)
 from instep.distributed.rendezvous import bootstrap
 from instep.errors import InstepError
 

@@ -66,9 +66,9 @@ def check_join(
     """Return when all ranks have joined and are of one job.
 
     With a `secret` every rank draws a number, and the key is derived from the secret and a digest
-    of all numbers: messages of an earlier job with the same secret are not valid in this one. Rank 0
-    calls `on_all_joined` before it sets the result: a rank that has read it may be at its next
-    rendezvous.
+    of all numbers: messages of an earlier job with the same secret are not valid in this one.
+    Rank 0 calls `on_all_joined` before it sets the result: a rank that has read it may be at its
+    next rendezvous.
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not join
     within `timeout`, or will not, as one of the `local_ranks` on any host has ended. Raises
@@ -94,7 +94,7 @@ def check_join(
             for first in range(0, world.size, _AT_ONCE):
                 some = range(first, min(first + _AT_ONCE, world.size))
                 proofs = [json.dumps([digest, numbers[rank]]) for rank in some]
-                store.multi_set([_proof_key(rank) for rank in some], proofs)
+                _set_all(store, [_proof_key(rank) for rank in some], proofs)
             on_all_joined()
         except LaunchError as error:
             _set_error(store, error)
@@ -166,7 +166,10 @@ def _check_all(store: dist.Store, world: World, wait: ArrivalWait) -> tuple[bool
 def _wait_for_result(
     store: dist.Store, world: World, wait: ArrivalWait, local_ranks: LocalRanks | None
 ) -> tuple[bool, str]:
-    """As `_check_all`, with a digest of the numbers. Rank 0 raises for all; a rank that sees that one of its host has ended reports it."""
+    """As `_check_all`, with a digest of the numbers.
+
+    Rank 0 raises for all; a rank that sees that one of its host has ended reports it.
+    """
 
     def attempt() -> Any:
         if store.check([_RESULT]):
@@ -213,6 +216,11 @@ def _parse(text: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError from None
+
+
+def _set_all(store: Any, keys: list[str], values: list[str]) -> None:
+    """In one message. torch's stubs do not know of it."""
+    store.multi_set(keys, values)
 
 
 def _key(rank: int) -> str:

@@ -78,8 +78,8 @@ def script_line() -> str:
 
 
 def main_thread_wait() -> dict[str, object] | None:
-    """The collective in which the main thread waits: op, the ranges of its members, and the script's
-    call and line.
+    """The collective in which the main thread waits: op, the ranges of its members, and the call
+    and the line of the script.
 
     None outside of a collective. The thread should be asleep: its frames are read as they are. In
     shared memory, where it wakes now and then to look, the sequence number tells one wait from the
