@@ -215,8 +215,10 @@ def scale(result: dict[str, Any]) -> str:
     rows = []
     for size, parts in result["sizes"].items():
         before = result.get("before", {}).get(size, {})
-        flat = {**parts.pop("hub", {}), **parts}
-        old = {**before.pop("hub", {}), **before}
+        flat, old = (
+            each.get("hub", {}) | {name: row for name, row in each.items() if name != "hub"}
+            for each in (parts, before)
+        )
         rows += [(size, name, of_scale(old.get(name)), of_scale(row)) for name, row in flat.items()]
     return table(("members", "exchange", "before", "now"), rows)
 
@@ -234,6 +236,8 @@ def of_scale(row: dict[str, Any] | None) -> str:
             texts.append(f"{value / 1e6:.2f} MB {key.removesuffix('_bytes').replace('_', ' ')}")
         elif key in ("closed", "lost", "failed", "result_failed") and value:
             texts.append(value if isinstance(value, str) else f"{value} lost")
+        elif key == "hub_seconds" and value is not None:
+            texts.append(f"hub {value:.2f} s")
     return ", ".join(texts)
 
 

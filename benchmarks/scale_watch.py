@@ -129,7 +129,6 @@ class Watched:
             "to_hub_bytes": watchers.bytes_out,
             "from_hub": sum(watchers.received.values()),
             "from_hub_bytes": watchers.bytes_in,
-            "closed": len(watchers.closed),
         }
 
     def _ticks(self) -> int:
@@ -294,7 +293,7 @@ def measure(size: int, limit: float) -> dict[str, Any]:
     """All exchanges of a job of `size` ranks."""
     rows: dict[str, Any] = {}
     with watched(size, limit, at_once=True) as job:
-        rows["meet"] = job.measure(meet)
+        rows["meet"] = job.measure(meet) | {"closed": len(job.watchers.closed)}
     exchanges: list[tuple[str, Any]] = [
         ("one rank is slow", wait_in_vain),
         ("a stall is reported", report_stall),
