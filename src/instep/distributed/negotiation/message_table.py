@@ -51,7 +51,7 @@ class Request:
     """Where in the script it was submitted."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "members", shortest(self.members))
+        object.__setattr__(self, "members", as_range(self.members))
 
     @property
     def key(self) -> Key:
@@ -59,7 +59,7 @@ class Request:
         return self.members, self.name
 
 
-def shortest(members: Sequence[int]) -> Sequence[int]:
+def as_range(members: Sequence[int]) -> Sequence[int]:
     """Ascending ranks as a range, or a tuple where that is not possible. Both may be keys."""
     if isinstance(members, range):
         return members
