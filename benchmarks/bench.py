@@ -194,6 +194,53 @@ def imagenet(result: dict[str, Any]) -> str:
     return table((*head, "waited for data"), rows)
 
 
+def same_cores(result: dict[str, Any]) -> str:
+    """Plain `python` with all cores against unedited `instep run` with a rank for each core: the
+    step of the latter over that of the former. The last row: of all rows."""
+    rows = [
+        (
+            *(model, optimizer, f"{row['plain_ms']:.2f}", f"{row['instep_ms']:.2f}"),
+            shown(row["instep_over_plain"]),
+        )
+        for model, optimizers in result["models"].items()
+        for optimizer, row in optimizers.items()
+    ]
+    rows.append(("all", "", "", "", shown(result["all"])))
+    return table(("model", "optimizer", "plain, ms", "instep, ms", "instep / plain"), rows)
+
+
+def scale(result: dict[str, Any]) -> str:
+    """Simulated members: seconds of an exchange, and bytes where they are counted, with the code
+    before docs/scale.md and with this one."""
+    rows = []
+    for size, parts in result["sizes"].items():
+        before = result.get("before", {}).get(size, {})
+        flat, old = (
+            each.get("hub", {}) | {name: row for name, row in each.items() if name != "hub"}
+            for each in (parts, before)
+        )
+        rows += [(size, name, of_scale(old.get(name)), of_scale(row)) for name, row in flat.items()]
+    return table(("members", "exchange", "before", "now"), rows)
+
+
+def of_scale(row: dict[str, Any] | None) -> str:
+    """One exchange, in a cell."""
+    if row is None:
+        return ""
+    texts = []
+    for key, value in row.items():
+        if key in ("seconds", "join_s", "collective_s", "connect_s", "result_s", "started_s"):
+            name = "" if key == "seconds" else f" ({key.removesuffix('_s').replace('_', ' ')})"
+            texts.append("did not end" if value is None else f"{value:.2f} s{name}")
+        elif key in ("to_hub_bytes", "from_hub_bytes", "bytes", "to_coordinator_bytes"):
+            texts.append(f"{value / 1e6:.2f} MB {key.removesuffix('_bytes').replace('_', ' ')}")
+        elif key in ("closed", "lost", "failed", "result_failed") and value:
+            texts.append(value if isinstance(value, str) else f"{value} lost")
+        elif key == "hub_seconds" and value is not None:
+            texts.append(f"hub {value:.2f} s")
+    return ", ".join(texts)
+
+
 def failures(result: dict[str, Any]) -> str:
     """What becomes of two ranks when rank 1 fails: seconds until nothing is left, and the exit code
     (goes on: rank 0 needs rank 1 no more; waits: until INSTEP_TIMEOUT, as nobody can see it). Open
@@ -231,6 +278,8 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         startup,
         failures,
         scaling,
+        scale,
+        same_cores,
         imagenet,
         gpu,
     )

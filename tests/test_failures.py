@@ -22,7 +22,7 @@ from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import find_deadlock
 from instep.distributed.watchdog.hub import COLLECT_SECONDS, Hub
 from instep.distributed.watchdog.messages import failure_fields
-from instep.process.exit_status import describe_exit, format_failure, shell_exit_code
+from instep.process.exit_status import describe_exit, format_failure, rank_ranges, shell_exit_code
 from instep.process.procfs import exit_code
 from launching import LAUNCHER_VARIABLES
 from slurm import Slurm
@@ -425,7 +425,9 @@ def assert_named(
 
 
 def waits(**of: tuple[str, list[int]]) -> dict[int, dict[str, object]]:
-    return {int(r[1:]): {"op": op, "members": members} for r, (op, members) in of.items()}
+    return {
+        int(r[1:]): {"op": op, "members": rank_ranges(members)} for r, (op, members) in of.items()
+    }
 
 
 @pytest.mark.parametrize(

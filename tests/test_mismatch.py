@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from instep.distributed.watchdog.mismatch import (
+    EnteredCollectives,
     are_steps,
-    find_mismatch,
     format_mismatch,
 )
 
@@ -20,6 +20,13 @@ pytestmark = pytest.mark.slow
 
 def step(sequence, text, group="0:0-2"):
     return [group, sequence, hash(text) & 0xFFFF, f"{text} at train.py:{len(text)}"]
+
+
+def find_mismatch(steps):
+    entered = EnteredCollectives()
+    for rank, own in steps.items():
+        entered.add(rank, own)
+    return entered.find_mismatch()
 
 
 def test_ranks_that_agree_do_not_disagree() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from instep.distributed.file_limit import allow_open_files
 from instep.distributed.identity.launchers import RESTARTS
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
 from instep.launch.control_bytes import FAILED
@@ -71,6 +72,9 @@ AFTER_SIGNAL = {
 }
 
 
+_FILES, _FILES_PER_RANK = 64, 8
+"""Of this process: its own, and for each rank its descriptor, its socket and the two ends of two
+pipes."""
 _SLOW_START = 2
 """A start takes long after so many times INSTEP_ARRIVAL_NOTICE."""
 INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGTERM)
@@ -130,6 +134,7 @@ def run_job(
     is left on this host.
     """
     settings.check_variables()
+    allow_open_files(_FILES + _FILES_PER_RANK * job.size + job.hosts.nodes)
     output = choose_output(job.output, append=job.restarts > 0)
     job_info = join_hosts(
         job.hosts, job.size, job.fingerprint or JobFingerprint.of_command(job.command)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN_RANK = -1
 """A rank of which an error does not say the number."""
 REQUEUE = 75
 """The exit code of a job that has saved a checkpoint because it was told to end, and wants to be
 queued again: EX_TEMPFAIL of sysexits.h."""
+
+_LONG_RANGE = 16
+"""Numbers without a gap, less one, that are shown as a range."""
 
 
 def describe_exit(code: int | None) -> str:
@@ -42,9 +45,34 @@ def format_failure(
 
 
 def format_ranks(numbers: Iterable[int], members: str = "rank") -> str:
-    """ "rank 2" or "ranks 0, 2"; `members` is "host" for hosts."""
+    """ "rank 2" or "ranks 0, 2, 4-90"; `members` is "host" for hosts.
+
+    Of many numbers, those without a gap are shown as a range: a job may have 10,000 ranks.
+    """
     ordered = sorted(numbers)
-    return f"{members}{'s' * (len(ordered) != 1)} {', '.join(map(str, ordered))}"
+    shown = (
+        f"{first}-{last}"
+        if last - first >= _LONG_RANGE
+        else ", ".join(map(str, range(first, last + 1)))
+        for first, last in rank_ranges(ordered)
+    )
+    return f"{members}{'s' * (len(ordered) != 1)} {', '.join(shown)}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
+    """The first and the last number of each range without a gap, in order."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank <= ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ranges
+
+
+def ranks_of(ranges: Iterable[Sequence[int]]) -> set[int]:
+    """The ranks of such ranges."""
+    return {rank for first, last in ranges for rank in range(first, last + 1)}
 
 
 def format_arrived(host_of: Mapping[int, str], members: str) -> str:

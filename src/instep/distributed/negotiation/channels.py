@@ -29,7 +29,7 @@ class RankChannel:
     def send(self, value: object) -> None:
         """Send a value. Raises OSError where the coordinator has ended."""
         with self._send_lock:
-            self._socket.sendall(_frame(value))
+            self._socket.sendall(encode(value))
 
     def receive(self) -> Any:
         """Wait for the next value. Raises EOFError or OSError where the coordinator has ended."""
@@ -67,9 +67,9 @@ class CoordinatorChannel:
         """Whether to call `flush` as soon as the socket takes more."""
         return bool(self._unsent)
 
-    def send(self, value: object) -> None:
-        """Send as much as the socket takes, and keep the rest."""
-        self._unsent += _frame(value)
+    def send(self, encoded: bytes) -> None:
+        """Send as much of a value that was encoded as the socket takes, and keep the rest."""
+        self._unsent += encoded
         self.flush()
 
     def flush(self) -> None:
@@ -112,6 +112,7 @@ class CoordinatorChannel:
         return content
 
 
-def _frame(value: object) -> bytes:
+def encode(value: object) -> bytes:
+    """A value as it is sent; one for many ranks is encoded once."""
     content = pickle.dumps(value)
     return _LENGTH.pack(len(content)) + content

@@ -18,14 +18,15 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 _SECONDS = 5
 """How long a client may take for each of its messages."""
-_MAX_PENDING = 64
-"""Clients that are being authenticated; one more, and the oldest is disconnected."""
+_MAX_STRANGERS = 64
+"""Clients that are being authenticated beside the ranks that are to come; one more, and the oldest
+is disconnected."""
 
 
 def accept_ranks(listener: socket.socket, size: int, key: bytes) -> list[socket.socket]:
     """The connections of ranks 1 to `size` - 1, in this order; waits for all."""
     accepted: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-    threading.Thread(target=_accept, args=(listener, key, accepted), daemon=True).start()
+    threading.Thread(target=_accept, args=(listener, key, size, accepted), daemon=True).start()
     connected: dict[int, socket.socket] = {}
     while len(connected) < size - 1:
         rank, client = accepted.get()
@@ -48,14 +49,17 @@ def connect_to_rank_0(host: str, port: int, rank: int, key: bytes) -> socket.soc
 
 
 def _accept(
-    listener: socket.socket, key: bytes, accepted: queue.SimpleQueue[tuple[int, socket.socket]]
+    listener: socket.socket,
+    key: bytes,
+    size: int,
+    accepted: queue.SimpleQueue[tuple[int, socket.socket]],
 ) -> None:
     pending: deque[socket.socket] = deque()
     with suppress(OSError):  # the listener is shut down
         while True:
             client = listener.accept()[0]
             pending.append(client)
-            if len(pending) > _MAX_PENDING:
+            if len(pending) > _MAX_STRANGERS + size:
                 with suppress(OSError):
                     pending.popleft().shutdown(socket.SHUT_RDWR)  # which ends its thread
             arguments = (client, key, pending, accepted)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from instep.distributed.identity.authentication import derive_key
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation import connections
-from instep.distributed.negotiation.channels import CoordinatorChannel, RankChannel
+from instep.distributed.negotiation.channels import CoordinatorChannel, RankChannel, encode
 from instep.distributed.negotiation.errors import NegotiationError
-from instep.distributed.negotiation.message_table import MessageTable, Response
+from instep.distributed.negotiation.message_table import MessageTable
 from instep.distributed.rendezvous import bootstrap
 
 SHUTDOWN = None
@@ -108,8 +108,9 @@ class _Coordinator:
             for rank in self._select(self._interval()):
                 end = end or self._receive(rank)
             end = end or self._check_stalled()
+        encoded = encode(end)
         for rank in range(len(self._channels)):
-            self._send(rank, end)
+            self._send(rank, encoded)
         self._wait_until_closed()
         for channel in self._channels:
             channel.close()
@@ -136,12 +137,13 @@ class _Coordinator:
             if request is SHUTDOWN:
                 return NegotiationError.rank_left(rank, len(self._channels))
             for response in self._table.add(rank, request, monotonic()):
+                encoded = encode(response)
                 for member in reversed(response.request.members):  # own process last: it is near
-                    self._send(member, response)
+                    self._send(member, encoded)
         return None
 
-    def _send(self, rank: int, message: Response | NegotiationError) -> None:
-        self._channels[rank].send(message)
+    def _send(self, rank: int, encoded: bytes) -> None:
+        self._channels[rank].send(encoded)
         self._set_events(rank)
 
     def _set_events(self, rank: int) -> None:

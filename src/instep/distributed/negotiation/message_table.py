@@ -7,15 +7,15 @@ collective takes place, or the same error is raised on all of them. The terms ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from instep.distributed.errors import DisagreementError
 from instep.distributed.negotiation.errors import NegotiationError
 from instep.process.exit_status import format_ranks
 
 Shape = tuple[int, ...]
-Key = tuple[tuple[int, ...], str]
+Key = tuple[Sequence[int], str]
 
 JOIN = "join"
 """The collective that is matched with all others: this rank has no data left."""
@@ -33,8 +33,9 @@ class Request:
     """Matched between ranks, within a group."""
     collective: str
     """Which collective."""
-    members: tuple[int, ...]
-    """The ranks that take part, ascending."""
+    members: Sequence[int]
+    """The ranks that take part, ascending: a range where none between them is left out, which is
+    as short for 10,000 ranks as for 2, in a message and as a key; else a tuple."""
     dtype: str = ""
     device: str = ""
     shapes: tuple[Shape, ...] = ()
@@ -49,10 +50,21 @@ class Request:
     line: str = ""
     """Where in the script it was submitted."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", as_range(self.members))
+
     @property
     def key(self) -> Key:
         """Requests with the same key are matched."""
         return self.members, self.name
+
+
+def as_range(members: Sequence[int]) -> Sequence[int]:
+    """Ascending ranks as a range, or a tuple where that is not possible. Both may be keys."""
+    if isinstance(members, range):
+        return members
+    first, last = (members[0], members[-1]) if members else (0, -1)
+    return range(first, last + 1) if len(members) == last + 1 - first else tuple(members)
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ class MessageTable:
         return tuple(rank for rank in key[0] if rank not in present)
 
     def _complete(self, key: Key) -> list[Response]:
-        if self._missing(key):
+        if len(self._waiting[key]) + len(self._joined) < len(key[0]) or self._missing(key):
             return []
         requests = self._waiting.pop(key)
         del self._since[key]
@@ -176,6 +188,8 @@ def _needs_joined_ranks(request: Request, joined: list[int]) -> NegotiationError
 
 def _find_mismatch(requests: Mapping[int, Request]) -> NegotiationError | None:
     """The first field in which the ranks differ."""
+    if len({replace(request, line="") for request in requests.values()}) == 1:
+        return None  # as nearly always
     for what, show, advice in _MUST_AGREE:
         ranks_of: dict[str, list[int]] = {}
         for rank, request in sorted(requests.items()):

@@ -20,7 +20,13 @@ from instep.distributed.identity import torch_devices
 from instep.distributed.negotiation.coordinator import SHUTDOWN, StallCheck, open_link
 from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
 from instep.distributed.negotiation.execution import execute, make_zeros
-from instep.distributed.negotiation.message_table import Key, MessageTable, Request, Response
+from instep.distributed.negotiation.message_table import (
+    Key,
+    MessageTable,
+    Request,
+    Response,
+    as_range,
+)
 from instep.distributed.rendezvous import bootstrap
 from instep.errors import InstepError
 
@@ -66,7 +72,7 @@ class Negotiator:
         world = bootstrap.init()
         self.world = groups.group(range(world.size))
         """All ranks."""
-        self._groups = {self.world.ranks: self.world}
+        self._groups = {as_range(self.world.ranks): self.world}
         self._tasks: dict[Key, Task] = {}
         self._lock = threading.Lock()
         self._end: NegotiationError | None = None
@@ -79,11 +85,11 @@ class Negotiator:
 
     def add_group(self, group: Group) -> None:
         """Allow collectives among the ranks of `group` too."""
-        self._groups[group.ranks] = group
+        self._groups[as_range(group.ranks)] = group
 
     def remove_group(self, ranks: tuple[int, ...]) -> None:
         """Allow none among these ranks any more. None of theirs is in flight."""
-        groups.destroy_group(self._groups.pop(ranks))
+        groups.destroy_group(self._groups.pop(as_range(ranks)))
 
     def submit(self, task: Task) -> Task:
         """Report that this rank is ready for `task`; returns it at once. From any thread.

@@ -25,7 +25,9 @@ import torch.distributed.nn.functional
 
 from instep.distributed import gloo_threads, shm
 from instep.distributed.errors import AuthenticationError, RendezvousError
+from instep.distributed.file_limit import allow_open_files
 from instep.distributed.flight_record import timeline_file
+from instep.distributed.gloo_connections import connect_when_used
 from instep.distributed.identity import launchers, torch_devices
 from instep.distributed.identity.accelerators import row_of
 from instep.distributed.identity.authentication import derive_key, make_secret, read_secret
@@ -45,6 +47,10 @@ from instep.process.errors import LaunchVariablesError
 from instep.process.exit_status import format_ranks
 from instep.process.torch_private import default_device_types, default_store
 
+_FILES, _FILES_PER_RANK = 512, 4
+"""Files that a rank may open: its own, and connections to the others. Gloo has one for each other
+rank in each group; rank 0 has one for each in its store, and in Horovod's coordinator. Its watcher
+is started with the same limit."""
 _worlds_of_one: list[World] = []
 """Those of `world_of_one` that this process is in now, the innermost last."""
 _joined: list[World] = []
@@ -122,6 +128,8 @@ def _init(
     if world.size == 1:
         return world
     timeout = timeout or settings.timeout()
+    allow_open_files(_FILES + _FILES_PER_RANK * world.size)
+    connect_when_used(world.size)
     timeline_file.create(world.local_rank, world.node_rank)
     device = take_device(world)
     if device.type == "cpu":

@@ -1,6 +1,8 @@
 """The check at a store that all ranks have joined, and are of one job.
 
-Every rank sets its fingerprint; rank 0 reads all of them and sets the result.
+Every rank sets its fingerprint; rank 0 reads all of them and sets the result, and for each rank a
+proof that the result is of this job. The messages are 6 for each rank, of a size that does not grow
+with their number.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +36,8 @@ _GRACE = 10.0
 """Seconds that the others wait longer than rank 0, which names the missing ranks."""
 _LINGER = 1.0
 """Seconds for which a rank keeps the store that rank 0 should have kept."""
+_AT_ONCE = 256
+"""Ranks whose values are read, or written, in one message."""
 _RESULT, _ENDED = "instep/join", "instep/ended"
 _ERRORS = {
     error.__name__: error
@@ -60,10 +65,10 @@ def check_join(
 ) -> JoinResult:
     """Return when all ranks have joined and are of one job.
 
-    With a `secret` every rank draws a number, and the key is derived from the secret and all
-    numbers: messages of an earlier job with the same secret are not valid in this one. Rank 0
-    calls `on_all_joined` before it sets the result: a rank that has read it may be at its next
-    rendezvous.
+    With a `secret` every rank draws a number, and the key is derived from the secret and a digest
+    of all numbers: messages of an earlier job with the same secret are not valid in this one.
+    Rank 0 calls `on_all_joined` before it sets the result: a rank that has read it may be at its
+    next rendezvous.
 
     Raises, the same on all ranks, MixedJobError, or RendezvousError where some did not join
     within `timeout`, or will not, as one of the `local_ranks` on any host has ended. Raises
@@ -78,19 +83,24 @@ def check_join(
     store.set(_key(world.rank), json.dumps([fingerprint.to_json(), number]))
     if world.rank != 0:
         wait = ArrivalWait(world.size, seconds, prints=False, grace=_GRACE)
-        one_host, numbers = _wait_for_result(store, world, wait, local_ranks)
-        if number != numbers[world.rank]:  # the result of an earlier job, repeated
+        one_host, digest = _wait_for_result(store, world, wait, local_ranks)
+        if _read(store, _proof_key(world.rank)) != [digest, number]:  # repeated, of an earlier job
             raise AuthenticationError.not_of_this_job(_RESULT)
     else:
         try:
             wait = ArrivalWait(world.size, seconds, local_ranks)
             one_host, numbers = _check_all(store, world, wait)
+            digest = blake2b("".join(numbers).encode(), digest_size=16).hexdigest()
+            for first in range(0, world.size, _AT_ONCE):
+                some = range(first, min(first + _AT_ONCE, world.size))
+                proofs = [json.dumps([digest, numbers[rank]]) for rank in some]
+                _set_all(store, [_proof_key(rank) for rank in some], proofs)
             on_all_joined()
         except LaunchError as error:
             _set_error(store, error)
             raise
-        store.set(_RESULT, json.dumps([one_host, numbers]))
-    return JoinResult(one_host, secret and authentication.derive_key(secret, "job", *numbers))
+        store.set(_RESULT, json.dumps([one_host, digest]))
+    return JoinResult(one_host, secret and authentication.derive_key(secret, "job", digest))
 
 
 def has_joined(store: dist.Store, rank: int) -> bool:
@@ -133,25 +143,33 @@ def _check_all(store: dist.Store, world: World, wait: ArrivalWait) -> tuple[bool
         joined = [rank for rank in range(world.size) if has_joined(store, rank)]
         return {rank: _read_fingerprint(store, rank)[0].host for rank in joined}
 
-    def attempt(rank: int) -> tuple[JobFingerprint, str] | None:
-        if has_joined(store, rank):
-            return _read_fingerprint(store, rank)
+    def attempt(ranks: range) -> list[tuple[JobFingerprint, str]] | None:
+        keys = [_key(rank) for rank in ranks]
+        if store.check(keys):
+            texts = zip(keys, store.multi_get(keys), strict=True)
+            return [_parse_fingerprint(key, text) for key, text in texts]
         if store.check([_ENDED]):
             ended, host = _read(store, _ENDED)
             raise RendezvousError.ended(ended, world.size, host)
         return None
 
-    joined = {rank: wait.until(partial(attempt, rank), arrived) for rank in range(world.size)}
-    fingerprints = {rank: fingerprint for rank, (fingerprint, _) in joined.items()}
+    joined: list[tuple[JobFingerprint, str]] = []
+    while (first := len(joined)) < world.size:
+        some = range(first, min(first + _AT_ONCE, world.size))
+        joined += wait.until(partial(attempt, some), arrived)
+    fingerprints = {rank: fingerprint for rank, (fingerprint, _) in enumerate(joined)}
     job_fingerprint.check_same_job(fingerprints, "rank")
     one_host = len({fingerprint.network for fingerprint in fingerprints.values()}) == 1
-    return one_host, [number for _, number in joined.values()]
+    return one_host, [number for _, number in joined]
 
 
 def _wait_for_result(
     store: dist.Store, world: World, wait: ArrivalWait, local_ranks: LocalRanks | None
-) -> tuple[bool, list[str]]:
-    """Rank 0 raises for all; a rank that sees that one of its host has ended reports it."""
+) -> tuple[bool, str]:
+    """As `_check_all`, with a digest of the numbers.
+
+    Rank 0 raises for all; a rank that sees that one of its host has ended reports it.
+    """
 
     def attempt() -> Any:
         if store.check([_RESULT]):
@@ -165,28 +183,33 @@ def _wait_for_result(
     try:
         result = wait.until(attempt)
         _raise_if_error(result)
-        one_host, numbers = result
+        one_host, digest = result
     except dist.DistNetworkError:  # rank 0, which keeps the store, has ended
         raise RendezvousError.ended([0], world.size, "its host") from None
     except (TypeError, ValueError):
         raise AuthenticationError.not_of_this_job(_RESULT) from None
-    if not isinstance(numbers, list) or len(numbers) != world.size:
-        raise AuthenticationError.not_of_this_job(_RESULT)
-    return bool(one_host), [str(number) for number in numbers]
+    return bool(one_host), str(digest)
 
 
 def _read_fingerprint(store: dist.Store, rank: int) -> tuple[JobFingerprint, str]:
     """Of that rank, and the number that it has drawn."""
+    return _parse_fingerprint(_key(rank), store.get(_key(rank)))
+
+
+def _parse_fingerprint(key: str, text: bytes) -> tuple[JobFingerprint, str]:
     try:
-        fingerprint, number = _read(store, _key(rank))
+        fingerprint, number = _parse(text)
         return JobFingerprint.from_json(fingerprint), str(number)
     except (TypeError, ValueError):
-        raise AuthenticationError.not_of_this_job(_key(rank)) from None
+        raise AuthenticationError.not_of_this_job(key) from None
 
 
 def _read(store: dist.Store, key: str) -> Any:
     """A JSON value. Raises ValueError for anything else."""
-    text = store.get(key)
+    return _parse(store.get(key))
+
+
+def _parse(text: bytes) -> Any:
     if text.startswith(authentication.MAGIC):
         raise AuthenticationError.secret_missing()
     try:
@@ -195,5 +218,14 @@ def _read(store: dist.Store, key: str) -> Any:
         raise ValueError from None
 
 
+def _set_all(store: Any, keys: list[str], values: list[str]) -> None:
+    """In one message. torch's stubs do not know of it."""
+    store.multi_set(keys, values)
+
+
 def _key(rank: int) -> str:
     return f"instep/fingerprint{rank}"
+
+
+def _proof_key(rank: int) -> str:
+    return f"instep/join{rank}"

@@ -81,7 +81,7 @@ def listen_on_free_port(host: str) -> socket.socket:
         listener = bind(host, one_host=False)
     except RendezvousError:
         listener = bind(ALL_INTERFACES)
-    listener.listen(1024)
+    listener.listen(socket.SOMAXCONN)
     return listener
 
 

@@ -49,8 +49,9 @@ class VerifiedStore(dist.Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write several."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        signed = [self._sign(key, value) for key, value in zip(keys, values, strict=True)]
+        below: Any = self.underlying_store  # torch's stubs do not know of it
+        below.multi_set(list(keys), signed)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Read several."""

@@ -20,6 +20,7 @@ from instep.distributed.flight_record.recorder import end_of_script, issued, lea
 from instep.distributed.flight_record.script_line import OUTSIDE_SCRIPT, location, script_frame
 from instep.distributed.shm.memory.signals import Signals
 from instep.process import PACKAGE_FOLDER
+from instep.process.exit_status import rank_ranges
 
 _STDLIB = f"{Path(contextlib.__file__).parent}/"
 _TORCH = dist.distributed_c10d.__file__
@@ -77,7 +78,8 @@ def script_line() -> str:
 
 
 def main_thread_wait() -> dict[str, object] | None:
-    """The collective in which the main thread waits: op, members, and the script's call and line.
+    """The collective in which the main thread waits: op, the ranges of its members, and the call
+    and the line of the script.
 
     None outside of a collective. The thread should be asleep: its frames are read as they are. In
     shared memory, where it wakes now and then to look, the sequence number tells one wait from the
@@ -91,7 +93,8 @@ def main_thread_wait() -> dict[str, object] | None:
             inner = [f.f_code for f in frames[: frames.index(script)]]
             names = (code.co_name for code in reversed(inner) if code.co_filename not in _WRAPPERS)
             call = next(names, found["op"])
-            return {"call": call, "line": location(script)} | found
+            members = {"members": rank_ranges(found["members"])}
+            return {"call": call, "line": location(script)} | found | members
     return None
 
 
@@ -137,7 +140,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _wait(frame: FrameType) -> dict[str, object] | None:
+def _wait(frame: FrameType) -> dict[str, Any] | None:
     """Op and members, if this frame is the call of a collective."""
     if frame.f_code is TrackedWork.wait.__code__:
         tracked: TrackedWork = frame.f_locals["self"]

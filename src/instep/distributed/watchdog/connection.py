@@ -32,8 +32,12 @@ class Connection:
 
     def send(self, message_type: str, **fields: object) -> None:
         """Send a message; it is lost if the peer has closed its end."""
+        self.send_line(encode(message_type, **fields))
+
+    def send_line(self, line: bytes) -> None:
+        """Send an encoded message."""
         with suppress(OSError):
-            self._socket.sendall(json.dumps({"type": message_type, **fields}).encode() + b"\n")
+            self._socket.sendall(line)
 
     def recv(self) -> list[Message] | None:
         """Wait, and return the messages that arrived, in order.
@@ -58,6 +62,11 @@ class Connection:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+
+def encode(message_type: str, **fields: object) -> bytes:
+    """A message for `Connection.send_line`; one that goes to many is encoded once."""
+    return json.dumps({"type": message_type, **fields}).encode() + b"\n"
 
 
 def _parse(line: bytes) -> Message:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from instep.distributed.watchdog.connection import Message
-from instep.process.exit_status import format_ranks
+from instep.process.exit_status import format_ranks, ranks_of
 
 RESOLUTION = 0.002
 """Seconds. If two ranks ended within them, as their watchers saw it, their order is open."""
+Collective = tuple[Any, ...]
+"""An op, and the ranges of its members."""
 _BY_LAUNCHERS = (-signal.SIGKILL, -signal.SIGTERM, None)
 """Exit codes of ranks that a launcher ends because another one has died; None: unknown."""
 
@@ -46,16 +49,21 @@ def _merge(failures: Sequence[Message]) -> Message:
 def find_deadlock(waits: Mapping[int, Message]) -> list[int]:
     """The ranks that can never go on, given the collective in which each waiting rank is.
 
-    A wait has "op" and "members", the ranks that take part in the collective. A rank that waits for
+    A wait has "op" and "members", the ranges of the ranks that take part. A rank that waits for
     a running rank may still go on, and so may a rank that waits for that one. The remaining ranks
     are deadlocked, unless all of them are in the same collective: then only the network is slow.
     """
-    blocked = dict(waits)
-    while free := [r for r, wait in blocked.items() if not blocked.keys() >= set(wait["members"])]:
-        for rank in free:
-            del blocked[rank]
-    collectives = {(wait["op"], *wait["members"]) for wait in blocked.values()}
-    return sorted(blocked) if len(collectives) > 1 else []
+    waiting: dict[Collective, list[int]] = {}
+    for rank, wait in waits.items():
+        waiting.setdefault((wait["op"], *map(tuple, wait["members"])), []).append(rank)
+    blocked = set(waits)
+    while len(waiting) > 1:
+        free = [each for each in waiting if not blocked >= ranks_of(each[1:])]
+        if not free:
+            return sorted(blocked)
+        for each in free:
+            blocked -= set(waiting.pop(each))
+    return []
 
 
 def format_waits(waits: Mapping[int, Message]) -> str:

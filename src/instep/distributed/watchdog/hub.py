@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Set
 from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 
-from instep.distributed.watchdog.connection import Connection, Message
+from instep.distributed.watchdog.connection import Connection, Message, encode
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import (
     find_deadlock,
@@ -19,14 +20,19 @@ from instep.distributed.watchdog.failure_analysis import (
 from instep.distributed.watchdog.interrupt_coordinator import InterruptCoordinator
 from instep.distributed.watchdog.messages import failure_fields, is_valid
 from instep.distributed.watchdog.mismatch import (
+    EnteredCollectives,
     Step,
-    find_mismatch,
     format_mismatch,
     has_line,
 )
 from instep.distributed.watchdog.stalls.job_socket import JobSocket
 from instep.distributed.watchdog.stalls.stall_coordinator import StallCoordinator
-from instep.process.exit_status import UNKNOWN_RANK, describe_early_exit, format_failure
+from instep.process.exit_status import (
+    UNKNOWN_RANK,
+    describe_early_exit,
+    format_failure,
+    rank_ranges,
+)
 
 COLLECT_SECONDS = 0.1
 """Between the first report of a failure and the choice of the first failure. A death is seen later
@@ -54,8 +60,16 @@ ANSWER_SECONDS, MAX_ANSWERS_AWAITED = 0.3, 20
 so often again for all lines: torch takes seconds for the first stacks."""
 MAX_ANSWER = 150_000
 """Characters of an answer that is sent to another host: less than the longest message."""
-MAX_UNIDENTIFIED = 64
-"""Connections that have not identified themselves; with one more, the oldest is closed."""
+MAX_STRANGERS = 64
+"""Connections that have not identified themselves, beside those of the ranks that are to come; with
+one more, the oldest is closed."""
+ENDED_SECONDS_PER_RANK = 20e-6
+"""Between two messages to all about ranks that have ended: the hub sends 50,000 a second at most,
+else the end of a job of 10,000 ranks would take 10,000 messages to each."""
+ANSWER_SECONDS_PER_RANK = 0.5e-3
+"""To read an answer takes the hub a part of it."""
+SUSPECT_SECONDS = 0.05
+"""From the first rank that is said to wait until all that are known to wait are looked at."""
 
 
 class Hub:
@@ -72,6 +86,10 @@ class Hub:
         self._hosts: set[str] = set()
         self._ended: dict[int, int | None] = {}
         """The exit codes of the ranks that have ended."""
+        self._untold: list[int] = []
+        """Those of them of which the watchers have not been told."""
+        self._tells_ended = False
+        """Whether they will be told soon."""
         self._failures: list[Message] = []
         """In the order of their arrival."""
         self._first: Message | None = None
@@ -85,10 +103,13 @@ class Hub:
         self.stalls = StallCoordinator(loop, self, size, rank_pid)
         self._waits: dict[int, Message] = {}
         """The collectives of the ranks that make no progress."""
-        self._steps: dict[int, list[Step]] = {}
+        self._suspects = False
+        """Whether these are about to be looked at."""
+        self._entered = EnteredCollectives()
         """The last collectives that each rank has entered, since they were asked for."""
         self._asks_collectives = self._mismatch_reported = False
         self._answers_awaited = 0
+        self._answer_seconds = max(ANSWER_SECONDS, ANSWER_SECONDS_PER_RANK * size)
         listener.setblocking(False)
         loop.add_reader(listener, self._accept)
 
@@ -98,7 +119,7 @@ class Hub:
         self._unidentified[connection] = None
         self._loop.add_reader(connection, partial(self._recv_hello, connection))
         self._loop.call_later(HELLO_SECONDS, partial(self._reject, connection))
-        if len(self._unidentified) > MAX_UNIDENTIFIED:
+        if len(self._unidentified) > MAX_STRANGERS + self._size - len(self._connections):
             self._reject(next(iter(self._unidentified)))
 
     def _accept(self) -> None:
@@ -128,8 +149,8 @@ class Hub:
         self._connections[rank] = connection
         self._hosts.add(host)
         self._loop.add_reader(connection, partial(self._recv, rank, host))
-        for ended in self._ended:
-            connection.send("ended", rank=ended)
+        if self._ended:
+            connection.send("ended", ranks=rank_ranges(self._ended))
         if self._first is not None:
             connection.send("failed", **self._first)
         for message in messages[1:]:
@@ -173,7 +194,9 @@ class Hub:
             self._fail(message)
         elif message_type == "waits":
             self._waits[rank] = message
-            self._suspect_deadlock()
+            if not self._suspects:
+                self._suspects = True
+                self._loop.call_later(SUSPECT_SECONDS, self._suspect_deadlock)
         elif message_type == "is_late":
             self._ask_collectives()
         elif message_type == "collectives":
@@ -199,16 +222,17 @@ class Hub:
 
     def broadcast(self, message_type: str, **fields: object) -> None:
         """Send a message to every watcher."""
+        line = encode(message_type, **fields)
         for connection in self._connections.values():
-            connection.send(message_type, **fields)
+            connection.send_line(line)
 
     def running_ranks(self) -> set[int]:
         """The connected ranks whose programs have not ended."""
         return self._connections.keys() - self._ended.keys() - self._finished
 
-    def connected_ranks(self) -> set[int]:
-        """The ranks whose watchers are connected."""
-        return set(self._connections)
+    def connected_ranks(self) -> Set[int]:
+        """The ranks whose watchers are connected; a view."""
+        return self._connections.keys()
 
     def is_ending(self) -> bool:
         """Whether a rank has failed, or has ended."""
@@ -275,12 +299,22 @@ class Hub:
         if rank in self._ended:
             return
         self._ended[rank] = code
-        self.broadcast("ended", rank=rank)
+        self._untold.append(rank)
+        if not self._tells_ended:
+            self._tell_ended()
         self.stalls.remove(rank)
         if self._first is not None and rank == self._first["rank"]:
             self._loop.call_later(LAUNCHER_SECONDS, self._end_others)
         if len(self._ended) == self._size:
             self._all_ended()
+
+    def _tell_ended(self) -> None:
+        """Tell all watchers which ranks have ended since the last time: the first at once."""
+        self._tells_ended = bool(self._untold)
+        if self._untold:
+            self.broadcast("ended", ranks=rank_ranges(self._untold))
+            self._untold.clear()
+            self._loop.call_later(ENDED_SECONDS_PER_RANK * self._size, self._tell_ended)
 
     def _all_ended(self) -> None:
         if self._first is not None or not self._failures:  # else the first is about to be chosen
@@ -298,6 +332,7 @@ class Hub:
     # ------------------------------------------------------------------------------ deadlocks
 
     def _suspect_deadlock(self) -> None:
+        self._suspects = False
         if suspects := find_deadlock(self._waits):
             waits = {rank: self._waits[rank] for rank in suspects}
             at_exit = any(wait["op"] == "exit" for wait in waits.values())
@@ -323,24 +358,24 @@ class Hub:
         if not (self._asks_collectives or self._mismatch_reported):
             self._asks_collectives = True
             if not self._failures:  # else a rank that fails has told its own, and answers no more
-                self._steps.clear()
+                self._entered = EnteredCollectives()
             self.broadcast("get_collectives", with_stacks=False)
-            self._loop.call_later(ANSWER_SECONDS, self._report_mismatch)
+            self._loop.call_later(self._answer_seconds, self._report_mismatch)
 
     def _compare_collectives(self, rank: int, steps: list[Step]) -> None:
-        self._steps.setdefault(rank, []).extend(steps)
-        if self._failures and len(find_mismatch(self._steps)) > 1:
+        self._entered.add(rank, steps)
+        if self._failures and len(self._entered.find_mismatch()) > 1:
             self._report_mismatch()  # the other ranks are about to be ended
 
     def _report_mismatch(self) -> None:
         """End the job if the ranks have entered different collectives, or explain its failure."""
-        sides = find_mismatch(self._steps)
+        sides = self._entered.find_mismatch()
         is_complete = all(has_line(text) for text in sides)
         if not (self._failures or is_complete) and self._answers_awaited < MAX_ANSWERS_AWAITED:
             if self._answers_awaited == 0:
                 self.broadcast("get_collectives", with_stacks=True)
             self._answers_awaited += 1
-            self._loop.call_later(ANSWER_SECONDS, self._report_mismatch)
+            self._loop.call_later(self._answer_seconds, self._report_mismatch)
             return
         self._asks_collectives, self._answers_awaited = False, 0
         if not sides or self._mismatch_reported:

@@ -10,6 +10,8 @@ from instep.process.exit_status import format_ranks
 
 POLL_SECONDS = 0.25
 """Between two requests for the progress of the ranks."""
+POLL_SECONDS_PER_RANK = 100e-6
+"""The hub takes a third of it to ask a rank and to read the answer."""
 SAME_LINE_POLLS, NO_COLLECTIVE_POLLS = 2, 8
 """Ranks that have entered the same number of collectives are interrupted where they are, if they
 are at the same line for so many polls, or if none enters another collective for so many."""
@@ -41,6 +43,9 @@ class InterruptCoordinator:
         self._loop, self._job = loop, job
         self._requested = self._target_sent = self._now = self._aborted = False
         """A rank was interrupted; all know the collective; all may be interrupted at once."""
+        self._awaited: set[int] = set()
+        """The ranks that ran when it began, and have not paused."""
+        self._poll_seconds = POLL_SECONDS
         self._counts: dict[int, int] = {}
         """The number of collectives that each rank has entered."""
         self._lines: dict[int, str] = {}
@@ -56,9 +61,9 @@ class InterruptCoordinator:
             self._start()
         elif message_type == "paused":
             self._counts[rank] = message["count"]
-            if not self._target_sent and self._job.running_ranks() <= self._counts.keys():
-                self._target_sent = True
-                self._job.broadcast("interrupt_at", count=max(self._counts.values()) + 1)
+            self._awaited.discard(rank)
+            if not self._awaited:
+                self._choose_target()
         elif message_type == "progress":
             self._counts[rank], self._lines[rank] = message["count"], message["line"]
         elif message_type == "interrupted":
@@ -67,11 +72,19 @@ class InterruptCoordinator:
     def _start(self) -> None:
         if not self._requested:
             self._requested = True
+            self._awaited = self._job.running_ranks()
+            self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS_PER_RANK * len(self._awaited))
             if self._job.all_connected():
                 self._job.broadcast("pause")
             else:
                 self._interrupt_now()
-            self._loop.call_later(POLL_SECONDS, self._poll)
+            self._loop.call_later(self._poll_seconds, self._poll)
+
+    def _choose_target(self) -> None:
+        """Send the collective at which all stop, once all running ranks have paused."""
+        if not self._target_sent and self._job.running_ranks() <= self._counts.keys():
+            self._target_sent = True
+            self._job.broadcast("interrupt_at", count=max(self._counts.values()) + 1)
 
     def _interrupt_now(self) -> None:
         self._now = True
@@ -83,8 +96,12 @@ class InterruptCoordinator:
         if not left:
             return
         self._check_progress(left)
+        if self._awaited and not self._now:
+            self._awaited &= left
+            if not self._awaited:  # those that had not paused have ended
+                self._choose_target()
         self._job.broadcast("get_progress")
-        self._loop.call_later(POLL_SECONDS, self._poll)
+        self._loop.call_later(self._poll_seconds, self._poll)
 
     def _check_progress(self, left: set[int]) -> None:
         now = dict(self._counts), dict(self._lines)

@@ -61,8 +61,16 @@ def is_valid(message: Message, size: int, rank: int | None = None) -> bool:
         return False
     if rank is not None and message.get("rank", rank) != rank:
         return False
-    ranks = [*message.get("members", ()), *([message["rank"]] if "rank" in fields else ())]
-    return all(type(each) is int and 0 <= each < size for each in ranks)
+    if not all(_is_range(each, size) for each in message.get("members", ())):
+        return False
+    return "rank" not in fields or 0 <= message["rank"] < size
+
+
+def _is_range(value: object, size: int) -> bool:
+    """Whether it is the first and the last of some ranks of the job."""
+    if not isinstance(value, list) or [type(each) for each in value] != [int, int]:
+        return False
+    return bool(0 <= value[0] <= value[1] < size)
 
 
 def failure_fields(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
 
 from instep.distributed.flight_record.record_format import MESSAGES, FlightRecord
 from instep.process.exit_status import format_ranks
@@ -40,28 +42,42 @@ def are_steps(value: object) -> bool:
     )
 
 
-def find_mismatch(steps: Mapping[int, Iterable[Step]]) -> dict[str, list[int]]:
-    """The ranks of each description where ranks first disagree in a group; empty if they agree.
+class EnteredCollectives:
+    """What the ranks have entered, one rank's steps after the other's.
 
-    A rank that has not entered a collective yet disagrees with none.
+    The work for a step does not depend on the number of ranks that have told theirs before.
     """
-    entered: dict[tuple[object, object], dict[int, tuple[object, str]]] = {}
-    for rank, own in sorted(steps.items()):
-        for group, sequence, tag, text in own:
-            entered.setdefault((group, sequence), {})[rank] = tag, str(text)
-    differing = {
-        step: by_rank
-        for step, by_rank in entered.items()
-        if len({tag for tag, _ in by_rank.values()}) > 1
-    }
-    if not differing:
-        return {}
-    group = min(step[0] for step in differing)  # type: ignore[type-var]
-    sequence = min(step[1] for step in differing if step[0] == group)  # type: ignore[type-var]
-    sides: dict[str, list[int]] = {}
-    for rank, (_, text) in differing[group, sequence].items():
-        sides.setdefault(text, []).append(rank)
-    return sides
+
+    def __init__(self) -> None:
+        self._entered: dict[tuple[Any, Any], dict[int, tuple[object, str]]] = {}
+        """By group and sequence: the tag and the description of each rank."""
+        self._differing: set[tuple[Any, Any]] = set()
+        """The groups and sequences at which not all tags are equal."""
+        self._texts: dict[str, str] = {}
+        """Equal descriptions are kept once."""
+
+    def add(self, rank: int, steps: Iterable[Step]) -> None:
+        """Add the steps of a rank; a later description of a step replaces an earlier one."""
+        for group, sequence, tag, text in steps:
+            by_rank = self._entered.setdefault((group, sequence), {})
+            if any(known != tag for known, _ in islice(by_rank.values(), 1)):
+                self._differing.add((group, sequence))
+            by_rank[rank] = tag, self._texts.setdefault(str(text), str(text))
+
+    def find_mismatch(self) -> dict[str, list[int]]:
+        """The ranks of each description where ranks first disagree in a group; empty if they agree.
+
+        A rank that has not entered a collective yet disagrees with none.
+        """
+        differing = [
+            step
+            for step in self._differing
+            if len({tag for tag, _ in self._entered[step].values()}) > 1
+        ]
+        sides: dict[str, list[int]] = {}
+        for rank, (_, text) in sorted(self._entered[min(differing)].items()) if differing else ():
+            sides.setdefault(text, []).append(rank)
+        return sides
 
 
 def format_mismatch(sides: Mapping[str, Iterable[int]]) -> str:

@@ -22,7 +22,7 @@ from instep.distributed.watchdog.hub import start_hub
 from instep.distributed.watchdog.messages import failure_fields
 from instep.distributed.watchdog.mismatch import recorded_steps
 from instep.distributed.watchdog.stalls.rank_watch import RankWatch
-from instep.process.exit_status import format_failure, format_ranks, shell_exit_code
+from instep.process.exit_status import format_failure, format_ranks, ranks_of, shell_exit_code
 from instep.process.last_position import format_last_words, read_whole
 from instep.process.pending_writes import MARKER_NAME, WAIT_LIMIT, remove_drafts
 from instep.process.procfs import (
@@ -245,13 +245,13 @@ class Watcher:
             self._let_rank_exit()
         if messages is None:
             self._loop.remove_reader(self._hub)
-            self._add_ended_rank(0)
+            self._add_ended_ranks({0})
             if self._ended:
                 self._loop.stop()
         for message in messages or ():
             message_type = message.pop("type")
             if message_type == "ended":
-                self._add_ended_rank(message["rank"])
+                self._add_ended_ranks(ranks_of(message["ranks"]))
             elif message_type == "failed":
                 self._job_failed(message)
             elif message_type == "exit":
@@ -297,8 +297,8 @@ class Watcher:
 
     # ------------------------------------------------------------------------ the rank's progress
 
-    def _add_ended_rank(self, rank: int) -> None:
-        self._ended_ranks.add(rank)
+    def _add_ended_ranks(self, ranks: set[int]) -> None:
+        self._ended_ranks |= ranks
         self._start_frequent_checks()
 
     def _start_frequent_checks(self) -> None:
@@ -354,7 +354,7 @@ class Watcher:
                 self._hub.send("resumed")
             return
         self._idle_checks = self._idle_checks + 1 if self._idle else 0
-        awaited = sorted(self._ended_ranks & set(wait["members"]))
+        awaited = sorted(self._ended_ranks & ranks_of(wait["members"])) if self._ended_ranks else []
         self._awaited_checks = self._awaited_checks + 1 if awaited else 0
         if self._awaited_checks == 2 and self._abort_text is None:
             verb = "has" if len(awaited) == 1 else "have"

@@ -21,8 +21,8 @@ MESSAGE_TIMEOUT = 5.0
 """Seconds within which a client must send its message."""
 _POLL_INTERVAL = 0.2
 """Seconds of one wait for clients."""
-_MAX_CLIENTS = 64
-"""Open connections; with one more, the oldest is closed."""
+_MAX_STRANGERS = 64
+"""Open connections beside those of the participants; with one more, the oldest is closed."""
 _MAX_LENGTH = 1 << 20
 """Bytes of a line."""
 REFUSED = {"refused": True}
@@ -49,10 +49,13 @@ class _Client:
 class ClientListener:
     """The clients of a listening socket."""
 
-    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
-        """With a `secret`, only messages that are signed with it are accepted."""
+    def __init__(self, listener: socket.socket, secret: bytes | None, expected: int) -> None:
+        """`expected` clients will come. With a `secret`, only messages that are signed with it are
+        accepted."""
         self._listener, self._secret = listener, secret
-        self._clients: list[_Client] = []
+        self._most = _MAX_STRANGERS + expected
+        self._clients: dict[_Client, None] = {}
+        """Those whose message has not come, the oldest first."""
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -66,25 +69,28 @@ class ClientListener:
                     self._accept()
                 elif (found := self._receive(key.data)) is not None:
                     return found
-            while self._clients and self._clients[0].end < monotonic():
-                self._close(self._clients[0])
+            while self._clients and self._oldest().end < monotonic():
+                self._close(self._oldest())
         return None
 
     def close(self) -> None:
         """Close the connections of all clients whose message has not come."""
         while self._clients:
-            self._close(self._clients[0])
+            self._close(self._oldest())
         self._selector.close()
+
+    def _oldest(self) -> _Client:
+        return next(iter(self._clients))
 
     def _accept(self) -> None:
         with suppress(OSError):  # the client has gone, or there are too many descriptors
             connection = self._listener.accept()[0]
             connection.setblocking(False)
             client = _Client(connection, make_secret().hex(), monotonic() + MESSAGE_TIMEOUT)
-            self._clients.append(client)
-            if len(self._clients) > _MAX_CLIENTS:
-                self._close(self._clients[0])
+            self._clients[client] = None
             self._selector.register(connection, selectors.EVENT_READ, client)
+            if len(self._clients) > self._most:
+                self._close(self._oldest())
             connection.send(encode_message({"nonce": client.nonce}, None, ""))
 
     def _receive(self, client: _Client) -> JoinRequest | None:
@@ -119,7 +125,7 @@ class ClientListener:
         client.connection.close()
 
     def _remove(self, client: _Client) -> None:
-        self._clients.remove(client)
+        del self._clients[client]
         self._selector.unregister(client.connection)
 
 

@@ -12,7 +12,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -83,7 +83,7 @@ class SupervisorConnections:
         *lines, self._partial[node] = (self._partial[node] + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
         if _PING in messages:
-            self._send(_PONG)
+            self._send(_PONG, [node])
         return [message for message in messages if not self._store_result(node, message)]
 
     def broadcast(self, message: Message) -> None:
@@ -113,19 +113,27 @@ class SupervisorConnections:
         return result
 
     def _wait(self, is_done: Any) -> None:
+        with selectors.DefaultSelector() as selector:
+            for node, connection in self._open.items():
+                selector.register(connection, selectors.EVENT_READ, node)
+            self._wait_with(selector, is_done)
+
+    def _wait_with(self, selector: selectors.BaseSelector, is_done: Any) -> None:
         while not is_done():
-            with selectors.DefaultSelector() as selector:
-                for node, connection in self._open.items():
-                    selector.register(connection, selectors.EVENT_READ, node)
-                ready = [key.data for key, _ in selector.select(_PING_INTERVAL)]
+            ready = [key.data for key, _ in selector.select(_PING_INTERVAL)]
             for node in ready:
                 self._last_heard[node] = time.monotonic()
+                connection = self._open[node]
                 for message in self.receive(node):
                     self.broadcast(message)
+                if node not in self._open:
+                    selector.unregister(connection)
             if not ready:
                 self._send(_PING)
-            for node in [*self._open]:
+            for node, connection in [*self._open.items()]:
                 self._check_silence(node, time.monotonic() - self._last_heard[node])
+                if node not in self._open:
+                    selector.unregister(connection)
 
     def _check_silence(self, node: int, silent: float) -> None:
         """Warn about a host that was silent for so many seconds, or count it as lost."""
@@ -176,10 +184,12 @@ class SupervisorConnections:
     def _with_lost(self, outcome: HostResult) -> HostResult:
         return replace(outcome, failures=[*outcome.failures, *self._lost])
 
-    def _send(self, message: Message) -> None:
-        for connection in self._open.values():
+    def _send(self, message: Message, nodes: Iterable[int] | None = None) -> None:
+        """To these hosts; None: to all."""
+        line = json.dumps(message).encode() + b"\n"
+        for node in self._open if nodes is None else nodes:
             with suppress(OSError):  # the next receive finds the connection closed
-                connection.sendall(json.dumps(message).encode() + b"\n")
+                self._open[node].sendall(line)
 
 
 def _to_json(outcome: HostResult) -> Message:

@@ -95,7 +95,7 @@ def join_rendezvous(
         try:
             with _listen(endpoint) as (listener, secret):
                 arrival_wait = ArrivalWait(mine.count, seconds, members=noun)
-                clients = ClientListener(listener, secret)
+                clients = ClientListener(listener, secret, mine.count)
                 failed.callback(clients.close)
                 joined = _receive(clients, _job_name(endpoint), mine, requests, arrival_wait, noun)
                 clients.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from instep.distributed.file_limit import allow_open_files
 from instep.distributed.identity.authentication import make_secret
 from instep.errors import LaunchError
 from instep.launch.remote.agent import STARTED, AgentRequest
@@ -25,6 +26,10 @@ _OF_THIS_HOST = re.compile(r"BASH_FUNC.*|OLDPWD|PWD|SHLVL|_|SSH_.*|HOSTNAME|DISP
 """Variables that mean nothing on another host."""
 _FREE_PORT = "import socket as s; x = s.socket(); x.bind(('', 0)); print(x.getsockname()[1])"
 _SSH_OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=accept-new", "ConnectTimeout=30")
+
+
+_FILES, _FILES_PER_HOST = 64, 6
+"""Of this process: its own, and for each host its login's descriptor and pipes."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,17 @@ def run_on_hosts(options: RemoteOptions) -> int:
     Every host needs the same working directory, interpreter and files, and a login without a
     password from here.
     """
+    allow_open_files(_FILES + _FILES_PER_HOST * len(options.slots))
     master, port = _choose_endpoint(options)
     secret = {settings.SECRET.name: str(settings.SECRET) or make_secret().hex()}
     with SignalQueue() as signals:
         agents = []
         try:
             for node, host in enumerate(options.slots):
-                request = _request(options, secret, node, master, port)
-                agents.append(_Agent(host, _command_on(host, options), request))
+                is_here = is_this_host(host)  # which may ask a name server: once for each host
+                request = _request(options, secret, node, master, port, is_here=is_here)
+                command = _command_on(host, options, is_here=is_here)
+                agents.append(_Agent(host, command, request))
             return _wait(agents, signals)
         finally:
             for agent in agents:
@@ -89,11 +97,16 @@ def _cannot_start(host: str, code: int) -> LaunchError:
 
 
 def _request(
-    options: RemoteOptions, secret: Mapping[str, str], node: int, master: str, port: int
+    options: RemoteOptions,
+    secret: Mapping[str, str],
+    node: int,
+    master: str,
+    port: int,
+    *,
+    is_here: bool,
 ) -> AgentRequest:
     sizes = [*options.slots.values()]
     first = sum(sizes[:node])
-    is_here = is_this_host([*options.slots][node])
     return AgentRequest(
         folder=os.getcwd(),
         environ={
@@ -118,9 +131,9 @@ def _request(
     )
 
 
-def _command_on(host: str, options: RemoteOptions) -> list[str]:
+def _command_on(host: str, options: RemoteOptions, *, is_here: bool) -> list[str]:
     agent = [sys.executable, "-P", "-m", "instep.launch.remote.agent"]
-    if is_this_host(host):
+    if is_here:
         return agent
     path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     variables = [f"{name}={value}" for name, value in path.items()]

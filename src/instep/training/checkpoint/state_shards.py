@@ -7,6 +7,7 @@ own in the store of the process group, and rank 0 waits for the reports in the t
 
 from __future__ import annotations
 
+import heapq
 import json
 import secrets
 import time
@@ -81,11 +82,12 @@ class ShardedDraft:
             for key, tensor in self._tensors(state).items()
             if owners[key] != 0 and transport.rank in (0, owners[key])
         }
-        sums = transport.all_gather_object(
-            dict(zip(own, bit_sums(own.values()).tolist(), strict=True))
-        )
+        mine = dict(zip(own, bit_sums(own.values()).tolist(), strict=True))
+        of_rank_0 = transport.broadcast_object(mine, 0)
+        # Of all ranks' values each takes as many bytes as the longest: those of rank 0 are apart.
+        sums = transport.all_gather_object(mine if transport.rank else {})
         for key, owner in owners.items():
-            if owner and (key not in sums[owner] or sums[owner][key] != sums[0].get(key)):
+            if owner and (key not in sums[owner] or sums[owner][key] != of_rank_0.get(key)):
                 owners[key] = 0
         addresses = {owner: ranks[owner][1] for owner in set(owners.values()) if owner}
         return ShardedWrite(self, owners, addresses, bootstrap.store())
@@ -101,11 +103,11 @@ class ShardedDraft:
         sizes = {
             key: dtype.itemsize * shape.numel() for key, (dtype, shape) in self.tensors.items()
         }
-        bytes_of = dict.fromkeys(ranks, 0)
+        least = [(0, rank) for rank in ranks]  # a heap: bytes so far, and the rank
         owners = {}
         for key in sorted(sizes, key=lambda key: -sizes[key]):
-            owners[key] = min(ranks, key=lambda rank: bytes_of[rank])
-            bytes_of[owners[key]] += sizes[key]
+            taken, owners[key] = least[0]
+            heapq.heapreplace(least, (taken + sizes[key], owners[key]))
         return {key: owners[key] for key in self.tensors}
 
     def _tensors(self, state: EncodedState) -> dict[Key, Tensor]:

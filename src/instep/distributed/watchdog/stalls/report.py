@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from instep.distributed.watchdog.connection import Message
+from instep.process.exit_status import rank_ranges
 
 _PLURALS = {"is": "are", "waits": "wait", "runs": "run", "has": "have", "sleeps": "sleep"} | {
     "does": "do"
@@ -19,12 +20,7 @@ _MIB = 1 << 20
 def format_rank_ranges(ranks: Iterable[int]) -> str:
     """ "rank 3" or "ranks 0-2, 5"."""
     ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = rank_ranges(ordered)
     texts = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
     return f"rank{'s' * (len(ordered) != 1)} {', '.join(texts)}"
 

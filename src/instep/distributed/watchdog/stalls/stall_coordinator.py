@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from instep.distributed.watchdog.connection import Message
@@ -33,8 +33,8 @@ class Ranks(Protocol):
     def running_ranks(self) -> set[int]:
         """The connected ranks whose programs have not ended."""
 
-    def connected_ranks(self) -> set[int]:
-        """The ranks whose watchers are connected."""
+    def connected_ranks(self) -> Set[int]:
+        """The ranks whose watchers are connected; not a copy."""
 
     def is_ending(self) -> bool:
         """Whether a rank has failed, or has ended."""

@@ -1,0 +1,85 @@
+"""Plain `python` with all cores against unedited `instep run` with one rank for each core.
+
+    python benchmarks/same_cores.py --json same_cores.json [--only mlp gnn]
+
+The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a
+ratio is of the median step of a run to that of the plain run beside it. Rows of the file stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import machine, quartiles, ratios, shown
+
+SCRIPT = Path(__file__).parent / "scripts" / "same_cores.py"
+MODELS = (
+    *("mlp", "small_cnn", "cnn", "transformer", "lstm", "gnn", "unet", "resnet18", "dcgan", "ppo"),
+)
+OPTIMIZERS = ("sgd", "adam")
+SECONDS = 2.0
+"""Of the timed steps of one run, about."""
+MOST_STEPS, FEWEST_STEPS = 200, 8
+
+
+def milliseconds(way: list[str], model: str, optimizer: str, steps: int) -> float:
+    """The median step of one run."""
+    command = [sys.executable, *way, str(SCRIPT), model, optimizer, str(steps)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def compare(model: str, optimizer: str, ranks: int, rounds: int) -> dict[str, Any]:
+    """The median steps of both ways, and the ratio of instep's to plain Python's."""
+    ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(ranks)]}
+    first = milliseconds([], model, optimizer, FEWEST_STEPS)
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, round(SECONDS * 1000 / first)))
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            found[name].append(milliseconds(way, model, optimizer, steps))
+    return {
+        "steps": steps,
+        "plain_ms": statistics.median(found["plain"]),
+        "instep_ms": statistics.median(found["instep"]),
+        "instep_over_plain": ratios(found["instep"], found["plain"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    file = Path(args.json) if args.json else None
+    models: dict[str, Any] = {}
+    if file is not None and file.exists():
+        models = json.loads(file.read_text())["models"]
+    for model in args.only:
+        for optimizer in OPTIMIZERS:
+            row = compare(model, optimizer, args.ranks, args.rounds)
+            models.setdefault(model, {})[optimizer] = row
+            print(model, optimizer, shown(row["instep_over_plain"]), row, flush=True)
+            result = {
+                "machine": machine(),
+                "ranks": args.ranks,
+                "all": quartiles(
+                    [r["instep_over_plain"]["median"] for m in models.values() for r in m.values()]
+                ),
+                "models": {name: models[name] for name in MODELS if name in models},
+            }
+            if file is not None:
+                file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
