@@ -40,8 +40,12 @@ import simulated_streams
 from simulated_streams import Race as Race  # what tests expect
 from simulated_streams import Streams
 
-NAME = "sim"
-VARIABLE = "SIM_VISIBLE_DEVICES"
+NAME = os.environ.get("SIM_NAME", "sim")
+"""What torch calls the device: "sim", or "cuda", whose key a build for CPUs leaves without kernels.
+Then torch and instep do what they do for CUDA alone: its rules of autocast, `is_cuda`, and so on."""
+KEY = "CUDA" if NAME == "cuda" else "PrivateUse1"
+"""Its dispatch key."""
+VARIABLE = f"{NAME.upper()}_VISIBLE_DEVICES"
 _TORCH = str(Path(torch.__file__).parent)
 _aten = torch.ops.aten
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -120,8 +124,8 @@ class _Block(ctypes.Structure):
     )
 
 
-_PRIVATE_USE = 12
-"""kDLExtDev: DLPack's number for PrivateUse1."""
+_DLPACK = 2 if NAME == "cuda" else 12
+"""DLPack's number for this type of device: kDLCUDA or kDLExtDev."""
 _CODES = {
     torch.bool: 6, torch.uint8: 1, torch.uint16: 1, torch.uint32: 1, torch.uint64: 1,
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0, torch.bfloat16: 4,
@@ -147,7 +151,7 @@ def _allocate(count: int, dtype: torch.dtype) -> Tensor:
     at = address + _Block.shape.offset, address + _Block.stride.offset
     block.tensor = _DLTensor(
         address + _HEAD,
-        _DLDevice(_PRIVATE_USE, 0),
+        _DLDevice(_DLPACK, 0),
         1,
         _DLType(_CODES[dtype], dtype.itemsize * 8, 1),
         *(ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in at),
@@ -374,7 +378,7 @@ def _with_generator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if found is None:
         found = default_generators[0]
     elif found._cdata not in {each._cdata for each in _generators}:
-        raise RuntimeError("Expected a 'sim' device type for generator but found 'cpu'")
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
     if at < len(args):
         return (*args[:at], found, *args[at + 1 :]), kwargs
     return args, {**kwargs, "generator": found}
@@ -387,7 +391,7 @@ def _check_devices(op: Any, leaves: list[Any]) -> None:
         if isinstance(leaf, Tensor) and not is_sim(leaf) and leaf.dim() > 0:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"sim:0 and {leaf.device}! (in {op})"
+                f"{NAME}:0 and {leaf.device}! (in {op})"
             )
 
 
@@ -412,6 +416,10 @@ def _copy_from(src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
             host.uploads.append(_line("copy from the CPU"))
         on_cpu(dst).copy_(src)
     return dst
+
+
+def _copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return _copy_from(src, dst, non_blocking)
 
 
 def _empty(
@@ -588,6 +596,9 @@ def _autocast(op: Any, is_lower: bool) -> Callable[..., Any]:
 class Properties:
     name: str
     uuid: str
+    major: int = 8
+    minor: int = 0
+    """Of the compute capability, which torch asks of CUDA."""
 
 
 class Module(types.ModuleType):
@@ -655,15 +666,18 @@ def install() -> None:
     """Bring the device to torch, for the rest of this process."""
     if _library:
         return
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Module(f"torch.{NAME}"))
     import simulated_sparse  # it builds on this module
 
     global streams
-    streams = simulated_streams.load(_on_host_waits, _line)
+    module = Module(f"torch.{NAME}")
+    if NAME != "cuda":
+        _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    streams = simulated_streams.load(KEY, _on_host_waits, _line)
+    if NAME == "cuda":
+        _replace_in_torch_cuda(module)
     torch.Generator = Generator  # type: ignore[assignment,misc]
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_fallback, "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    everything.fallback(_fallback, KEY)
     simulated_sparse.install(everything)
     torch._C._scatter = _scatter  # type: ignore[attr-defined]
     kernels = torch.library.Library("aten", "IMPL")
@@ -687,21 +701,38 @@ def install() -> None:
             _aten.set_.source_Storage_storage_offset
         ),
     }.items():
-        kernels.impl(name, kernel, "PrivateUse1")
+        kernels.impl(name, kernel, KEY)
     for name in ("_assert_async", "_assert_async.msg"):  # as CUDA has: nobody waits
         base, _, overload = name.partition(".")
         op = getattr(getattr(_aten, base), overload or "default")
-        kernels.impl(name, partial(_fallback, op), "PrivateUse1")
+        kernels.impl(name, partial(_fallback, op), KEY)
     kernels.impl("is_pinned", is_pinned, "CPU")
     kernels.impl("_pin_memory", _pin_memory, "CPU")
+    if NAME == "cuda":
+        kernels.impl("copy_", _copy_, KEY)
+    else:
+        _install_autocast(everything, kernels)
+    torch.serialization.register_package(0, lambda storage: None, _load_storage)
+    clone = torch.UntypedStorage.clone
+    torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
+
+
+def _install_autocast(everything: Any, kernels: Any) -> None:
+    """Rules of autocast, which torch has for CUDA, but not for a device that it does not know."""
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for names, is_lower in ((_LOWER, True), (_FLOAT32, False)):
         for name in names:
             base, _, overload = name.partition(".")
             op = getattr(getattr(_aten, base), overload or "default")
             kernels.impl(name, _autocast(op, is_lower), "AutocastPrivateUse1")
-    torch.serialization.register_package(0, lambda storage: None, _load_storage)
-    clone = torch.UntypedStorage.clone
-    torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
+
+
+def _replace_in_torch_cuda(module: Module) -> None:
+    """torch.cuda answers for the simulated device."""
+    for name in vars(Module):
+        if not name.startswith("__"):
+            setattr(torch.cuda, name, getattr(module, name))
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # type: ignore[assignment]
 
 
 def _scatter(

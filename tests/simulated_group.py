@@ -110,12 +110,12 @@ class SimProcessGroup(ProcessGroup):
         if torch.__version__ < "2.14":
             gloo._set_sequence_number_for_group()
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.stream = simulated_streams.stream_of_group(next(_numbers))
+        self.stream = simulated_streams.stream_of_group(simulated.KEY, next(_numbers))
         self.gloo_group = ProcessGroup(options.store, rank, size)
         for group in (self, self.gloo_group):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("sim"), ProcessGroup.BackendType.GLOO, gloo)
+        self._register_backend(torch.device(simulated.NAME), ProcessGroup.BackendType.GLOO, gloo)
         self._set_group_name(GroupName(options.group_id))
 
     def getBackendName(self) -> str:  # noqa: N802

@@ -13,6 +13,10 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#ifdef SIM_IS_CUDA
+#include <ATen/detail/CUDAHooksInterface.h>
+#endif
+
 namespace {
 
 constexpr int kPool = 32;  // torch.Stream() gives one of these, in turns; 0 is the default stream
@@ -30,7 +34,7 @@ int made = 0;
 thread_local int64_t current = 0;
 void (*host_waits)() = nullptr;
 
-const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
+const c10::Device kDevice(c10::DeviceType::SIM_KEY, 0);
 
 void merge(Clock& into, const Clock& from) {
   for (int k = 0; k < kAll; ++k) into[k] = std::max(into[k], from[k]);
@@ -61,7 +65,7 @@ Clock everything() {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::DeviceType type() const override { return kDevice.type(); }
   c10::Device exchangeDevice(c10::Device device) const override {
     setDevice(device);
     return kDevice;
@@ -121,9 +125,35 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0; }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+C10_REGISTER_GUARD_IMPL(SIM_KEY, Guard);
 
 }  // namespace
+
+#ifdef SIM_IS_CUDA
+namespace {
+
+// What torch asks whether there is CUDA.
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+};
+
+// torch has made the object that it asks while it was imported: it becomes this one.
+static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
+const auto* hooks = new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
+
+}  // namespace
+#endif
 
 extern "C" {
 

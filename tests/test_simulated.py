@@ -190,7 +190,7 @@ def on_sim(log: Log, name: str) -> None:
     import simulated
 
     before = simulated.operations()
-    with torch.device("sim"):  # where models and tensors are made
+    with torch.device(pool.device()):  # where models and tensors are made
         unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
     assert simulated.operations() > before
 
@@ -213,7 +213,7 @@ def test_unedited_trainings_have_the_numbers_of_one_process(name: str) -> None:
 def net() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
-    return nn.Sequential(*layers).to("sim")
+    return nn.Sequential(*layers).to(pool.device())
 
 
 def batches(count: int = 6) -> TensorDataset:
@@ -240,11 +240,11 @@ class Cast(Plain):
     def __init__(self, optimizer: Any, dtype: torch.dtype) -> None:
         super().__init__(optimizer)
         self.dtype = dtype
-        self.scaler = torch.amp.GradScaler("sim", enabled=dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(pool.device(), enabled=dtype is torch.float16)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast("sim", dtype=self.dtype):
+        with torch.autocast(pool.device(), dtype=self.dtype):
             loss = F.cross_entropy(model(x), y)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -295,7 +295,7 @@ def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
         loader: Any = DataLoader(batches(count), 12)
         step, found = make_step(name, model.parameters()), []
         for x, y in instep.shard(loader) if door == "explicit" else loader:
-            x, y = x.to("sim"), y.to("sim")
+            x, y = x.to(pool.device()), y.to(pool.device())
             with simulated.counted() as host:
                 step(model, x, y)
             lines = host.reads + host.uploads
