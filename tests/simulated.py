@@ -599,6 +599,8 @@ class Properties:
     major: int = 8
     minor: int = 0
     """Of the compute capability, which torch asks of CUDA."""
+    total_memory: int = 2**34
+    multi_processor_count: int = 1
 
 
 class Module(types.ModuleType):

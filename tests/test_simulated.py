@@ -156,7 +156,7 @@ def test_a_convolutional_network_has_the_numbers_of_one_process() -> None:
 EXPLICIT = {
     "class_weighted": (), "ignoring": (), "summed": (), "tiny": (0.5,),
     "exploding": (), "augmented": (0,), "checkpointed": (False,), "attending": (),
-    "time_first": (), "sparse": (),
+    "time_first": (), "sparse": (), "clipping": (), "compiled": ("aot_eager",),
 }  # fmt: skip
 """Trainings of test_exactness.py, with what else they take."""
 
@@ -167,7 +167,7 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", nightly_but({"sparse"}, *EXPLICIT))
+@pytest.mark.parametrize("name", nightly_but({"sparse", "class_weighted", "clipping", "compiled"}, *EXPLICIT))
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     training = getattr(test_exactness, name)
@@ -176,14 +176,13 @@ def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     )
 
 
-NUDGED = {"tiny", "checkpointed", "attending", "time_first"}
+NUDGED = {"tiny", "checkpointed", "attending", "time_first", "compiled"}
 OF_THE_CPU = {
     "losses_inside_of_forward", "losses_of_large_outputs", "losses_of_large_outputs_one_by_one",
-    "losses_of_two_large_outputs", "draws_of_every_kind", "compiled",
+    "losses_of_two_large_outputs", "draws_of_every_kind",
     "dropout_inside_of_a_recurrent_layer",
 }  # fmt: skip
-"""Trainings with tensors of their own on the CPU; or whose kernels the device does not have (GRU,
-torch.compile)."""
+"""Trainings with tensors of their own on the CPU; or whose kernels the device does not have (GRU)."""
 
 
 def on_sim(log: Log, name: str) -> None:

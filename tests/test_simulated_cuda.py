@@ -31,3 +31,10 @@ def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
     compared = 4 if name == INSIDE else 1
     for found in pool.run(2, test_simulated.waits, name, door):
         assert found[compared:] == [[]] * (6 - compared)
+
+
+@pytest.mark.parametrize(
+    "name", [t.__name__ for t in test_simulated.SHARDED],
+)
+def test_unedited(name: str) -> None:
+    same_as_one_process(test_simulated.on_sim, name, sizes=(2,), dtype=torch.float64, nudge=True)
