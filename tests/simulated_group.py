@@ -148,8 +148,11 @@ class SimProcessGroup(ProcessGroup):
 
 
 def install(device: int) -> None:
-    """Bring the accelerator and its collectives to this process, which sees one of 8 devices."""
-    os.environ["SIM_DEVICES"], os.environ[simulated.VARIABLE] = "8", str(device)
+    """Bring the accelerator and its collectives to this process. Of 8 devices it sees this one, as
+    a rank of an unedited script; or all, as ranks usually do, where they are called cuda."""
+    os.environ["SIM_DEVICES"] = "8"
+    if simulated.NAME != "cuda":
+        os.environ[simulated.VARIABLE] = str(device)
     accelerators.register(
         Accelerator(simulated.NAME, "SIM", NAME, (simulated.VARIABLE,), library="simulated")
     )

@@ -51,6 +51,11 @@ class Streams:
         """By the address of a storage."""
 
     @property
+    def device(self) -> int:
+        """The index of this thread's current device."""
+        return int(self._library.sim_device())
+
+    @property
     def current(self) -> int:
         return int(self._library.sim_stream())
 
@@ -120,17 +125,19 @@ def stream_of_group(key: str, number: int) -> torch.Stream:
     """The stream in which a group's collectives run."""
     kind: Any = getattr(torch._C._autograd.DeviceType, key).value
     identity = OF_GROUPS[number % len(OF_GROUPS)]
-    return torch.Stream(stream_id=identity, device_index=0, device_type=kind)
+    index = torch.accelerator.current_device_index()
+    return torch.Stream(stream_id=identity, device_index=index, device_type=kind)
 
 
 def load(
-    key: str, on_host_waits: Callable[[], None], describe: Callable[[str], str]
+    key: str, devices: int, on_host_waits: Callable[[], None], describe: Callable[[str], str]
 ) -> Streams:
     """Bring streams and events to torch, for the rest of this process. Compiles the source once.
 
-    `key` is the device's dispatch key. `on_host_waits` is called whenever the host waits for a stream, an event or the device.
+    `key` is the device's dispatch key, `devices` how many there are. `on_host_waits` is called whenever the host waits for a stream, an event or the device.
     """
     library = ctypes.PyDLL(str(_compiled(key)))
+    library.sim_set_devices(devices)
     library.sim_stream.restype = ctypes.c_int64
     library.sim_begin.argtypes, library.sim_begin.restype = (ctypes.c_int64,), ctypes.c_uint64
     library.sim_has_ended.argtypes = ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64
