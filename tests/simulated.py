@@ -693,8 +693,6 @@ def _number(device: Any) -> int:
 
 
 _library: list[Any] = []
-restored: list[str] = []
-"""The devices on which torch.load has put storages."""
 streams: Streams
 """Those of this process, from `install` on."""
 
@@ -787,7 +785,6 @@ def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.Untyped
     """What torch.load does with a storage that was on the device."""
     if not location.startswith(NAME):
         return None
-    restored.append(location)
     return _copy_storage(storage, _number(location))
 
 

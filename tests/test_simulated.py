@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "ASGD": o.ASGD,
     "Adafactor": o.Adafactor,
     "divided": lambda p: instep.shard(o.AdamW(p, 1e-2)),
+    # with the options that torch has for CUDA
+    "SGD, fused": lambda p: o.SGD(p, 0.1, momentum=0.9, fused=True),
+    "Adam, fused": lambda p: o.Adam(p, 1e-2, fused=True),
+    "AdamW, fused": lambda p: o.AdamW(p, 1e-2, fused=True, amsgrad=True),
+    "Adam, capturable": lambda p: o.Adam(p, 1e-2, capturable=True),
+    "Adam, one by one, capturable": lambda p: o.Adam(p, capturable=True, foreach=False),
+    "RMSprop, capturable": lambda p: o.RMSprop(p, capturable=True),
+    "Adadelta, capturable": lambda p: o.Adadelta(p, capturable=True),
+    "NAdam, capturable": lambda p: o.NAdam(p, capturable=True),
+    "RAdam, capturable": lambda p: o.RAdam(p, capturable=True),
+    "Adamax, capturable": lambda p: o.Adamax(p, capturable=True),
+    "Rprop, capturable": lambda p: o.Rprop(p, capturable=True),
+    "ASGD, capturable": lambda p: o.ASGD(p, capturable=True),
 }
 
 
@@ -176,6 +189,22 @@ def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     )
 
 
+def large(log: Log) -> None:
+    """Buckets of 1 MiB: some hold several parameters, others one that is larger than a bucket."""
+    os.environ["INSTEP_BUCKET_MIB"] = "1"
+    try:
+        layers = nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 4)
+        model = nn.Sequential(*layers).double()
+        data = test_exactness.rows(14)
+        test_exactness.train(log, model, data, lambda m, x, y: F.cross_entropy(m(x), y), epochs=1)
+    finally:
+        del os.environ["INSTEP_BUCKET_MIB"]
+
+
+def test_large_buckets_have_the_numbers_of_one_process() -> None:
+    same_as_one_process(large, sizes=(3,), dtype=torch.float64)
+
+
 NUDGED = {"tiny", "checkpointed", "attending", "time_first", "compiled"}
 OF_THE_CPU = {
     "losses_inside_of_forward", "losses_of_large_outputs", "losses_of_large_outputs_one_by_one",
@@ -276,7 +305,9 @@ def make_step(name: str, parameters: Any) -> Plain:
         return OfWithLoss(o.SGD(parameters, 0.1))
     if name in OPTIMIZERS:
         return Plain(OPTIMIZERS[name](parameters))
-    return Cast(o.SGD(parameters, 0.1), getattr(torch, name))
+    dtype, _, how = name.partition(", ")
+    optimizer: Any = o.AdamW(parameters, fused=True) if how else o.SGD(parameters, 0.1)
+    return Cast(optimizer, getattr(torch, dtype))
 
 
 def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
@@ -307,19 +338,20 @@ def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
 
 
 INSIDE = "loss inside"
-DAILY = ("Adam", "divided", "float16", INSIDE)
-STEPS = [
-    (name, door)
-    for name in (*OPTIMIZERS, "bfloat16", "float16", INSIDE)
-    for door in ("explicit", "unedited")
-    if (name, door) != ("divided", "unedited")  # it divides the optimizers of replicas
-]
+AMP = ("bfloat16", "float16", "float16, fused")
 
 
-@pytest.mark.parametrize(
-    ("name", "door"),
-    [pytest.param(*step, marks=() if step[0] in DAILY else pytest.mark.nightly) for step in STEPS],
-)
+def steps(daily: Sequence[str]) -> list[Any]:
+    """The parameters of a test: a kind of step, a door. Those that are not `daily` are nightly."""
+    return [
+        pytest.param(name, door, marks=() if name in daily else pytest.mark.nightly)
+        for name in (*OPTIMIZERS, *AMP, INSIDE)
+        for door in ("explicit", "unedited")
+        if (name, door) != ("divided", "unedited")  # it divides the optimizers of replicas
+    ]
+
+
+@pytest.mark.parametrize(("name", "door"), steps(["divided", "float16", INSIDE]))
 def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
     """After those in which the unedited door compares; torch's own waits do not count."""
     compared = 4 if name == INSIDE else 1
