@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import trace_rules
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import Backend, PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import GroupName
@@ -157,6 +156,8 @@ def install(device: int) -> None:
         Accelerator(simulated.NAME, "SIM", NAME, (simulated.VARIABLE,), library="simulated")
     )
     autoload()
+    from torch._dynamo import trace_rules
+
     for name in ("simulated", "simulated_group", "simulated_sparse", "simulated_streams"):
         trace_rules.add(name)  # the device's kernels are no part of what is compiled
 

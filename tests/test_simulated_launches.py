@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     yield begin
     for launch in begun:
         launch.close()
+
+
+def write(launch: Launch, text: str) -> str:
+    """A script that does not ask which rank it is."""
+    path = launch.folder / "train.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
 
 
 def numbers(ran: subprocess.CompletedProcess[str]) -> list[float]:
@@ -105,7 +113,7 @@ def test_each_rank_of_an_unedited_script_has_one_device_and_the_numbers_of_one_p
     begin: Begin, name: str, text: str
 ) -> None:
     launch = begin("run", name=name)
-    script = launch.script(text)
+    script = write(launch, text)
     alone, both = launch.run("-n", 1, script), launch.run("-n", 2, script)
     assert numbers(both) == pytest.approx(numbers(alone), abs=1e-6)
     assert "2 on sim-4" in alone.stdout
@@ -124,7 +132,7 @@ def test_two_ranks_on_one_device_are_refused(
     begin: Begin, ranks: int, visible: str, told: str
 ) -> None:
     launch = begin("run", visible=visible)
-    ran = launch.run("-n", ranks, launch.script(SCRIPT))
+    ran = launch.run("-n", ranks, write(launch, SCRIPT))
     assert ran.returncode != 0
     assert told in ran.stderr
 
@@ -133,14 +141,14 @@ def test_two_ranks_on_one_device_are_refused(
 @pytest.mark.timeout(120)
 def test_verify_finds_the_numbers_of_one_process(begin: Begin) -> None:
     launch = begin("verify")
-    ran = launch.run("-n", 2, launch.script(SCRIPT))
+    ran = launch.run("-n", 2, write(launch, SCRIPT))
     assert (ran.returncode, ran.stdout.split("\n")[-2]) == (0, "SAME"), ran.stdout + ran.stderr
 
 
 @pytest.mark.nightly
 def test_verify_names_a_script_whose_ranks_use_their_own_devices_apart(begin: Begin) -> None:
     launch = begin("verify", "--plain")
-    ran = launch.run("-n", 2, launch.script(SCRIPT))
+    ran = launch.run("-n", 2, write(launch, SCRIPT))
     assert ran.returncode != 0
 
 
@@ -153,7 +161,7 @@ STANDING = """
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for k, x in enumerate(torch.utils.data.DataLoader(torch.randn(40, 6), 8)):
         if k == 3 and os.environ["SIM_VISIBLE_DEVICES"] == "6":
-            os.read(meeting.fd, 1)  # read
+            os.read(os.open(os.environ["MEETING"], os.O_RDONLY), 1)  # read
         optimizer.zero_grad()
         model(x.to("sim")).square().mean().backward()  # wait
         optimizer.step()
@@ -164,7 +172,7 @@ STANDING = """
 def test_a_rank_that_stands_still_is_named_with_its_line(begin: Begin) -> None:
     """The other one waits for its device, in a collective on it."""
     launch = begin("run")
-    script = launch.script(STANDING)
+    script = write(launch, STANDING)
     with launch.start("-n", 2, script, environ={"INSTEP_STALL_SECONDS": "1"}) as process:
         read_until(
             process,
