@@ -41,8 +41,8 @@ from simulated_streams import Race as Race  # what tests expect
 from simulated_streams import Streams
 
 NAME = os.environ.get("SIM_NAME", "sim")
-"""What torch calls the device: "sim", or "cuda", whose key a build for CPUs leaves without kernels.
-Then torch and instep do what they do for CUDA alone: its rules of autocast, `is_cuda`, and so on."""
+"""What torch calls the device: "sim", or "cuda", for which a build for CPUs has no kernels. Then
+torch and instep do what they do for CUDA alone: its rules of autocast, `is_cuda`, and so on."""
 KEY = "CUDA" if NAME == "cuda" else "PrivateUse1"
 """Its dispatch key."""
 VARIABLE = f"{NAME.upper()}_VISIBLE_DEVICES"
@@ -350,7 +350,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(leaves: list[Any]) -> int:
-    """Of the device that computes: the one that is asked for, or has the tensors, or the current."""
+    """Of the device that computes: that is asked for, or has the tensors, or the current one."""
     for leaf in leaves:
         if isinstance(leaf, torch.device) and leaf.type == NAME and leaf.index is not None:
             return int(leaf.index)
@@ -391,9 +391,7 @@ def _outputs(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments if argument.is_out]
 
 
-def _with_generator(
-    op: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _with_generator(op: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     at = names.index("generator")
     found = args[at] if at < len(args) else kwargs.get("generator")

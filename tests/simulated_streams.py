@@ -134,7 +134,8 @@ def load(
 ) -> Streams:
     """Bring streams and events to torch, for the rest of this process. Compiles the source once.
 
-    `key` is the device's dispatch key, `devices` how many there are. `on_host_waits` is called whenever the host waits for a stream, an event or the device.
+    `key` is the device's dispatch key, `devices` how many there are. `on_host_waits` is called
+    whenever the host waits for a stream, an event or the device.
     """
     library = ctypes.PyDLL(str(_compiled(key)))
     library.sim_set_devices(devices)

@@ -180,7 +180,9 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", nightly_but({"sparse", "class_weighted", "clipping", "compiled"}, *EXPLICIT))
+@pytest.mark.parametrize(
+    "name", nightly_but({"sparse", "class_weighted", "clipping", "compiled"}, *EXPLICIT)
+)
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     training = getattr(test_exactness, name)
@@ -211,7 +213,8 @@ OF_THE_CPU = {
     "losses_of_two_large_outputs", "draws_of_every_kind",
     "dropout_inside_of_a_recurrent_layer",
 }  # fmt: skip
-"""Trainings with tensors of their own on the CPU; or whose kernels the device does not have (GRU)."""
+"""Trainings with tensors of their own on the CPU, or with kernels that the device does not have
+(GRU)."""
 
 
 def on_sim(log: Log, name: str) -> None:

@@ -70,7 +70,9 @@ def values_arrive_on_the_ranks_own_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [values_arrive_on_the_ranks_own_device, as_torch_sees_it], ids=lambda body: body.__name__
+    "body",
+    [values_arrive_on_the_ranks_own_device, as_torch_sees_it],
+    ids=lambda body: body.__name__,
 )
 def test_on_two_ranks(body: Any) -> None:
     pool.run(2, body)
@@ -85,7 +87,9 @@ def waits_on_its_own_device(*args: Any) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "door"), steps(["AdamW, fused", "Adam, capturable", "float16, fused"]))
+@pytest.mark.parametrize(
+    ("name", "door"), steps(["AdamW, fused", "Adam, capturable", "float16, fused"])
+)
 def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
     """As on the device that torch does not know."""
     compared = 4 if name == INSIDE else 1
@@ -97,9 +101,7 @@ WITHOUT_KERNELS = {"attending", "time_first", "transformer_with_dropout"}
 """For which torch asks its build whether there is cuDNN, or a kernel of attention."""
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in EXPLICIT if name not in WITHOUT_KERNELS]
-)
+@pytest.mark.parametrize("name", [name for name in EXPLICIT if name not in WITHOUT_KERNELS])
 @pytest.mark.nightly
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     same_as_one_process(
