@@ -14,10 +14,7 @@ import components
 from launching import Launch
 from test_stalls import line_of, read_until
 
-pytestmark = [
-    *(pytest.mark.slow, pytest.mark.launch, pytest.mark.timeout(60)),
-    components.needs("C++"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.launch, components.needs("C++")]
 TESTS = Path(__file__).parent
 PLUGIN = """
 import os
