@@ -172,8 +172,10 @@ def test_a_rank_that_stands_still_is_named_with_its_line(begin: Begin) -> None:
             rf"instep: rank 0 waits in .* at {line_of(script, 'wait')} for [\d.]+ s; rank 1 is in "
             rf"user code at {line_of(script, 'read')}, waiting for a file",
         )
+        stacks = read_until(process, "the stacks of rank 1 are in (.*)").group(1)
         launch.call()
         assert launch.end_of(process).returncode == 0
+    os.unlink(stacks)
 
 
 @pytest.mark.nightly
