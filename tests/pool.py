@@ -30,6 +30,7 @@ _processes.set_forkserver_preload(
 )
 _pools: dict[tuple[int, str], Pool] = {}
 _backend = "auto"
+_SIMULATED = ("sim", "cuda")
 
 
 class RankError(AssertionError):
@@ -55,8 +56,8 @@ def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @contextmanager
 def talking_over(backend: str) -> Iterator[None]:
-    """Inside, ranks are those of pools that talk over this INSTEP_BACKEND. With "sim", each rank
-    has a simulated accelerator (simulated.py)."""
+    """Inside, ranks are those of pools that talk over this INSTEP_BACKEND. With "sim" or
+    "cuda", each rank has a simulated accelerator of that name (simulated.py)."""
     global _backend
     before, _backend = _backend, backend
     try:
@@ -70,7 +71,7 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
     `body` is a module-level function, or a test decorated by `ranks`. Raises RankError.
     """
-    which = (size, _backend if size > 1 or _backend == "sim" else "auto")
+    which = (size, _backend if size > 1 or _backend in _SIMULATED else "auto")
     if which not in _pools:
         _pools[which] = Pool(*which)
     try:
@@ -82,7 +83,8 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
 def device() -> str:
     """The device of this rank: the simulated accelerator, where its pool has one, or the CPU."""
-    return "sim" if "simulated" in sys.modules else "cpu"
+    simulated = sys.modules.get("simulated")
+    return "cpu" if simulated is None else str(simulated.NAME)
 
 
 class Pool:
@@ -150,7 +152,8 @@ def _kill_all() -> None:
 
 def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> None:
     """The life of a rank: meet the others, then answer calls until the pipe closes."""
-    if backend == "sim":
+    if backend in _SIMULATED:
+        os.environ["SIM_NAME"] = backend
         simulated_group = importlib.import_module("simulated_group")
         simulated_group.install(device=rank)
     else:

@@ -12,8 +12,8 @@ the same memory. What a real device would make wrong is made wrong here:
   (simulated_streams.py).
 - What the host reads back, and copies for which it would wait, are noted with their lines.
 
-There are as many devices as SIM_DEVICES says, and SIM_VISIBLE_DEVICES chooses among them. torch's
-hook serves one device a process (its autograd has one thread for sim:0), so a rank sees one. There
+There are as many devices as SIM_DEVICES says, and SIM_VISIBLE_DEVICES chooses among them. A process
+may see several, and is expected to use one: streams and pinned memory do not tell them apart. There
 are no graphs.
 """
 
@@ -40,8 +40,12 @@ import simulated_streams
 from simulated_streams import Race as Race  # what tests expect
 from simulated_streams import Streams
 
-NAME = "sim"
-VARIABLE = "SIM_VISIBLE_DEVICES"
+NAME = os.environ.get("SIM_NAME", "sim")
+"""What torch calls the device: "sim", or "cuda", for which a build for CPUs has no kernels. Then
+torch and instep do what they do for CUDA alone: its rules of autocast, `is_cuda`, and so on."""
+KEY = "CUDA" if NAME == "cuda" else "PrivateUse1"
+"""Its dispatch key."""
+VARIABLE = f"{NAME.upper()}_VISIBLE_DEVICES"
 _TORCH = str(Path(torch.__file__).parent)
 _aten = torch.ops.aten
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -120,8 +124,8 @@ class _Block(ctypes.Structure):
     )
 
 
-_PRIVATE_USE = 12
-"""kDLExtDev: DLPack's number for PrivateUse1."""
+_DLPACK = 2 if NAME == "cuda" else 12
+"""DLPack's number for this type of device: kDLCUDA or kDLExtDev."""
 _CODES = {
     torch.bool: 6, torch.uint8: 1, torch.uint16: 1, torch.uint32: 1, torch.uint64: 1,
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0, torch.bfloat16: 4,
@@ -137,9 +141,13 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-def _allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor on the device, full of NaN (or -1, or true)."""
+def _allocate(count: int, dtype: torch.dtype, index: int | None = None) -> Tensor:
+    """A flat tensor on a device, the current one by default, full of NaN (or -1, or true)."""
+    index = streams.device if index is None else index
+    if not 0 <= index < len(_visible()):
+        raise RuntimeError(f"{NAME}: invalid device ordinal {index}")
     _state.is_used = True
+    _state.devices.add(index)
     size = max(count, 1) * dtype.itemsize
     address = _libc.malloc(_HEAD + size)
     block = _Block.from_address(address)
@@ -147,7 +155,7 @@ def _allocate(count: int, dtype: torch.dtype) -> Tensor:
     at = address + _Block.shape.offset, address + _Block.stride.offset
     block.tensor = _DLTensor(
         address + _HEAD,
-        _DLDevice(_PRIVATE_USE, 0),
+        _DLDevice(_DLPACK, index),
         1,
         _DLType(_CODES[dtype], dtype.itemsize * 8, 1),
         *(ctypes.cast(place, ctypes.POINTER(ctypes.c_int64)) for place in at),
@@ -185,16 +193,16 @@ def _strided(base: Tensor, like: Tensor) -> Tensor:
     shape, strides, offset = like.size(), like.stride(), like.storage_offset()
     if base.dtype is like.dtype:
         return _aten.as_strided.default.redispatch(_CPU_KEYS, base, shape, strides, offset)
-    found = _allocate(0, like.dtype)
+    found = _allocate(0, like.dtype, base.device.index)
     storage = base.untyped_storage()
     set_ = _aten.set_.source_Storage_storage_offset
     return set_.redispatch(_CPU_KEYS, found, storage, offset, shape, strides)
 
 
-def from_cpu(computed: Tensor) -> Tensor:
-    """A new tensor of the device with this content."""
+def from_cpu(computed: Tensor, index: int | None = None) -> Tensor:
+    """A new tensor of a device, the current one by default, with this content."""
     storage = computed.untyped_storage()
-    base = _allocate(storage.nbytes() // computed.dtype.itemsize, computed.dtype)
+    base = _allocate(storage.nbytes() // computed.dtype.itemsize, computed.dtype, index)
     ctypes.memmove(base.data_ptr(), storage.data_ptr(), storage.nbytes())
     return _strided(base, computed)
 
@@ -206,6 +214,8 @@ def from_cpu(computed: Tensor) -> Tensor:
 class _State:
     is_used: bool = False
     """Whether the device is in use: torch calls that initialized."""
+    devices: set[int] = field(default_factory=set)
+    """The indices of those that were used."""
     copies_in: list[Callable[[], object]] = field(default_factory=list)
     """Copies from pinned memory, which happen before the next operation."""
     copies_out: list[tuple[int, int, Callable[[], object]]] = field(default_factory=list)
@@ -218,6 +228,11 @@ class _State:
 _state = _State()
 _pinned: dict[int, Any] = {}
 """By address: a weak reference to a storage in pinned memory."""
+
+
+def devices_used() -> set[int]:
+    """The indices of the devices that this process has used."""
+    return _state.devices
 
 
 def operations() -> int:
@@ -310,8 +325,9 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     kept: list[Tensor] = []  # while it runs, an id means one tensor
     inside = tree_map(enter, args), tree_map(enter, kwargs)
+    index = _index(tree_leaves((args, kwargs)))
     if any(argument.name == "generator" for argument in op._schema.arguments):
-        inside = _with_generator(op, *inside)
+        inside = _with_generator(op, index, *inside)
     outputs = {}
     for name in _outputs(op):
         if is_sim(out := kwargs.get(name)):
@@ -328,9 +344,17 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         if id(value) in given:
             return given[id(value)]
         at = value.untyped_storage().data_ptr()
-        return _strided(memory[at], value) if at in memory else from_cpu(value)
+        return _strided(memory[at], value) if at in memory else from_cpu(value, index)
 
     return tree_map(leave, computed)
+
+
+def _index(leaves: list[Any]) -> int:
+    """Of the device that computes: that is asked for, or has the tensors, or the current one."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.device) and leaf.type == NAME and leaf.index is not None:
+            return int(leaf.index)
+    return next((leaf.device.index for leaf in leaves if is_sim(leaf)), streams.device)
 
 
 _NUMBERS = {
@@ -367,14 +391,14 @@ def _outputs(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments if argument.is_out]
 
 
-def _with_generator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_generator(op: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     at = names.index("generator")
     found = args[at] if at < len(args) else kwargs.get("generator")
     if found is None:
-        found = default_generators[0]
+        found = default_generators[index]
     elif found._cdata not in {each._cdata for each in _generators}:
-        raise RuntimeError("Expected a 'sim' device type for generator but found 'cpu'")
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
     if at < len(args):
         return (*args[:at], found, *args[at + 1 :]), kwargs
     return args, {**kwargs, "generator": found}
@@ -383,11 +407,12 @@ def _with_generator(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _check_devices(op: Any, leaves: list[Any]) -> None:
     if op._schema.name in _INDEXING:
         return
+    own = torch.device(NAME, next((leaf.device.index for leaf in leaves if is_sim(leaf)), 0))
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and not is_sim(leaf) and leaf.dim() > 0:
+        if isinstance(leaf, Tensor) and leaf.device != own and (is_sim(leaf) or leaf.dim() > 0):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"sim:0 and {leaf.device}! (in {op})"
+                f"{own} and {leaf.device}! (in {op})"
             )
 
 
@@ -414,6 +439,10 @@ def _copy_from(src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
     return dst
 
 
+def _copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    return _copy_from(src, dst, non_blocking)
+
+
 def _empty(
     size: Sequence[int],
     *,
@@ -426,7 +455,7 @@ def _empty(
     meta = torch.empty(
         size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format
     )
-    return _strided(_allocate(meta.numel(), meta.dtype), meta)
+    return _strided(_allocate(meta.numel(), meta.dtype, _index([device])), meta)
 
 
 def _empty_strided(
@@ -439,13 +468,14 @@ def _empty_strided(
     pin_memory: Any = None,
 ) -> Tensor:
     meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    return _strided(_allocate(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
+    count = meta.untyped_storage().nbytes() // meta.itemsize
+    return _strided(_allocate(count, meta.dtype, _index([device])), meta)
 
 
 def _resize_(tensor: Tensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
     meta = torch.empty(size, dtype=tensor.dtype, device="meta")
     if meta.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
-        fresh = _allocate(meta.numel(), tensor.dtype)
+        fresh = _allocate(meta.numel(), tensor.dtype, tensor.device.index)
         kept = min(fresh.untyped_storage().nbytes(), tensor.untyped_storage().nbytes())
         ctypes.memmove(fresh.data_ptr(), tensor.untyped_storage().data_ptr(), kept)
         storage = fresh.untyped_storage()
@@ -511,27 +541,30 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
 
 
 class SimGenerator(torch._C.Generator):
-    """A generator of the device. Its numbers are those of a CPU's generator."""
+    """A generator of a device. Its numbers are those of a CPU's generator."""
+
+    index = 0
 
     @property
     def device(self) -> torch.device:
-        return torch.device(NAME, 0)
+        return torch.device(NAME, self.index)
 
 
 _generators: weakref.WeakSet[SimGenerator] = weakref.WeakSet()
 """All there are: torch hands an operation another object for the same generator."""
 
 
-def _new_generator() -> SimGenerator:
+def _new_generator(index: int) -> SimGenerator:
     generator = SimGenerator()
+    generator.index = index
     _generators.add(generator)
     return generator
 
 
 class _GeneratorType(type):
     def __call__(cls, device: Any = "cpu") -> torch._C.Generator:
-        is_own = torch.device(device).type == NAME
-        return _new_generator() if is_own else torch._C.Generator(device)
+        asked = torch.device(device)
+        return _new_generator(_index([asked])) if asked.type == NAME else torch._C.Generator(device)
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, torch._C.Generator)
@@ -541,7 +574,13 @@ class Generator(metaclass=_GeneratorType):
     """torch.Generator, which Python cannot teach a device."""
 
 
-default_generators = (_new_generator(),)
+def _visible() -> list[str]:
+    devices = [str(number) for number in range(int(os.environ.get("SIM_DEVICES", "1")))]
+    return [name for name in os.environ.get(VARIABLE, ",".join(devices)).split(",") if name]
+
+
+default_generators: list[SimGenerator] = []
+"""Of each device that this process sees, from `install` on."""
 
 
 # ---------------------------------------------------------------------------------- autocast
@@ -588,6 +627,11 @@ def _autocast(op: Any, is_lower: bool) -> Callable[..., Any]:
 class Properties:
     name: str
     uuid: str
+    major: int = 8
+    minor: int = 0
+    """Of the compute capability, which torch asks of CUDA."""
+    total_memory: int = 2**34
+    multi_processor_count: int = 1
 
 
 class Module(types.ModuleType):
@@ -614,39 +658,39 @@ class Module(types.ModuleType):
         return False
 
     def current_device(self) -> int:
-        return 0
+        return streams.device
 
     def set_device(self, device: Any) -> None:
-        index = device if isinstance(device, int) else torch.device(device).index or 0
-        if index != 0:
-            raise RuntimeError(f"sim: invalid device ordinal {index}")
+        torch.accelerator.set_device_index(_number(device))
 
     def get_device_properties(self, device: Any = None) -> Properties:
-        return Properties("Simulated", f"sim-{_visible()[0]}")
+        return Properties("Simulated", f"sim-{_visible()[_number(device)]}")
 
     def manual_seed(self, seed: int) -> None:
-        default_generators[0].manual_seed(seed)
+        default_generators[streams.device].manual_seed(seed)
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in default_generators:
+            generator.manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return default_generators[0].get_state()
+        return default_generators[_number(device)].get_state()
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        default_generators[0].set_state(state)
+        default_generators[_number(device)].set_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
 
-def _visible() -> list[str]:
-    devices = [str(number) for number in range(int(os.environ.get("SIM_DEVICES", "1")))]
-    return [name for name in os.environ.get(VARIABLE, ",".join(devices)).split(",") if name]
+def _number(device: Any) -> int:
+    """The index of a device that is given as torch.cuda's functions take it."""
+    if device is None or isinstance(device, int):
+        return streams.device if device is None else device
+    return _index([torch.device(device)])
 
 
 _library: list[Any] = []
-restored: list[str] = []
-"""The devices on which torch.load has put storages."""
 streams: Streams
 """Those of this process, from `install` on."""
 
@@ -655,15 +699,19 @@ def install() -> None:
     """Bring the device to torch, for the rest of this process."""
     if _library:
         return
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Module(f"torch.{NAME}"))
     import simulated_sparse  # it builds on this module
 
+    default_generators.extend(map(_new_generator, range(len(_visible()))))
     global streams
-    streams = simulated_streams.load(_on_host_waits, _line)
+    module = Module(f"torch.{NAME}")
+    if NAME != "cuda":
+        _setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    streams = simulated_streams.load(KEY, len(_visible()), _on_host_waits, _line)
+    if NAME == "cuda":
+        _replace_in_torch_cuda(module)
     torch.Generator = Generator  # type: ignore[assignment,misc]
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_fallback, "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    everything.fallback(_fallback, KEY)
     simulated_sparse.install(everything)
     torch._C._scatter = _scatter  # type: ignore[attr-defined]
     kernels = torch.library.Library("aten", "IMPL")
@@ -687,21 +735,38 @@ def install() -> None:
             _aten.set_.source_Storage_storage_offset
         ),
     }.items():
-        kernels.impl(name, kernel, "PrivateUse1")
+        kernels.impl(name, kernel, KEY)
     for name in ("_assert_async", "_assert_async.msg"):  # as CUDA has: nobody waits
         base, _, overload = name.partition(".")
         op = getattr(getattr(_aten, base), overload or "default")
-        kernels.impl(name, partial(_fallback, op), "PrivateUse1")
+        kernels.impl(name, partial(_fallback, op), KEY)
     kernels.impl("is_pinned", is_pinned, "CPU")
     kernels.impl("_pin_memory", _pin_memory, "CPU")
+    if NAME == "cuda":
+        kernels.impl("copy_", _copy_, KEY)
+    else:
+        _install_autocast(everything, kernels)
+    torch.serialization.register_package(0, lambda storage: None, _load_storage)
+    clone = torch.UntypedStorage.clone
+    torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
+
+
+def _install_autocast(everything: Any, kernels: Any) -> None:
+    """Rules of autocast, which torch has for CUDA, but not for a device that it does not know."""
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for names, is_lower in ((_LOWER, True), (_FLOAT32, False)):
         for name in names:
             base, _, overload = name.partition(".")
             op = getattr(getattr(_aten, base), overload or "default")
             kernels.impl(name, _autocast(op, is_lower), "AutocastPrivateUse1")
-    torch.serialization.register_package(0, lambda storage: None, _load_storage)
-    clone = torch.UntypedStorage.clone
-    torch.UntypedStorage.clone = _clone_of(clone)  # type: ignore[method-assign]
+
+
+def _replace_in_torch_cuda(module: Module) -> None:
+    """torch.cuda answers for the simulated device."""
+    for name in vars(Module):
+        if not name.startswith("__"):
+            setattr(torch.cuda, name, getattr(module, name))
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # type: ignore[assignment]
 
 
 def _scatter(
@@ -709,27 +774,28 @@ def _scatter(
 ) -> tuple[Tensor, ...]:
     """What nn.DataParallel calls, which torch has for CUDA alone: the batch goes to the device, in
     a stream if one is given."""
-    assert list(devices) == [0], "a process has one device"
+    (index,) = devices  # a process uses one device
     with streams[0] if streams else nullcontext():
-        return (tensor.to(NAME, non_blocking=True),)
+        return (tensor.to(torch.device(NAME, index), non_blocking=True),)
 
 
 def _load_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """What torch.load does with a storage that was on the device."""
     if not location.startswith(NAME):
         return None
-    restored.append(location)
-    return _copy_storage(storage)
+    return _copy_storage(storage, _number(location))
 
 
-def _copy_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    fresh = _allocate(storage.nbytes(), torch.uint8).untyped_storage()
+def _copy_storage(storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
+    fresh = _allocate(storage.nbytes(), torch.uint8, index).untyped_storage()
     ctypes.memmove(fresh.data_ptr(), storage.data_ptr(), storage.nbytes())
     return fresh
 
 
 def _clone_of(original: Callable[..., Any]) -> Callable[..., Any]:
     def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        return _copy_storage(storage) if storage.device.type == NAME else original(storage)
+        if storage.device.type != NAME:
+            return original(storage)
+        return _copy_storage(storage, storage.device.index)
 
     return clone

@@ -110,12 +110,12 @@ class SimProcessGroup(ProcessGroup):
         if torch.__version__ < "2.14":
             gloo._set_sequence_number_for_group()
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.stream = simulated_streams.stream_of_group(next(_numbers))
+        self.stream = simulated_streams.stream_of_group(simulated.KEY, next(_numbers))
         self.gloo_group = ProcessGroup(options.store, rank, size)
         for group in (self, self.gloo_group):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("sim"), ProcessGroup.BackendType.GLOO, gloo)
+        self._register_backend(torch.device(simulated.NAME), ProcessGroup.BackendType.GLOO, gloo)
         self._set_group_name(GroupName(options.group_id))
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -147,12 +147,19 @@ class SimProcessGroup(ProcessGroup):
 
 
 def install(device: int) -> None:
-    """Bring the accelerator and its collectives to this process, which sees one of 8 devices."""
-    os.environ["SIM_DEVICES"], os.environ[simulated.VARIABLE] = "8", str(device)
+    """Bring the accelerator and its collectives to this process. Of 8 devices it sees this one, as
+    a rank of an unedited script; or all, as ranks usually do, where they are called cuda."""
+    os.environ["SIM_DEVICES"] = "8"
+    if simulated.NAME != "cuda":
+        os.environ[simulated.VARIABLE] = str(device)
     accelerators.register(
         Accelerator(simulated.NAME, "SIM", NAME, (simulated.VARIABLE,), library="simulated")
     )
     autoload()
+    from torch._dynamo import trace_rules
+
+    for name in ("simulated", "simulated_group", "simulated_sparse", "simulated_streams"):
+        trace_rules.add(name)  # the device's kernels are no part of what is compiled
 
 
 def autoload() -> None:

@@ -25,14 +25,14 @@ _OF_PARTS = (
 
 def install(library: Any) -> None:
     """Bring them to torch; `library`: the fallbacks of all operations."""
-    library.fallback(_fallback, "SparsePrivateUse1")
+    library.fallback(_fallback, f"Sparse{simulated.KEY}")
     kernels = torch.library.Library("aten", "IMPL")
     for name in _OF_PARTS:
         op = getattr(torch.ops.aten, name).default
         kernels.impl(
             name,
             lambda *args, op=op, **kwargs: op.redispatch(_CPU_KEYS, *args, **kwargs),
-            "SparsePrivateUse1",
+            f"Sparse{simulated.KEY}",
         )
     _kept.append(kernels)
 

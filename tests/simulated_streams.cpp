@@ -10,8 +10,13 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#ifdef SIM_IS_CUDA
+#include <ATen/detail/CUDAHooksInterface.h>
+#endif
 
 namespace {
 
@@ -30,7 +35,9 @@ int made = 0;
 thread_local int64_t current = 0;
 void (*host_waits)() = nullptr;
 
-const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
+constexpr c10::DeviceType kType = c10::DeviceType::SIM_KEY;
+int devices = 1;
+thread_local c10::DeviceIndex device = 0;
 
 void merge(Clock& into, const Clock& from) {
   for (int k = 0; k < kAll; ++k) into[k] = std::max(into[k], from[k]);
@@ -45,7 +52,7 @@ void wait_of_the_host(const Clock& ended) {
 }
 
 c10::Stream stream_of(int64_t id) {
-  return c10::Stream(c10::Stream::UNSAFE, kDevice, id);
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, device), id);
 }
 
 Clock clock_of(int64_t stream) {
@@ -61,17 +68,21 @@ Clock everything() {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
-  c10::Device exchangeDevice(c10::Device device) const override {
-    setDevice(device);
-    return kDevice;
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device other) const override {
+    const c10::Device before = getDevice();
+    setDevice(other);
+    return before;
   }
-  c10::Device getDevice() const override { return kDevice; }
-  void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() <= 0, "sim: invalid device ordinal ", device.index());
+  c10::Device getDevice() const override { return c10::Device(kType, device); }
+  void setDevice(c10::Device other) const override {
+    TORCH_CHECK(other.index() < devices, "sim: invalid device ordinal ", int(other.index()));
+    uncheckedSetDevice(other);
   }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void uncheckedSetDevice(c10::Device other) const noexcept override {
+    if (other.index() >= 0) device = other.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return devices; }
 
   c10::Stream getStream(c10::Device) const override { return stream_of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
@@ -121,11 +132,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0; }
 };
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+C10_REGISTER_GUARD_IMPL(SIM_KEY, Guard);
 
 }  // namespace
 
+#ifdef SIM_IS_CUDA
+namespace {
+
+// What torch asks whether there is CUDA.
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex current_device() const override { return device; }
+  c10::DeviceIndex deviceCount() const override { return devices; }
+  int getNumGPUs() const override { return devices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { device = index; }
+  c10::DeviceIndex getCurrentDevice() const override { return device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(device, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
+};
+
+// torch has made the object that it asks while it was imported: it becomes this one.
+static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
+const auto* hooks = new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
+
+}  // namespace
+#endif
+
 extern "C" {
+
+// There are so many devices.
+void sim_set_devices(int count) { devices = count; }
+
+// The index of this thread's current device.
+int sim_device() { return device; }
 
 // The stream in which this thread starts operations.
 int64_t sim_stream() { return current; }

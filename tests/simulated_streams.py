@@ -51,6 +51,11 @@ class Streams:
         """By the address of a storage."""
 
     @property
+    def device(self) -> int:
+        """The index of this thread's current device."""
+        return int(self._library.sim_device())
+
+    @property
     def current(self) -> int:
         return int(self._library.sim_stream())
 
@@ -116,19 +121,24 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return first * size, (first + last + 1) * size
 
 
-def stream_of_group(number: int) -> torch.Stream:
+def stream_of_group(key: str, number: int) -> torch.Stream:
     """The stream in which a group's collectives run."""
-    kind: Any = torch._C._autograd.DeviceType.PrivateUse1.value
+    kind: Any = getattr(torch._C._autograd.DeviceType, key).value
     identity = OF_GROUPS[number % len(OF_GROUPS)]
-    return torch.Stream(stream_id=identity, device_index=0, device_type=kind)
+    index = torch.accelerator.current_device_index()
+    return torch.Stream(stream_id=identity, device_index=index, device_type=kind)
 
 
-def load(on_host_waits: Callable[[], None], describe: Callable[[str], str]) -> Streams:
+def load(
+    key: str, devices: int, on_host_waits: Callable[[], None], describe: Callable[[str], str]
+) -> Streams:
     """Bring streams and events to torch, for the rest of this process. Compiles the source once.
 
-    `on_host_waits` is called whenever the host waits for a stream, an event or the device.
+    `key` is the device's dispatch key, `devices` how many there are. `on_host_waits` is called
+    whenever the host waits for a stream, an event or the device.
     """
-    library = ctypes.PyDLL(str(_compiled()))
+    library = ctypes.PyDLL(str(_compiled(key)))
+    library.sim_set_devices(devices)
     library.sim_stream.restype = ctypes.c_int64
     library.sim_begin.argtypes, library.sim_begin.restype = (ctypes.c_int64,), ctypes.c_uint64
     library.sim_has_ended.argtypes = ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64
@@ -140,9 +150,9 @@ def load(on_host_waits: Callable[[], None], describe: Callable[[str], str]) -> S
     return streams
 
 
-def _compiled() -> Path:
+def _compiled(key: str) -> Path:
     folder = Path(torch.__file__).parent
-    text = _SOURCE.read_text() + torch.__version__ + str(folder)
+    text = _SOURCE.read_text() + torch.__version__ + str(folder) + key
     name = f"{_SOURCE.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     path = _SOURCE.parents[1] / "build" / "simulated" / name
     if not path.exists():
@@ -151,7 +161,8 @@ def _compiled() -> Path:
             made = Path(own, name)
             subprocess.run(
                 ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}",
-                 "-o", made, _SOURCE, f"-L{folder / 'lib'}", "-lc10"],
+                 f"-DSIM_KEY={key}", f"-DSIM_IS_{key}", "-o", made, _SOURCE,
+                 f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu"],
                 check=True,
             )  # fmt: skip
             made.replace(path)

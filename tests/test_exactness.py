@@ -751,13 +751,13 @@ def test_batches_taken_by_hand_and_left_early():
 
 
 def compiled(log, backend):
-    model = instep.replicate(net(drop=0.3))
+    model = instep.replicate(net(drop=0.3).to(device()))
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fast = torch.compile(model, backend=backend)
     for x, y in log.batches(instep.shard(DataLoader(rows(24), 6))):
         optimizer.zero_grad()
-        cross_entropy(fast(x), y).backward()
+        cross_entropy(fast(x.to(device())), y.to(device())).backward()
         log.step(optimizer, model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "ASGD": o.ASGD,
     "Adafactor": o.Adafactor,
     "divided": lambda p: instep.shard(o.AdamW(p, 1e-2)),
+    # with the options that torch has for CUDA
+    "SGD, fused": lambda p: o.SGD(p, 0.1, momentum=0.9, fused=True),
+    "Adam, fused": lambda p: o.Adam(p, 1e-2, fused=True),
+    "AdamW, fused": lambda p: o.AdamW(p, 1e-2, fused=True, amsgrad=True),
+    "Adam, capturable": lambda p: o.Adam(p, 1e-2, capturable=True),
+    "Adam, one by one, capturable": lambda p: o.Adam(p, capturable=True, foreach=False),
+    "RMSprop, capturable": lambda p: o.RMSprop(p, capturable=True),
+    "Adadelta, capturable": lambda p: o.Adadelta(p, capturable=True),
+    "NAdam, capturable": lambda p: o.NAdam(p, capturable=True),
+    "RAdam, capturable": lambda p: o.RAdam(p, capturable=True),
+    "Adamax, capturable": lambda p: o.Adamax(p, capturable=True),
+    "Rprop, capturable": lambda p: o.Rprop(p, capturable=True),
+    "ASGD, capturable": lambda p: o.ASGD(p, capturable=True),
 }
 
 
@@ -156,7 +169,7 @@ def test_a_convolutional_network_has_the_numbers_of_one_process() -> None:
 EXPLICIT = {
     "class_weighted": (), "ignoring": (), "summed": (), "tiny": (0.5,),
     "exploding": (), "augmented": (0,), "checkpointed": (False,), "attending": (),
-    "time_first": (), "sparse": (),
+    "time_first": (), "sparse": (), "clipping": (), "compiled": ("aot_eager",),
 }  # fmt: skip
 """Trainings of test_exactness.py, with what else they take."""
 
@@ -167,7 +180,9 @@ def nightly_but(names: set[str], *others: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", nightly_but({"sparse"}, *EXPLICIT))
+@pytest.mark.parametrize(
+    "name", nightly_but({"sparse", "class_weighted", "clipping", "compiled"}, *EXPLICIT)
+)
 def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     """`attending`: dropout in a layer, in attention and between recurrent layers, and noise."""
     training = getattr(test_exactness, name)
@@ -176,21 +191,37 @@ def test_replicas_have_the_numbers_of_one_process(name: str) -> None:
     )
 
 
-NUDGED = {"tiny", "checkpointed", "attending", "time_first"}
+def large(log: Log) -> None:
+    """Buckets of 1 MiB: some hold several parameters, others one that is larger than a bucket."""
+    os.environ["INSTEP_BUCKET_MIB"] = "1"
+    try:
+        layers = nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 4)
+        model = nn.Sequential(*layers).double()
+        data = test_exactness.rows(14)
+        test_exactness.train(log, model, data, lambda m, x, y: F.cross_entropy(m(x), y), epochs=1)
+    finally:
+        del os.environ["INSTEP_BUCKET_MIB"]
+
+
+def test_large_buckets_have_the_numbers_of_one_process() -> None:
+    same_as_one_process(large, sizes=(3,), dtype=torch.float64)
+
+
+NUDGED = {"tiny", "checkpointed", "attending", "time_first", "compiled"}
 OF_THE_CPU = {
     "losses_inside_of_forward", "losses_of_large_outputs", "losses_of_large_outputs_one_by_one",
-    "losses_of_two_large_outputs", "draws_of_every_kind", "compiled",
+    "losses_of_two_large_outputs", "draws_of_every_kind",
     "dropout_inside_of_a_recurrent_layer",
 }  # fmt: skip
-"""Trainings with tensors of their own on the CPU; or whose kernels the device does not have (GRU,
-torch.compile)."""
+"""Trainings with tensors of their own on the CPU, or with kernels that the device does not have
+(GRU)."""
 
 
 def on_sim(log: Log, name: str) -> None:
     import simulated
 
     before = simulated.operations()
-    with torch.device("sim"):  # where models and tensors are made
+    with torch.device(pool.device()):  # where models and tensors are made
         unedited(log, getattr(test_sharded_trainings, name), is_sharded=True)
     assert simulated.operations() > before
 
@@ -213,7 +244,7 @@ def test_unedited_trainings_have_the_numbers_of_one_process(name: str) -> None:
 def net() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
-    return nn.Sequential(*layers).to("sim")
+    return nn.Sequential(*layers).to(pool.device())
 
 
 def batches(count: int = 6) -> TensorDataset:
@@ -240,11 +271,11 @@ class Cast(Plain):
     def __init__(self, optimizer: Any, dtype: torch.dtype) -> None:
         super().__init__(optimizer)
         self.dtype = dtype
-        self.scaler = torch.amp.GradScaler("sim", enabled=dtype is torch.float16)
+        self.scaler = torch.amp.GradScaler(pool.device(), enabled=dtype is torch.float16)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast("sim", dtype=self.dtype):
+        with torch.autocast(pool.device(), dtype=self.dtype):
             loss = F.cross_entropy(model(x), y)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -277,7 +308,9 @@ def make_step(name: str, parameters: Any) -> Plain:
         return OfWithLoss(o.SGD(parameters, 0.1))
     if name in OPTIMIZERS:
         return Plain(OPTIMIZERS[name](parameters))
-    return Cast(o.SGD(parameters, 0.1), getattr(torch, name))
+    dtype, _, how = name.partition(", ")
+    optimizer: Any = o.AdamW(parameters, fused=True) if how else o.SGD(parameters, 0.1)
+    return Cast(optimizer, getattr(torch, dtype))
 
 
 def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
@@ -295,7 +328,7 @@ def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
         loader: Any = DataLoader(batches(count), 12)
         step, found = make_step(name, model.parameters()), []
         for x, y in instep.shard(loader) if door == "explicit" else loader:
-            x, y = x.to("sim"), y.to("sim")
+            x, y = x.to(pool.device()), y.to(pool.device())
             with simulated.counted() as host:
                 step(model, x, y)
             lines = host.reads + host.uploads
@@ -308,19 +341,20 @@ def waits(name: str, door: str, count: int = 6) -> list[list[str]]:
 
 
 INSIDE = "loss inside"
-DAILY = ("Adam", "divided", "float16", INSIDE)
-STEPS = [
-    (name, door)
-    for name in (*OPTIMIZERS, "bfloat16", "float16", INSIDE)
-    for door in ("explicit", "unedited")
-    if (name, door) != ("divided", "unedited")  # it divides the optimizers of replicas
-]
+AMP = ("bfloat16", "float16", "float16, fused")
 
 
-@pytest.mark.parametrize(
-    ("name", "door"),
-    [pytest.param(*step, marks=() if step[0] in DAILY else pytest.mark.nightly) for step in STEPS],
-)
+def steps(daily: Sequence[str]) -> list[Any]:
+    """The parameters of a test: a kind of step, a door. Those that are not `daily` are nightly."""
+    return [
+        pytest.param(name, door, marks=() if name in daily else pytest.mark.nightly)
+        for name in (*OPTIMIZERS, *AMP, INSIDE)
+        for door in ("explicit", "unedited")
+        if (name, door) != ("divided", "unedited")  # it divides the optimizers of replicas
+    ]
+
+
+@pytest.mark.parametrize(("name", "door"), steps(["divided", "float16", INSIDE]))
 def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
     """After those in which the unedited door compares; torch's own waits do not count."""
     compared = 4 if name == INSIDE else 1

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +17,9 @@ import components
 import instep
 import pool
 from instep import precision
-from launching import LAUNCHER_VARIABLES
 from test_precision import nothing_cast_afterwards
 
 pytestmark = [pytest.mark.slow, components.needs("C++")]
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -77,22 +71,6 @@ def metrics_stay_on_the_device() -> None:
     assert (host.reads, host.uploads) == ([], [])
     assert accuracy.compute() == pytest.approx((2 / 5,))
     assert mean.compute() == pytest.approx((2 * 2 + 3 * 3) / 5)
-
-
-def values_with_tensors_arrive_on_the_ranks_own_device() -> None:
-    import simulated
-
-    @instep.single_process_scope()
-    def once() -> torch.Tensor:
-        return torch.full((2,), instep.rank + 5.0, device="sim")
-
-    # As where a process sees all devices of its host, and its own is not the first.
-    with mock.patch.object(torch.accelerator, "current_device_index", return_value=3):
-        found = [once(), instep.broadcast_object({"x": torch.ones(2, device="sim")})["x"]]
-    assert [value.tolist() for value in found] == [[5.0, 5.0], [1.0, 1.0]]
-    assert {value.device.type for value in found} == {"sim"}
-    if instep.rank == 1:
-        assert simulated.restored[-2:] == ["sim:3", "sim:3"]
 
 
 def collectives_by_name() -> None:
@@ -157,8 +135,7 @@ def a_divergence_is_found() -> None:
     "body",
     [
         every_collective, tensors_of_another_device, metrics_stay_on_the_device,
-        values_with_tensors_arrive_on_the_ranks_own_device, collectives_by_name,
-        scaled_by_levels, a_divergence_is_found,
+        collectives_by_name, scaled_by_levels, a_divergence_is_found,
     ],
     ids=lambda body: body.__name__,
 )  # fmt: skip
@@ -195,90 +172,3 @@ def test_a_checkpoint_has_the_devices_generator_and_resumes_to_the_bit(tmp_path:
     for rank in range(2):
         for mine, expected in zip(rest[rank], whole[rank], strict=True):
             assert all(map(torch.equal, mine, expected))
-
-
-# ------------------------------------------------------------------------------------ launched
-
-SCRIPT = """
-    import sys
-    import torch
-    from torch import nn
-
-    device = torch.accelerator.current_accelerator()
-    assert device.type == "sim"
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to("sim:0")
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    data = torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
-    for epoch in range(2):
-        for x, y in torch.utils.data.DataLoader(data, 8, shuffle=True):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
-            optimizer.step()
-    print(*(f"{p.double().sum().item():.9f}" for p in model.parameters()))
-    found = torch.get_device_module().get_device_properties(0)
-    print(torch.accelerator.device_count(), "on", found.uuid)
-"""
-PLUGIN = """
-    from instep.distributed.identity import accelerators
-
-    accelerators.register(
-        accelerators.Accelerator("sim", "SIM", "simccl", ("SIM_VISIBLE_DEVICES",))
-    )
-"""
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`instep run` where a package brings the accelerator to torch, as those of vendors do."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PLUGIN))
-    package = tmp_path / "simulated-0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 0\n")
-    (package / "entry_points.txt").write_text("[torch.backends]\nsim = simulated_group:autoload\n")
-
-    def run(*options: str, visible: str) -> subprocess.CompletedProcess[str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
-        path = os.pathsep.join((str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", "")))
-        environ = clean | {"SIM_VISIBLE_DEVICES": visible, "PYTHONPATH": path, "SIM_DEVICES": "8"}
-        return subprocess.run(
-            [sys.executable, "-m", "instep", "run", *options, "train.py"],
-            env=environ | {"INSTEP_DIVIDE": "always"}, cwd=tmp_path, timeout=50, check=False,
-            capture_output=True, text=True,
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.mark.launch
-@pytest.mark.nightly
-def test_each_rank_of_an_unedited_script_has_one_device_and_the_numbers_of_one_process(
-    launch: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
-    alone, both = launch("-n", "1", visible="4,6"), launch("-n", "2", visible="4,6")
-    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
-    numbers = [[float(word) for word in ran.stdout.split("\n")[0].split()] for ran in (alone, both)]
-    assert numbers[1] == pytest.approx(numbers[0], abs=1e-6)
-    assert "2 on sim-4" in alone.stdout
-    assert "1 on sim-4" in both.stdout
-    assert "every rank runs" not in both.stderr
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("options", "visible", "told"),
-    [
-        (("-n", "3"), "4,6", "3 ranks on this host, but only 2 SIMs visible"),
-        (("-n", "2"), "4", "ranks 0, 1 share one SIM ("),
-    ],
-)
-def test_two_ranks_on_one_device_are_refused(
-    launch: Callable[..., subprocess.CompletedProcess[str]],
-    options: tuple[str, ...],
-    visible: str,
-    told: str,
-) -> None:
-    ran = launch(*options, visible=visible)
-    assert ran.returncode != 0
-    assert told in ran.stderr
