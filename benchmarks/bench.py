@@ -81,7 +81,7 @@ def peers(result: dict[str, Any]) -> str:
     return table(("model", "contender", "ms", "over none"), rows)
 
 
-def compression(result: dict[str, Any]) -> str:
+def compressed(result: dict[str, Any]) -> str:
     """examples/digits.py with compressed gradients; medians over the seeds."""
     keys = ("bytes_per_step", "accuracy", "first_gradient_off", "parameters_off")
     rows = [
@@ -220,7 +220,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         hosts,
         step,
         peers,
-        compression,
+        compressed,
         epoch,
         unedited,
         loading,
