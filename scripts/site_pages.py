@@ -34,7 +34,7 @@ API = {
     "ranks": (
         "Ranks",
         "rank world_size local_rank in_mpi world World init spawn is_main_process on_main_process "
-        "print",
+        "print progress",
     ),
     "collectives": (
         "Collectives",
