@@ -22,6 +22,7 @@ MOVED = {
     "CONTRIBUTING.md": "contributing.md",
     "CONTRIBUTING.zh.md": "contributing.zh.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
+    "benchmarks/RESULTS.zh.md": "benchmarks.zh.md",
 }
 """Pages outside of docs, and their places on the site."""
 

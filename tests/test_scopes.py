@@ -62,9 +62,10 @@ def test_a_progress_bar_is_shown_by_rank_0_and_counts_the_jobs_batches():
     loader = instep.shard(DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4))
     out = StringIO()
     bar = instep.progress(loader, desc="epoch", file=out)
-    rows = sum(len(rows) for (rows,) in bar)
-    bar.set_postfix(rows=rows)
-    bar.close()
+    rows = 0
+    for (part,) in bar:
+        rows += len(part)
+        bar.set_postfix(rows=rows)
     assert instep.all_reduce(torch.tensor(rows)) == 22
     shown = out.getvalue().rpartition("\r")[2]
     if instep.is_main_process:

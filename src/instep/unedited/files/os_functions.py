@@ -275,7 +275,7 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
 
 
 _LINK_FOLLOWS = "os.name" in (os.link.__text_signature__ or "")
-"""Whether os.link follows without descriptors, too: since then its default depends on the system."""
+"""Whether os.link follows without descriptors, too: since it does, its default names the system."""
 
 
 def link(
