@@ -274,7 +274,7 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
     return original(src, dst, *args, **kwargs)
 
 
-_LINK_FOLLOWS = "os.name" in (os.link.__text_signature__ or "")
+_LINK_FOLLOWS = "os.name" in (getattr(os.link, "__text_signature__", None) or "")
 """Whether os.link follows without descriptors, too: since it does, its default names the system."""
 
 
