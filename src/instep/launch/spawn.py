@@ -17,6 +17,7 @@ from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
 from instep.launch.multi_node.hosts import detect_nodes
+from instep.launch.ray.actors import run_actors
 from instep.launch.worker.spawned_call import CALL, result_file
 
 
@@ -51,8 +52,6 @@ def spawn(
     cannot start, and KeyboardInterrupt if this process gets SIGINT.
     """
     if ray is not None:
-        from instep.launch.ray_actors import run_actors
-
         return run_actors(fn, args, nprocs, ray)
     with tempfile.TemporaryDirectory(prefix="instep-") as name:
         folder = Path(name)
