@@ -1,4 +1,4 @@
-"""Run all benchmarks and write RESULTS.md, one PNG, and the figures as JSON beside this file.
+"""Run all benchmarks and write RESULTS.md, RESULTS.zh.md, one PNG, and the figures as JSON.
 
 make bench
 """
@@ -81,7 +81,7 @@ def peers(result: dict[str, Any]) -> str:
     return table(("model", "contender", "ms", "over none"), rows)
 
 
-def compression(result: dict[str, Any]) -> str:
+def compressed(result: dict[str, Any]) -> str:
     """examples/digits.py with compressed gradients; medians over the seeds."""
     keys = ("bytes_per_step", "accuracy", "first_gradient_off", "parameters_off")
     rows = [
@@ -267,7 +267,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         hosts,
         step,
         peers,
-        compression,
+        compressed,
         epoch,
         unedited,
         loading,
@@ -303,21 +303,60 @@ def run(name: str, more: list[str]) -> None:
     subprocess.run(command, check=True, cwd=HERE.parent)
 
 
+BEGIN = """\
+# Measured
+
+([中文](RESULTS.zh.md)) By `make bench`: medians, and quartiles of the ratios within one run."""
+BEGIN_IN_CHINESE = """\
+# 性能测试
+
+（[English](RESULTS.md)）由 `make bench` 测得：中位数，以及同一次运行之内各比值的四分位数。
+表格由程序写出，是英文。"""
+IN_CHINESE = {
+    "collectives": "各种大小的 all_reduce。",
+    "hosts": "两台主机上的 all_reduce。",
+    "step": "同一进程中各种策略的一步。",
+    "peers": "一步的时间，每种策略各用自己的进程。",
+    "compressed": "examples/digits.py 使用压缩的梯度；数值是各随机种子的中位数。",
+    "epoch": "几个 rank 的一个 epoch 与一个 rank 之比。",
+    "unedited": "不改动的 ResNet-18：几个 rank 与一个 rank 的第二个 epoch 之比，以及输出的代价。",
+    "loading": "加载费时的样本。",
+    "checkpoints": "每 50 步保存一次检查点时，保存所占的时间。",
+    "restarts": "两个 rank 之一死去之后，到作业重新训练为止的时间。",
+    "sharded_optimizer": "用与不用 `instep.shard(optimizer)` 的一步，与没有通信的一步之比。",
+    "bitwise": "使用 --bitwise 8：在 1、2、4、8 个 rank 上训练之后，参数、缓冲区和优化器状态的 "
+    "sha256；以及一步的时间。",
+    "startup": "两个 rank 启动、会合、结束。",
+    "failures": "两个 rank 中的 rank 1 失败时：到没有进程剩下为止的秒数，以及作业的退出码。",
+    "scaling": "从 1 个 rank 到 64 个。",
+    "imagenet": "examples/imagenet 各种方式的一个 epoch，以最慢的 rank 为准。",
+    "gpu": "GPU 上的 ResNet-50。",
+}
+"""What each benchmark measures, for the Chinese page."""
+
+
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """The page of all figures that there are."""
-    parts = ["# Measured\n\nBy `make bench`: medians, and quartiles of the ratios within one run."]
+    """The pages of all figures that there are."""
+    if "peers" in results:
+        draw(results)
+    english = {name: " ".join((BENCHMARKS[name].__doc__ or "").split()) for name in results}
+    (HERE / "RESULTS.md").write_text(page(BEGIN, english, results))
+    (HERE / "RESULTS.zh.md").write_text(page(BEGIN_IN_CHINESE, IN_CHINESE, results))
+
+
+def page(begin: str, about: dict[str, str], results: dict[str, dict[str, Any]]) -> str:
+    """A page, with a sentence and a table for each benchmark."""
+    parts = [begin]
     for name, figures in results.items():
-        function = BENCHMARKS[name]
         where = (
             "{date}, {processor}, {cores} cores, GPU: {gpu}, torch {torch}; load {load_average:.1f}"
         )
         where = where.format(**figures["machine"])
-        about = " ".join((function.__doc__ or "").split())
-        parts.append(f"## {name}.py\n\n{about}\n\n{function(figures)}\n\n({where})")
+        rows = BENCHMARKS[name](figures)
+        parts.append(f"## {name}.py\n\n{about[name]}\n\n{rows}\n\n({where})")
     if "peers" in results:
-        draw(results)
         parts.append("![steps over no communication](results.png)")
-    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n")
+    return "\n\n".join(parts) + "\n"
 
 
 def draw(results: dict[str, dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Write the map of src/instep into docs/design.md: `python scripts/design_map.py`.
+"""Write the map of src/instep into docs/design.md and design.zh.md: `python scripts/design_map.py`.
 
 A line for each file, from the first line of its docstring. tests/test_architecture.py compares.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "instep"
-PAGE = ROOT / "docs" / "design.md"
+PAGES = (ROOT / "docs" / "design.md", ROOT / "docs" / "design.zh.md")
 BEGIN, END = "<!-- map -->\n```\n", "```\n<!-- end of the map -->"
 FIRST_FLOOR = (
     *("process", "distributed", "training", "unedited"),
@@ -47,4 +47,5 @@ def _line(depth: int, name: str, path: Path) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_map(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(with_map(page.read_text()))

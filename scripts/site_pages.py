@@ -22,6 +22,7 @@ MOVED = {
     "CONTRIBUTING.md": "contributing.md",
     "CONTRIBUTING.zh.md": "contributing.zh.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
+    "benchmarks/RESULTS.zh.md": "benchmarks.zh.md",
 }
 """Pages outside of docs, and their places on the site."""
 
@@ -34,7 +35,7 @@ API = {
     "ranks": (
         "Ranks",
         "rank world_size local_rank in_mpi world World init spawn is_main_process on_main_process "
-        "print",
+        "print progress",
     ),
     "collectives": (
         "Collectives",

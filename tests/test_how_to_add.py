@@ -74,7 +74,7 @@ def test_the_variables_of_an_added_row_are_hidden_from_unedited_scripts():
 
 
 def test_a_row_before_one_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="'kubectl' is not in list"):
+    with pytest.raises(ValueError, match=r"no launcher 'kubectl'; the table has .*srun"):
         launchers.register(KUBERNETES, before="kubectl")
     assert KUBERNETES not in launchers.LAUNCHERS
 

@@ -303,7 +303,8 @@ def test_ranks_that_come_to_no_common_point_are_named(
     assert told.text.endswith(":\n  rank 0 is at a:1\n  rank 1 is at a:2")
 
 
-def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python 3.14 uses the latter
+def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path, method: str) -> None:
     program = tmp_path / "loads.py"
     program.write_text(
         "import os, signal, torch\n"
@@ -314,8 +315,11 @@ def test_an_interrupt_in_a_loaders_worker_is_its_ranks_affair(tmp_path: Path) ->
         "    def __getitem__(self, index):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        return index\n"
-        "interrupts.install(print)\n"
-        "print(list(torch.utils.data.DataLoader(Data(), None, num_workers=1)))\n"
+        "if __name__ == '__main__':\n"
+        "    interrupts.install(print)\n"
+        "    loader = torch.utils.data.DataLoader(\n"
+        f"        Data(), None, num_workers=1, multiprocessing_context={method!r})\n"
+        "    print(list(loader))\n"
     )
     done = subprocess.run(
         [sys.executable, program], capture_output=True, text=True, check=False,

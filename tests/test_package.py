@@ -83,7 +83,7 @@ def test_every_link_of_the_long_description_is_absolute(metadata):
 
 
 def test_the_description_names_its_extras_and_addresses(metadata):
-    assert {"docs", "examples", "plot"} < set(metadata.get_all("Provides-Extra"))
+    assert {"docs", "examples", "plot", "progress"} < set(metadata.get_all("Provides-Extra"))
     names = {each.partition(",")[0] for each in metadata.get_all("Project-URL")}
     assert names == {"Repository", "Documentation", "Changelog", "Issues"}
 

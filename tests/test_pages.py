@@ -89,6 +89,14 @@ def test_troubleshooting_has_the_same_messages_in_both_languages():
 # ------------------------------------------------------------------------------------- languages
 
 
+def test_every_page_but_the_list_of_changes_has_a_chinese_page():
+    site = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
+    pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in site["MOVED"])]
+    english = [page for page in pages if not page.name.endswith(".zh.md")]
+    without = [page for page in english if not page.with_suffix(".zh.md").exists()]
+    assert without == [ROOT / "CHANGELOG.md"]
+
+
 TRANSLATED = [page for page in sorted(DOCS.rglob("*.md")) if page.with_suffix(".zh.md").exists()]
 
 

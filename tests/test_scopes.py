@@ -57,6 +57,25 @@ def test_a_function_of_the_main_process_runs_on_rank_0_alone():
     assert out.getvalue() == ("loss=0.5;" if instep.is_main_process else "")
 
 
+@ranks(1, 2)
+def test_a_progress_bar_is_shown_by_rank_0_and_counts_the_jobs_batches():
+    loader = instep.shard(DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4))
+    out = StringIO()
+    bar = instep.progress(loader, desc="epoch", file=out)
+    rows = 0
+    for (part,) in bar:
+        rows += len(part)
+        bar.set_postfix(rows=rows)
+    assert instep.all_reduce(torch.tensor(rows)) == 22
+    shown = out.getvalue().rpartition("\r")[2]
+    if instep.is_main_process:
+        assert shown.startswith("epoch: 100%|")
+        assert " 6/6 " in shown
+        assert f"rows={rows}" in shown
+    else:
+        assert out.getvalue() == ""
+
+
 @ranks(1, 2, 3)
 def test_the_with_form_asks_and_hands_the_value_over():
     last = instep.world_size - 1

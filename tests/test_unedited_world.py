@@ -92,7 +92,7 @@ def place(tmp_path: Path) -> Place:
 
 OUTSIDE = """
     import logging, multiprocessing, os, random, shutil, subprocess, sys, tarfile, warnings
-    import numpy, torch, torch.distributed
+    import numpy, torch, torch.distributed, tqdm
     from view import view
 
     SEEN = []
@@ -137,6 +137,8 @@ OUTSIDE = """
         os.system("echo from a child; echo one >> children.txt")
         say(os.popen("echo read; cat children.txt").read())
         print("to stderr", file=sys.stderr)
+        for _ in tqdm.trange(3, bar_format="{n_fmt}/{total_fmt}"):
+            pass
         warnings.warn("be warned")
         logging.warning("be logged")
         child = os.fork()

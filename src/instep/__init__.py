@@ -32,7 +32,11 @@ if TYPE_CHECKING:
         gather_object,
     )
     from instep.distributed.communication.point_to_point import recv, send
-    from instep.distributed.communication.scopes import on_main_process, single_process_scope
+    from instep.distributed.communication.scopes import (
+        on_main_process,
+        progress,
+        single_process_scope,
+    )
     from instep.distributed.communication.scopes import print as print  # noqa: A004
     from instep.distributed.identity.world import World
     from instep.distributed.rendezvous.bootstrap import init
@@ -83,6 +87,7 @@ _MODULES = {
     "no_sync": "training.gradients",
     "on_main_process": "distributed.communication.scopes",
     "print": "distributed.communication.scopes",
+    "progress": "distributed.communication.scopes",
     "recv": "distributed.communication.point_to_point",
     "reduce": "distributed.communication.collectives",
     "reduce_scatter": "distributed.communication.collectives",
@@ -130,6 +135,7 @@ __all__ = [  # not print: `from instep import *` must not replace Python's
     "local_rank",
     "no_sync",
     "on_main_process",
+    "progress",
     "rank",
     "recv",
     "reduce",

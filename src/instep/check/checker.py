@@ -53,7 +53,7 @@ def check_files(
             unreadable.append(FileReadError(path, f"{where}{error.msg}"))
         except ValueError as error:
             unreadable.append(FileReadError(path, str(error)))
-        except RecursionError:
+        except (RecursionError, MemoryError):  # the latter is the parser's own limit
             unreadable.append(FileReadError(path, "it is nested too deeply"))
         else:
             checked.append(path)

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from instep.launch import supervisor
 from instep.launch.errors import CannotSendError, RankFailedError
 from instep.launch.job import Job
 from instep.launch.multi_node.hosts import detect_nodes
+from instep.launch.ray.actors import run_actors
 from instep.launch.worker.spawned_call import CALL, result_file
 
 
@@ -26,6 +27,7 @@ def spawn(
     nprocs: int = 1,
     *,
     output: str = "prefix",
+    ray: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Call `fn(i, *args)` on `nprocs` new processes of this host, as torch's mp.spawn does.
 
@@ -35,6 +37,9 @@ def spawn(
         args: further arguments. The function and its arguments are copied to the ranks.
         nprocs: the number of ranks.
         output: `prefix`, `rank0` or a folder, as `--output` of `instep run`.
+        ray: options of ray.remote, as in `{"num_cpus": 2}`, or `{}`: the ranks are then actors of
+            the Ray cluster to which this process is connected, on any of its nodes, and Ray shows
+            their output.
 
     Returns:
         The results of this host's ranks, in the order of their numbers.
@@ -46,6 +51,8 @@ def spawn(
     with the traceback of the rank that failed first, CannotSendError, LaunchError if the job
     cannot start, and KeyboardInterrupt if this process gets SIGINT.
     """
+    if ray is not None:
+        return run_actors(fn, args, nprocs, ray)
     with tempfile.TemporaryDirectory(prefix="instep-") as name:
         folder = Path(name)
         (folder / CALL).write_bytes(_pickle_call(fn, tuple(args)))

@@ -1,4 +1,4 @@
-"""What one rank does alone: single_process_scope, on_main_process, print."""
+"""What one rank does alone: single_process_scope, on_main_process, print, progress."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from instep.distributed.rendezvous.verified_store import poll_interval
 from instep.distributed.watchdog.call_stack import script_line
 from instep.process.patching import Patch, PatchHandle
 from instep.process.procfs import ProcessHandle, process_address
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,6 +93,26 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
 def print(*values: object, **options: Any) -> None:  # noqa: A001
     """Python's print, on rank 0 alone; the same arguments."""
     builtins.print(*values, **options)
+
+
+def progress(iterable: Iterable[T], **options: Any) -> tqdm[T]:
+    """A progress bar over `iterable`, shown by rank 0 alone: tqdm's, with tqdm's options.
+
+        for x, y in instep.progress(loader, desc="epoch 1"):
+            ...
+
+    Every rank gets the same object to iterate over and to call (`set_postfix` and the like); on
+    other ranks nothing is shown. A loader of `instep.shard` counts the batches of the whole job.
+
+    Raises ImportError if tqdm is not installed.
+    """
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "instep.progress needs tqdm. Install it with: pip install 'instep[progress]'"
+        ) from error
+    return tqdm(iterable, **({"disable": bootstrap.current().rank != 0} | options))
 
 
 class Scope:

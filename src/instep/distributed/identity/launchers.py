@@ -192,6 +192,8 @@ def register(launcher: Launcher, before: str | None = None) -> None:
     Raises ValueError if no row has that name.
     """
     names = [row.name for row in LAUNCHERS]
+    if before is not None and before not in names:
+        raise ValueError(f"there is no launcher {before!r}; the table has {', '.join(names)}.")
     LAUNCHERS.insert(0 if before is None else names.index(before), launcher)
 
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from instep.process import PACKAGE_FOLDER
+from instep.process.patching import Patch, PatchHandle
 
 Send = Callable[..., None]
 PAUSE_SECONDS = 10.0
@@ -78,6 +79,7 @@ def install(send: Send) -> None:
     elif main and callable(handler):
         _send, _process, _handler = send, os.getpid(), handler
         signal.signal(signal.SIGINT, _on_sigint)
+        PatchHandle([Patch("multiprocessing.spawn", "get_preparation_data", _preparation_data)])
 
 
 def disconnect() -> None:
@@ -160,8 +162,21 @@ def _on_sigint(number: int, frame: FrameType | None) -> None:
         _call_handler(frame)
 
 
+def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """For multiprocessing.spawn: what a child gets that is not forked from this process."""
+    data = original(name)
+    return data | {"instep_interrupts": _ChildHandler()} if os.getpid() == _process else data
+
+
+class _ChildHandler:
+    """Unpickling it installs the handler in a child that has not inherited it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.signal, (signal.SIGINT, _on_sigint)
+
+
 def _on_sigint_in_child(frame: FrameType | None) -> None:
-    """In a forked process. Loader workers ignore it: the rank ends them, as torch does."""
+    """In a child process. Loader workers ignore it: the rank ends them, as torch does."""
     data = sys.modules.get("torch.utils.data")
     if data is None or data.get_worker_info() is None:
         _call_handler(frame)

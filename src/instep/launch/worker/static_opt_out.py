@@ -54,7 +54,7 @@ def read_files(command: Sequence[str]) -> Iterator[Script]:
         path = waiting.pop()
         try:
             script = Script.read(str(path))
-        except (OSError, SyntaxError, ValueError, RecursionError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue  # running it will show why
         yield script
         names = script.imported_names

@@ -24,7 +24,7 @@ class _Ruleset(ctypes.Structure):
 
 
 class _PathRule(ctypes.Structure):
-    _pack_ = 1
+    # The kernel's is packed: it reads these 12 bytes, and not the padding after them.
     _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
 
 

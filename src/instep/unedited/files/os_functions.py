@@ -274,14 +274,20 @@ def symlink(original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -
     return original(src, dst, *args, **kwargs)
 
 
+_LINK_FOLLOWS = "os.name" in (getattr(os.link, "__text_signature__", None) or "")
+"""Whether os.link follows without descriptors, too: since it does, its default names the system."""
+
+
 def link(
     original: Function, src: Any, dst: Any, *, follow_symlinks: bool = True, **dir_fds: int | None
 ) -> Any:
-    """For os.link, which follows a symbolic link `src` only if it is given descriptors (Linux)."""
+    """For os.link, which follows a symbolic link `src`: in older Pythons (3.13) only if it is given
+    descriptors, on Linux."""
     files = files_for(dst, src)
     if files is None:
         return original(src, dst, follow_symlinks=follow_symlinks, **dir_fds)
-    if not follow_symlinks or all(fd is None for fd in dir_fds.values()):
+    follows = _LINK_FOLLOWS or any(fd is not None for fd in dir_fds.values())
+    if not (follow_symlinks and follows):
         return _link(original, src, dst, **dir_fds)
     with script_paths_in_errors(src, dst):
         fd = dir_fds.pop("src_dir_fd", None)
@@ -295,7 +301,7 @@ def _link(original: Function, src: Any, dst: Any, **kwargs: Any) -> Any:
     if isinstance(files, OverlayFiles):
         with script_paths_in_errors(src, dst):
             return files.link(src, dst)
-    return original(src, dst, **kwargs)
+    return original(src, dst, follow_symlinks=False, **kwargs)
 
 
 def _files_for_new_link(dst: Any, *src: Any) -> Rank0Files | OverlayFiles | None:

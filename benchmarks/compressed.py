@@ -1,6 +1,6 @@
 """What compressed gradients cost in accuracy, and save in bytes: examples/digits.py on two ranks.
 
-    python benchmarks/compression.py [--ranks 2] [--epochs 10] [--seeds 3] [--json FILE]
+    python benchmarks/compressed.py [--ranks 2] [--epochs 10] [--seeds 3] [--json FILE]
 
 Every kind trains from the same parameters on the same batches. Beside the accuracy on the test set
 stands, for the first gradient and for the parameters in the end, how far they are from those of
