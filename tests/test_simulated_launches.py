@@ -141,6 +141,7 @@ def test_two_ranks_on_one_device_are_refused(
 @pytest.mark.timeout(120)
 def test_verify_finds_the_numbers_of_one_process(begin: Begin) -> None:
     launch = begin("verify")
+    launch.environ["TORCHINDUCTOR_CACHE_DIR"] = str(launch.folder / "cache")
     ran = launch.run("-n", 2, write(launch, SCRIPT))
     assert (ran.returncode, ran.stdout.split("\n")[-2]) == (0, "SAME"), ran.stdout + ran.stderr
 
