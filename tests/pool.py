@@ -164,6 +164,7 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
+    warnings.filterwarnings("ignore", "PyTorch was compiled without cuDNN")  # for simulated CUDA
     multiprocessing.set_start_method("fork", force=True)  # as in a fresh interpreter
     torch.set_num_threads(1)
     os.environ["INSTEP_WATCH"] = "off"  # a pool is killed, and looks after its ranks itself
