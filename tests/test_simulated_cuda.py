@@ -101,7 +101,7 @@ WITHOUT_KERNELS = {"attending", "time_first", "transformer_with_dropout"}
 """For which torch asks its build whether there is cuDNN, or a kernel of attention."""
 
 SEVERAL = {"data_parallel"}
-"""In one process `DataParallel` would scatter to all of the devices, which the simulation cannot."""
+"""In one process `DataParallel` scatters to all of the devices, which the simulation cannot."""
 
 
 @pytest.mark.parametrize("name", [name for name in EXPLICIT if name not in WITHOUT_KERNELS])
