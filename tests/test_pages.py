@@ -153,3 +153,17 @@ def test_a_link_that_leaves_docs_leads_to_the_site_or_to_the_repository():
         f"{address}/tree/main/examples/imagenet"
     )
     assert rewrite(ROOT / "CONTRIBUTING.md", "docs/design.md") == "design.md"
+
+
+def test_each_benchmark_has_a_sentence_on_the_chinese_page() -> None:
+    bench = ast.parse((ROOT / "benchmarks" / "bench.py").read_text())
+    assigned = {ast.unparse(n.target): n.value for n in bench.body if isinstance(n, ast.AnnAssign)}
+    chinese = next(
+        node.value
+        for node in bench.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "IN_CHINESE"
+    )
+    listed = [n for n in ast.walk(assigned["BENCHMARKS"]) if isinstance(n, ast.Tuple)]
+    names = {element.id for element in listed[0].elts if isinstance(element, ast.Name)}
+    assert len(names) > 10
+    assert set(ast.literal_eval(chinese)) == names
