@@ -315,7 +315,7 @@ BEGIN_IN_CHINESE = """\
 IN_CHINESE = {
     "collectives": "各种大小的 all_reduce。",
     "scale": "模拟的成员：一次交换的秒数，以及数过的字节数；修改之前的代码与现在的代码。",
-    "same_cores": "不改动的 `instep run`（每个核一个 rank）的一步，与使用全部核的普通 `python` 之比。",
+    "same_cores": "不改动的 `instep run`（每个核一个 rank）与使用全部核的 `python` 的一步之比。",
     "hosts": "两台主机上的 all_reduce。",
     "step": "同一进程中各种策略的一步。",
     "peers": "一步的时间，每种策略各用自己的进程。",
