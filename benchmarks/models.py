@@ -39,6 +39,22 @@ def mlp() -> nn.Module:
     )
 
 
+class Transformer(nn.Module):
+    """An encoder of three layers: scores of 1,000 tokens for each of (rows, length) tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 1000)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of shape (rows, 1000, length)."""
+        scores: Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return scores.transpose(1, 2)
+
+
 def resnet18(classes: int = 1000) -> nn.Module:
     """He et al. 2016; 11,689,512 parameters at 1000 classes."""
     widths = [64, 64, 128, 256, 512]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from instep.process.patching import PatchHandle
+from instep.training.optimizer_shards.adam_kernel import adam
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 
 OPEN = [
@@ -18,7 +19,7 @@ OPEN = [
 ]
 DECIDED = [
     *({name: value} for name in ("foreach", "fused") for value in (True, False)),
-    *({"capturable": True}, {"differentiable": True}, {"lr": torch.tensor(1e-3), "foreach": False}),
+    *({"capturable": True}, {"lr": torch.tensor(1e-3)}),
 ]
 
 
@@ -77,13 +78,24 @@ def test_a_script_that_chooses_gets_what_it_chose(kernels, options) -> None:
     if options.get("capturable"):  # on an accelerator only
         with pytest.raises(AssertionError, match="capturable"):
             train(torch.optim.Adam, options, small_model())
-    elif options.get("differentiable"):
-        with torch.no_grad(), pytest.raises(RuntimeError, match="differentiable"):
-            train(torch.optim.Adam, {**options, "fused": True}, small_model())
-        assert not kernels
     else:
         train(torch.optim.Adam, options, small_model())
     assert bool(kernels) == (options.get("fused") is True)
+
+
+@pytest.mark.parametrize(
+    ("option", "is_fused"),
+    [({}, True), ({"differentiable": True}, False), ({"found_inf": torch.zeros(())}, False)],
+)
+def test_so_does_one_that_calls_the_function_of_a_step(option, is_fused) -> None:
+    given = []
+    tensors = [torch.ones(3)]
+    adam(
+        lambda *lists, **options: given.append(options),
+        *([tensors] * 4), [], [torch.ones(())],
+        **{"foreach": None, "fused": None, "lr": 0.1, **option},
+    )  # fmt: skip
+    assert given == [{"foreach": None, "fused": is_fused or None, "lr": 0.1, **option}]
 
 
 def test_what_the_kernel_would_read_wrongly_is_left_to_the_loops(kernels) -> None:

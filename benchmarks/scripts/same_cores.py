@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from models import mlp, resnet18
+from models import Transformer, mlp, resnet18
 
 FIRST = 10
 name, kind, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -70,18 +70,6 @@ def of_cnn():
     layers = (block(3, 32), block(32, 64), block(64, 128), block(128, 256))
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 10))
     return supervised(model, torch.randn(512, 3, 32, 32), torch.randint(0, 10, (512,)), 64)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 1000)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.embedding(tokens))).transpose(1, 2)
 
 
 def of_transformer():

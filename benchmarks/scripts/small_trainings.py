@@ -16,23 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from models import mlp, resnet18
+from models import Transformer, mlp, resnet18
 
 FIRST = 5  # steps that are not timed: the first ones are compared with the whole forward
 name, steps = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(1000, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 1000)
-
-    def forward(self, tokens):
-        return self.head(self.encoder(self.embedding(tokens))).transpose(1, 2)
 
 
 class Recurrent(nn.Module):

@@ -85,17 +85,18 @@ PATCHES: tuple[Patch, ...] = (
     *SEED_PATCHES,
 )
 
-_BITWISE_PATCHES: tuple[Patch, ...] = (
+_VIRTUAL_SHARD_PATCHES: tuple[Patch, ...] = (
     *patches(
         "the gradients of large weights are computed from the rows of all shards",
         (nn.functional, "linear", overrides.linear),
     ),
     *ONE_PROCESS_PATCHES,
 )
+"""What `--bitwise` needs beside the rest, on any number of ranks."""
 BITWISE_PATCHES: tuple[Patch, ...] = (
     *SHARDED_CALL_PATCHES,
     *OPTIMIZER_PATCHES,
-    *_BITWISE_PATCHES,
+    *_VIRTUAL_SHARD_PATCHES,
 )
 """Those of a world of one with `--bitwise`."""
 
@@ -105,7 +106,7 @@ _handles: list[PatchHandle] = []
 def install() -> None:
     """Install the whole table; does nothing the second time."""
     if not _handles:
-        own = _BITWISE_PATCHES if bitwise.is_on() else ()
+        own = _VIRTUAL_SHARD_PATCHES if bitwise.is_on() else ()
         _handles.append(PatchHandle([*PATCHES, *own]))  # these come before the opt-out
 
 

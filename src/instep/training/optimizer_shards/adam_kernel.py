@@ -19,7 +19,8 @@ from instep.training.optimizer_shards.layout import is_dense
 
 _DTYPES = (torch.float32, torch.float64)
 """With fewer bits the loops round after each operation, and the kernel once."""
-_DECIDES = ("foreach", "fused", "capturable", "differentiable", "grad_scale", "found_inf")
+_DECIDES = ("foreach", "fused", "grad_scale", "found_inf")
+_FLAGS = ("capturable", "differentiable")
 _NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")
 
 
@@ -36,9 +37,9 @@ def adam(original: Function, *lists: Sequence[Tensor], **options: Any) -> Any:
 
 def _is_open(lists: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> bool:
     """Whether the script leaves the kernel to PyTorch, and the fused one can be it."""
-    if len(lists) != 6 or any(options.get(name) for name in _DECIDES):
+    if len(lists) != 6 or any(options.get(name) is not None for name in _DECIDES):
         return False
-    if options.get("foreach") is False or options.get("fused") is False:
+    if any(options.get(name) for name in _FLAGS):
         return False
     if any(isinstance(options.get(name), Tensor) for name in _NUMBERS):
         return False
