@@ -65,6 +65,20 @@ def backward(model, optimizer, batch):
     return loss
 
 
+@ranks(2)
+def test_a_graph_from_before_a_step_is_an_error_on_every_rank() -> None:
+    """Also of parameters that the fused kernel has changed, which does not count its changes."""
+    model = instep.replicate(nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 64)))
+    optimizer = instep.shard(optim.Adam(model.parameters(), 0.1, fused=True))
+    before = [parameter._version for parameter in model.parameters()]
+    loss = model(instep.shard(torch.ones(4, 64))).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert all(p._version > v for p, v in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def assert_equal(models, optimizers):
     for (name, a), b in zip(
         models[0].state_dict().items(), models[1].state_dict().values(), strict=True
