@@ -6,6 +6,7 @@ Each rank sees all devices of its host, and its own is that of its number.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,9 +30,13 @@ def _on_cuda() -> Iterator[None]:
         yield
 
 
-def only_its_own_device() -> None:
+@contextmanager
+def only_its_own_device() -> Iterator[None]:
+    """What runs inside uses no other; other tests of the same process may have."""
     import simulated
 
+    simulated.devices_used().clear()
+    yield
     assert simulated.devices_used() == {instep.rank}
 
 
@@ -57,6 +62,7 @@ def as_torch_sees_it() -> None:
     assert torch.Generator(other).device == other
 
 
+@only_its_own_device()
 def values_arrive_on_the_ranks_own_device() -> None:
     @instep.single_process_scope()
     def once() -> torch.Tensor:
@@ -66,7 +72,6 @@ def values_arrive_on_the_ranks_own_device() -> None:
     found = [once(), instep.broadcast_object({"x": sent})["x"], *instep.all_gather_object(sent)]
     assert [value.tolist() for value in found] == [[5.0, 5.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert {value.device for value in found} == {torch.device("cuda", instep.rank)}
-    only_its_own_device()
 
 
 @pytest.mark.parametrize(
@@ -81,10 +86,9 @@ def test_on_two_ranks(body: Any) -> None:
 # ------------------------------------------------------------------------------------- trainings
 
 
+@only_its_own_device()
 def waits_on_its_own_device(*args: Any) -> list[list[str]]:
-    found = waits(*args)
-    only_its_own_device()
-    return found
+    return waits(*args)
 
 
 @pytest.mark.parametrize(
