@@ -23,9 +23,9 @@ from instep.training.errors import BitwiseError
 from instep.unedited import one_process_api
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, alias_parameters
-from instep.unedited.sharded_call.shards.linear_weights import (
-    LinearCall,
-    linear_of_shards,
+from instep.unedited.sharded_call.shards.large_weights import (
+    LayerCall,
+    outputs_of_shards,
     rows_of,
 )
 from instep.unedited.sharded_call.shards.local_sums import alias_for_shards
@@ -269,9 +269,9 @@ def shards_of_large_layer(sizes=(3, 1, 2, 4)):
 
     def layer(shards):
         parts = rows.split(sizes)
-        calls = [LinearCall(nn.functional.linear, parts[k], *aliases[k]) for k in shards]
+        calls = [LayerCall(nn.functional.linear, parts[k], *aliases[k]) for k in shards]
         assert all(call.is_collected(rows_of(call.weight)) for call in calls)
-        return linear_of_shards(calls)
+        return outputs_of_shards(calls)
 
     return parameters, rows, layer
 

@@ -89,6 +89,9 @@ _VIRTUAL_SHARD_PATCHES: tuple[Patch, ...] = (
     *patches(
         "the gradients of large weights are computed from the rows of all shards",
         (nn.functional, "linear", overrides.linear),
+        (nn.functional, "conv1d", overrides.conv),
+        (nn.functional, "conv2d", overrides.conv),
+        (nn.functional, "conv3d", overrides.conv),
     ),
     *ONE_PROCESS_PATCHES,
 )

@@ -31,8 +31,8 @@ from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
-from instep.unedited.sharded_call.shards.linear_weights import (
-    LinearRows,
+from instep.unedited.sharded_call.shards.large_weights import (
+    CollectedRows,
     collect_rows,
     sum_over_rows,
 )
@@ -68,7 +68,7 @@ class CallGradients:
         """This rank's rows of its batch; None where it has several shards."""
         self.backward: BucketedBackward | None = None
         """The `backward()` under way that reaches the call."""
-        self.linear_rows: dict[int, list[LinearRows]] = {}
+        self.collected_rows: dict[int, list[CollectedRows]] = {}
         """With virtual shards, what each of this rank's has for large weights, by their index."""
 
 
@@ -83,7 +83,7 @@ def alias_parameters(
     if group.is_virtual:  # buckets add up several calls before they are summed over the ranks
         own = _alias(parameters, gradients, None, [0] * len(parameters), group)
         by_shard = alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
-        gradients.linear_rows = collect_rows(parameters, by_shard, group)
+        gradients.collected_rows = collect_rows(parameters, by_shard, group)
         return by_shard
     unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
     if unplanned:
@@ -214,7 +214,7 @@ def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]
     """The sums over virtual shards, from those over this rank's. Collective."""
     own = _without_gaps(grads, ctx.parameters, ctx.group)
     results = _reduce_now(own, ctx.group)
-    rows = ctx.gradients.linear_rows
+    rows = ctx.gradients.collected_rows
     weights = {k: ctx.parameters[k] for k in rows}
     for k, gradient in (sum_over_rows(weights, rows, ctx.group) if weights else {}).items():
         before = results[k]

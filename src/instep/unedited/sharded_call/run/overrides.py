@@ -19,11 +19,12 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_subclass,
     with_attributes_of,
 )
-from instep.unedited.sharded_call.shards.linear_weights import (
-    LinearCall,
-    linear_of_shards,
+from instep.unedited.sharded_call.shards.large_weights import (
+    LayerCall,
+    outputs_of_shards,
     rows_of,
 )
+from instep.unedited.sharded_call.shards.layers import Convolution, Linear
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Arguments of torch.utils.checkpoint that are not the function's."""
@@ -68,14 +69,50 @@ def linear(
 ) -> Tensor:
     """torch.nn.functional.linear: where virtual shards share a large weight, one product serves all
     shards of a rank that come there."""
-    output: Tensor
-    region = None if torch.compiler.is_compiling() else current_region()
-    rows = None if region is None else rows_of(weight)
-    call = LinearCall(original, input, weight, bias)
-    if region is None or rows is None or not call.is_collected(rows):
-        output = original(input, weight, bias)
-    else:
-        output = region.meet(call, linear_of_shards, rows.index)
+    if _is_large(weight):
+        rows = input.reshape(-1, input.shape[-1]).contiguous()
+        output = _output_of_shards(LayerCall(original, Linear(), rows, weight, bias))
+        if output is not None:
+            return output.reshape(*input.shape[:-1], -1)
+    alone: Tensor = original(input, weight, bias)
+    return alone
+
+
+def conv(
+    original: Function,
+    input: Tensor,  # noqa: A002  (torch's name)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """torch.nn.functional.conv1d, conv2d and conv3d: as `linear`."""
+    options = stride, padding, dilation, groups
+    layer = Convolution.of(weight.dim() - 2, options) if _is_large(weight) else None
+    if layer is not None:
+        output = _output_of_shards(LayerCall(original, layer, input, weight, bias))
+        if output is not None:
+            return output
+    alone: Tensor = original(input, weight, bias, *options)
+    return alone
+
+
+def _is_large(weight: Tensor) -> bool:
+    """Whether virtual shards share it, and one product of their rows."""
+    is_eager = not torch.compiler.is_compiling()
+    return is_eager and current_region() is not None and rows_of(weight) is not None
+
+
+def _output_of_shards(call: LayerCall) -> Tensor | None:
+    """That of this shard, computed with those of others; None if it must be computed alone."""
+    region, rows = current_region(), rows_of(call.weight)
+    assert region is not None and rows is not None
+    if not call.is_collected(rows):
+        return None
+    place = rows.index, call.layer, call.input.shape[1:]
+    output: Tensor = region.meet(call, outputs_of_shards, place)
     return output
 
 

@@ -1,6 +1,7 @@
-"""The gradients of large weights of linear layers, by one product of the rows of all shards.
+"""The gradients of large weights of linear layers and convolutions, by one product of the rows of
+all shards.
 
-The gradient of a weight is the product of the gradients of the layer's outputs and its inputs. A
+The gradient of a weight is a product of the gradients of the layer's outputs and its inputs. A
 product for each shard writes the whole gradient as often as there are shards, and with few rows it
 is bound by that. Where a weight is larger than the rows, these are gathered instead, and the
 product of all of them is cut into as many blocks of output features as there are shards: each rank
@@ -13,24 +14,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from instep.distributed.communication.tensors import apply
 from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id, peek_interpreter_stack
+from instep.unedited.sharded_call.shards.layers import Layer
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _DTYPES = (torch.float32, torch.float64)
 _LEAST_BYTES = 1 << 20
 """Sums over shards of smaller weights stay in a cache, and take less time than messages do."""
-_ATTRIBUTE = "_instep_linear_rows"
+_ATTRIBUTE = "_instep_collected_rows"
 
 
-class LinearRows:
+class _Kind(NamedTuple):
+    """What rows have in common that one product can take."""
+
+    layer: Layer
+    grad_shape: tuple[int, ...]
+    """That of the gradient of a row of outputs."""
+    input_shape: tuple[int, ...]
+
+
+class CollectedRows:
     """What a backward has found for one weight on one shard: the gradients of the rows of outputs,
     and the rows of inputs."""
 
@@ -38,80 +48,92 @@ class LinearRows:
         self.index = index
         """That of the weight among the parameters of the sharded call."""
         self.most = most
-        """With more rows than these in a call of the layer, its weight is no larger than they."""
-        self._found: list[tuple[int, Tensor, Tensor]] = []
+        """With more elements than these in the inputs and outputs of a call of the layer, its
+        weight is no larger than they."""
+        self._found: list[tuple[int, _Kind, Tensor, Tensor]] = []
 
-    def add(self, grads: Tensor, inputs: Tensor) -> None:
-        """Of one call of the layer: (rows, out) and (rows, in)."""
-        self._found.append((current_graph_task_id(), grads, inputs))
+    def add(self, layer: Layer, grads: Tensor, inputs: Tensor) -> None:
+        """Of one call of the layer: (rows, out, ...) and (rows, in, ...)."""
+        kind = _Kind(layer, tuple(grads.shape[1:]), tuple(inputs.shape[1:]))
+        self._found.append((current_graph_task_id(), kind, grads, inputs))
 
-    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+    def take(self) -> list[tuple[_Kind, Tensor, Tensor]]:
         """What was added during the backward under way, and forget all."""
         task = current_graph_task_id()  # others' did not go on to the weights
-        own = [(grads, inputs) for number, grads, inputs in self._found if number == task]
+        own = [tuple(found) for number, *found in self._found if number == task]
         self._found = []
-        return [grads for grads, _ in own], [inputs for _, inputs in own]
+        return own
 
 
 def collect_rows(
     parameters: Sequence[Tensor], aliases: Sequence[Sequence[Tensor]], group: ShardGroup
-) -> dict[int, list[LinearRows]]:
+) -> dict[int, list[CollectedRows]]:
     """Where the aliases of large weights leave their rows: by index of the parameter, of each shard
     of this rank."""
-    found: dict[int, list[LinearRows]] = {}
+    found: dict[int, list[CollectedRows]] = {}
     for k, parameter in enumerate(parameters):
-        if parameter.dim() != 2 or parameter.dtype not in _DTYPES:
+        if parameter.dim() < 2 or parameter.dtype not in _DTYPES:
             continue
         if parameter.nbytes >= _LEAST_BYTES and len(parameter) >= group.size:
-            most = parameter.numel() // (sum(parameter.shape) * group.size)
-            found[k] = [LinearRows(k, most) for _ in aliases]
+            most = parameter.numel() // group.size
+            found[k] = [CollectedRows(k, most) for _ in aliases]
             for own, rows in zip(aliases, found[k], strict=True):
                 setattr(own[k], _ATTRIBUTE, rows)
     return found
 
 
-def rows_of(weight: Tensor) -> LinearRows | None:
+def rows_of(weight: Tensor) -> CollectedRows | None:
     """Where an alias of a large weight leaves its rows; None for any other tensor."""
     return getattr(weight, _ATTRIBUTE, None)
 
 
 @dataclass
-class LinearCall:
-    """A call of torch.nn.functional.linear with the alias of a large weight."""
+class LayerCall:
+    """A call of a layer with the alias of a large weight."""
 
     original: Function
+    """Of torch."""
+    layer: Layer
     input: Tensor
+    """(rows, in, ...)"""
     weight: Tensor
     bias: Tensor | None
 
-    def is_collected(self, rows: LinearRows) -> bool:
+    def is_collected(self, rows: CollectedRows) -> bool:
         """Whether its rows are collected there."""
-        x = self.input
+        x, weight = self.input, self.weight
         return (
             torch.is_grad_enabled()
             and type(x) is Tensor
-            and x.dtype == self.weight.dtype
-            and 0 < x.numel() <= rows.most * x.shape[-1]
+            and (x.dtype, x.dim()) == (weight.dtype, weight.dim())
+            and x.is_contiguous()
+            and weight.is_contiguous()
+            and 0 < x.numel() <= rows.most - self.layer.output_numel(x, weight)
             and not torch.is_autocast_enabled(x.device.type)
             and peek_interpreter_stack() is None  # no transform of torch.func
         )
 
 
-def linear_of_shards(calls: Sequence[LinearCall]) -> Sequence[Tensor]:
-    """What the calls of several shards return, in one node of the autograd graph."""
-    inputs = [call.input.reshape(-1, call.input.shape[-1]).contiguous() for call in calls]
-    terms = zip(inputs, (c.weight for c in calls), (c.bias for c in calls), strict=True)
+def outputs_of_shards(calls: Sequence[LayerCall]) -> Sequence[Tensor]:
+    """What the calls of several shards return, in one node of the autograd graph.
+
+    They are calls of one layer, whose inputs differ in their numbers of rows only.
+    """
     rows = [rows_of(call.weight) for call in calls]
-    outputs = apply(_Linear, calls[0].original, rows, *chain(*terms))
-    return [
-        output.reshape(*call.input.shape[:-1], -1)
-        for output, call in zip(outputs, calls, strict=True)
-    ]
+    terms = chain(*((call.input, call.weight, call.bias) for call in calls))
+    outputs: tuple[Tensor, ...] = apply(_Joint, calls[0].original, calls[0].layer, rows, *terms)
+    return outputs
 
 
 @cache
 def _are_rows_independent(
-    rows: tuple[int, ...], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    original: Function,
+    layer: Layer,
+    rows: tuple[int, ...],
+    input_shape: torch.Size,
+    weight_shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> bool:
     """Whether products with a weight have the same bits for these numbers of rows one by one as
     for all of them together. The operations of a kernel depend on shapes only, not on values."""
@@ -120,12 +142,14 @@ def _are_rows_independent(
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, dtype=dtype, device="cpu").to(device)
 
-    weight, bias = draw(*shape), draw(shape[0])
-    inputs, grads = ([draw(count, features) for count in rows] for features in shape[::-1])
-    outputs = _split(linear(torch.cat(inputs), weight, bias), rows)
-    of_inputs = _split(torch.cat(grads) @ weight, rows)
+    weight, bias = draw(*weight_shape), draw(weight_shape[0])
+    inputs = [draw(count, *input_shape) for count in rows]
+    outputs = _split(layer.output(original, torch.cat(inputs), weight, bias), rows)
+    grads = [draw(*output.shape) for output in outputs]
+    of_inputs = _split(layer.input_grad(torch.cat(grads), torch.cat(inputs), weight), rows)
     return all(
-        torch.equal(output, linear(x, weight, bias)) and torch.equal(of_input, grad @ weight)
+        torch.equal(output, layer.output(original, x, weight, bias))
+        and torch.equal(of_input, layer.input_grad(grad, x, weight))
         for x, grad, output, of_input in zip(inputs, grads, outputs, of_inputs, strict=True)
     )
 
@@ -135,98 +159,113 @@ def _split(product: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [part.clone() for part in product.split(list(rows))]
 
 
-class _Linear(torch.autograd.Function):
-    """The layer for several shards. Its arguments are the function, what collects the rows of each
-    shard, and then of each the input, the weight and the bias."""
+class _Joint(torch.autograd.Function):
+    """A layer for several shards. Its arguments are torch's function, the layer, what collects the
+    rows of each shard, and then of each the input, the weight and the bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, original: Function, rows: Sequence[LinearRows], *terms: Any
+        ctx: Any, original: Function, layer: Layer, rows: Sequence[CollectedRows], *terms: Any
     ) -> tuple[Tensor, ...]:
         inputs, weights, bias = terms[::3], terms[1::3], terms[2]
-        ctx.rows = rows
+        ctx.layer, ctx.rows = layer, rows
         ctx.save_for_backward(*inputs, *weights)
         ctx.set_materialize_grads(False)
         counts = tuple(map(len, inputs))
+        x, weight = inputs[0], weights[0]
         ctx.are_joined = len(inputs) > 1 and _are_rows_independent(
-            counts, weights[0].shape, weights[0].dtype, weights[0].device
+            original, layer, counts, x.shape[1:], weight.shape, weight.dtype, weight.device
         )
         if ctx.are_joined:
-            return tuple(_split(original(torch.cat(inputs), weights[0], bias), counts))
-        return tuple(original(x, weights[0], bias) for x in inputs)
+            return tuple(_split(layer.output(original, torch.cat(inputs), weight, bias), counts))
+        return tuple(layer.output(original, x, weight, bias) for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(grads)
+        count, layer = len(grads), ctx.layer
         inputs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         given = [grad.contiguous() for grad in grads if grad is not None]
         flat = iter(given)
         found: list[Tensor | None] = [None] * (3 * count)
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         is_differentiable = torch.is_grad_enabled()
         joined = None
         if ctx.are_joined and all(needed[::3]) and len(given) == count and not is_differentiable:
-            joined = _split(torch.cat(given) @ weights[0], list(map(len, given)))
+            of_all = layer.input_grad(torch.cat(given), torch.cat(inputs), weights[0])
+            joined = _split(of_all, list(map(len, given)))
         for k, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
             if grads[k] is None:
                 continue
             grad = next(flat)
             if needed[3 * k]:
-                found[3 * k] = grad @ weight if joined is None else joined[k]
+                found[3 * k] = layer.input_grad(grad, x, weight) if joined is None else joined[k]
             if needed[3 * k + 1] and is_differentiable:
-                found[3 * k + 1] = grad.t() @ x
+                found[3 * k + 1] = layer.weight_grad(grad, x, weight)
             elif needed[3 * k + 1]:
-                ctx.rows[k].add(grad, x)
+                ctx.rows[k].add(layer, grad, x)
             if needed[3 * k + 2]:
-                found[3 * k + 2] = grad.sum(0)
-        return None, None, *found
+                found[3 * k + 2] = layer.bias_grad(grad)
+        return None, None, None, *found
 
 
 def sum_over_rows(
-    weights: Mapping[int, Tensor], collected: Mapping[int, Sequence[LinearRows]], group: ShardGroup
+    weights: Mapping[int, Tensor],
+    collected: Mapping[int, Sequence[CollectedRows]],
+    group: ShardGroup,
 ) -> dict[int, Tensor]:
     """The gradients of these weights, of which some shard has collected rows. Collective."""
-    own = {k: [rows.take() for rows in collected[k]] for k in weights}
-    counts = torch.tensor(
-        [[sum(map(len, grads)) for grads, _ in shards] for shards in own.values()], device="cpu"
-    )
-    by_rank = torch.stack([each.sum(1) for each in group.transport.all_gather(counts)]).tolist()
-    products: dict[int, _Product] = {}
-    for index, (k, shards) in enumerate(own.items()):
-        rows = [rank[index] for rank in by_rank]
-        if any(rows):
-            products[k] = _Product(weights[k], shards, rows, group)
-    for dtype in dict.fromkeys(product.dtype for product in products.values()):
-        members = [product for product in products.values() if product.dtype == dtype]
+    own: dict[tuple[int, _Kind], list[tuple[Tensor, Tensor]]] = {}
+    for k in weights:
+        for shard in collected[k]:
+            for kind, grads, inputs in shard.take():
+                own.setdefault((k, kind), []).append((grads, inputs))
+    counts = {key: sum(len(grads) for grads, _ in found) for key, found in own.items()}
+    by_rank = group.transport.all_gather_object(counts)
+    products = [
+        _Product(k, kind, weights[k], own.get((k, kind), []), rows, group)
+        for k, kind in sorted(set(chain(*by_rank)), key=str)
+        if any(rows := [of_rank.get((k, kind), 0) for of_rank in by_rank])
+    ]
+    for dtype in dict.fromkeys(product.dtype for product in products):
+        members = [product for product in products if product.dtype == dtype]
         _exchange([product.rows_by_rank for product in members], group)
         for product in members:
             product.compute_own_blocks()
         _exchange([product.blocks_by_rank for product in members], group)
-    return {k: product.gradient for k, product in products.items()}
+    gradients: dict[int, Tensor] = {}
+    for product in products:
+        before = gradients.get(product.index)
+        gradients[product.index] = product.gradient if before is None else before + product.gradient
+    return gradients
 
 
 class _Product:
-    """The gradient of one weight, while it is computed."""
+    """The gradient of a weight from the rows of one kind, while it is computed."""
 
     def __init__(
         self,
+        index: int,
+        kind: _Kind,
         weight: Tensor,
-        shards: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
+        own: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[int],
         group: ShardGroup,
     ) -> None:
+        self.index = index
         self.dtype = weight.dtype
         self.gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self._grads = weight.new_empty(sum(rows), weight.shape[0])
-        self._inputs = weight.new_empty(sum(rows), weight.shape[1])
+        self._layer = kind.layer
+        self._grads = weight.new_empty(sum(rows), *kind.grad_shape)
+        self._inputs = weight.new_empty(sum(rows), *kind.input_shape)
         by_rank = list(
             zip(*(x.split(list(rows)) for x in (self._grads, self._inputs)), strict=True)
         )
         self.rows_by_rank = [[part.view(-1) for part in parts] for parts in by_rank]
-        rank = group.transport.rank
-        if rows[rank]:
-            for found, own in zip(zip(*shards, strict=True), by_rank[rank], strict=True):
-                torch.cat(list(chain(*found)), out=own)
+        if own:
+            for found, place in zip(
+                zip(*own, strict=True), by_rank[group.transport.rank], strict=True
+            ):
+                torch.cat(found, out=place)
         columns = self._grads.tensor_split(group.size, dim=1)
         blocks = self.gradient.tensor_split(group.size)
         self._own = [(columns[shard], blocks[shard]) for shard in group.own]
@@ -236,7 +275,7 @@ class _Product:
     def compute_own_blocks(self) -> None:
         """This rank's blocks of the gradient, from the rows of all."""
         for grads, block in self._own:
-            torch.mm(grads.t(), self._inputs, out=block)
+            self._layer.write_weight_grad(grads, self._inputs, block)
 
 
 def _exchange(parts: Sequence[Sequence[Sequence[Tensor]]], group: ShardGroup) -> None:
