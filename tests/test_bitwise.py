@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from instep.unedited.sharded_call.shards.large_weights import (
     outputs_of_shards,
     rows_of,
 )
+from instep.unedited.sharded_call.shards.layers import Convolution, Linear
 from instep.unedited.sharded_call.shards.local_sums import alias_for_shards
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup, sparse_tree_sum
 from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
@@ -258,36 +260,62 @@ def test_gradients_are_added_up_before_backward_goes_on() -> None:
     assert is_summed == [True, True]
 
 
-def shards_of_large_layer(sizes=(3, 1, 2, 4)):
+LAYERS = {
+    "linear": (Linear(), nn.functional.linear, (512, 640), (640,)),
+    "convolution": (
+        Convolution(stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        partial(nn.functional.conv2d, stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        *((256, 80, 3, 3), (80, 3, 5)),
+    ),
+}
+"""The layer, the function that it is, and the shapes of a weight and of a row of inputs."""
+
+
+def shards_of_large_layer(sizes=(3, 1, 2, 4), kind="linear"):
     """The sharded call of a layer with a large weight: its parameters, and what the layer returns
     for rows of each of four shards."""
     group = ShardGroup(LocalTransport(), 4, is_virtual=True)
-    shapes = (512, 640), (512,)
-    parameters = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    layer, function, weight_shape, row_shape = LAYERS[kind]
+    original = getattr(function, "func", function)
+    parameters = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in (weight_shape, weight_shape[:1])
+    ]
     aliases = alias_parameters(parameters, CallGradients(), group)
-    rows = torch.randn(sum(sizes), 640, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(sum(sizes), *row_shape, dtype=torch.float64, requires_grad=True)
 
-    def layer(shards):
+    def outputs(shards):
         parts = rows.split(sizes)
-        calls = [LayerCall(nn.functional.linear, parts[k], *aliases[k]) for k in shards]
+        calls = [LayerCall(original, layer, parts[k], *aliases[k]) for k in shards]
         assert all(call.is_collected(rows_of(call.weight)) for call in calls)
         return outputs_of_shards(calls)
 
-    return parameters, rows, layer
+    return parameters, rows, outputs
 
 
-def test_the_gradients_of_a_large_weight_are_those_of_all_rows() -> None:
-    parameters, rows, layer = shards_of_large_layer()
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("sizes", [(3, 1, 2, 4), (2, 2, 2, 2)])
+def test_the_gradients_of_a_large_weight_are_those_of_all_rows(kind, sizes) -> None:
+    parameters, rows, layer = shards_of_large_layer(sizes, kind)
+    once_more = slice(sizes[0], sizes[0] + sizes[1])
     loss = torch.cat([*layer([0, 1, 2, 3]), *layer([1, 3])[:1]]).square().sum()
     found = torch.autograd.grad(loss, [*parameters, rows])
-    output = nn.functional.linear(rows, *parameters)
-    plain = output.square().sum() + output[3:4].square().sum()
+    output = LAYERS[kind][1](rows, *parameters)
+    plain = output.square().sum() + output[once_more].square().sum()
     for mine, theirs in zip(found, torch.autograd.grad(plain, [*parameters, rows]), strict=True):
         assert torch.allclose(mine, theirs)
 
 
-def test_rows_of_a_backward_that_did_not_reach_the_weight_do_not_count() -> None:
-    parameters, rows, layer = shards_of_large_layer()
+def test_a_large_convolution_that_cannot_be_cut_into_blocks_is_known() -> None:
+    known = Convolution((2, 2), (1, 1), (1, 1))
+    assert Convolution.of(2, (2, (1, 1), 1, 1)) == Convolution.of(2, ((2,), 1, [1, 1], 1)) == known
+    assert Convolution.of(2, (1, 0, 1, 2)) is None  # groups
+    assert Convolution.of(2, (1, "same", 1, 1)) is None
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_rows_of_a_backward_that_did_not_reach_the_weight_do_not_count(kind) -> None:
+    parameters, rows, layer = shards_of_large_layer(kind=kind)
     loss = torch.cat(tuple(layer([0, 1, 2, 3]))).square().sum()
     torch.autograd.grad(loss, rows, retain_graph=True)
     (first,) = torch.autograd.grad(loss, parameters[0], retain_graph=True)

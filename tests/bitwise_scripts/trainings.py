@@ -121,10 +121,11 @@ class Words(nn.Module):
 
 class Large(nn.Module):
     """Its weights are larger than a batch. One is used twice and once more otherwise, and one on
-    few shards only."""
+    few shards only. The convolution's is used for images of two sizes."""
 
     def __init__(self):
         super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 128, 4, 4), nn.Conv2d(128, 256, 3, padding=1)
         self.first, self.tied, self.rare = (nn.Linear(n, 700) for n in (192, 700, 700))
         self.widen, self.relu = nn.Linear(192, 1400), nn.ReLU(inplace=True)
         self.narrow, self.head = nn.Linear(1400, 700, bias=False), nn.Linear(700, 10)
@@ -135,7 +136,9 @@ class Large(nn.Module):
         hidden = self.tied(self.relu(self.tied(hidden))) + hidden @ self.tied.weight
         if (mask := rows[:, 0] > 1).any():
             hidden = hidden.index_put((mask,), self.rare(hidden[mask]))
-        return self.head(F.dropout(hidden, 0.1))
+        images = self.relu(self.stem(x))
+        pooled = [self.conv(each).mean((2, 3)) for each in (images, F.max_pool2d(images, 2))]
+        return self.head(F.dropout(hidden, 0.1)) + (pooled[0] * pooled[1])[:, :10]
 
 
 class LongSum(nn.Module):

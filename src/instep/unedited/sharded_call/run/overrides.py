@@ -108,7 +108,8 @@ def _is_large(weight: Tensor) -> bool:
 def _output_of_shards(call: LayerCall) -> Tensor | None:
     """That of this shard, computed with those of others; None if it must be computed alone."""
     region, rows = current_region(), rows_of(call.weight)
-    assert region is not None and rows is not None
+    assert region is not None
+    assert rows is not None
     if not call.is_collected(rows):
         return None
     place = rows.index, call.layer, call.input.shape[1:]

@@ -60,9 +60,8 @@ class CollectedRows:
     def take(self) -> list[tuple[_Kind, Tensor, Tensor]]:
         """What was added during the backward under way, and forget all."""
         task = current_graph_task_id()  # others' did not go on to the weights
-        own = [tuple(found) for number, *found in self._found if number == task]
-        self._found = []
-        return own
+        found, self._found = self._found, []
+        return [(kind, grads, x) for number, kind, grads, x in found if number == task]
 
 
 def collect_rows(

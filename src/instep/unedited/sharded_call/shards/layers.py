@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch import Tensor
 from instep.process.patching import Function
 
 
-class Layer(Protocol):
+class Layer(Hashable, Protocol):
     """A function of a batch and a weight (out, in, ...). Hashable, and can be pickled.
 
     Inputs are (rows, in, ...), outputs and their gradients (rows, out, ...), all contiguous.
