@@ -78,8 +78,8 @@ class FlightRecorder:
         self.on_phase: Callable[[int, int, int], None] | None = None
         """Called with the index, the begin and the end of each phase, for a timeline."""
         self.on_named: Callable[[str, str, tuple[int, int, int]], None] | None = None
-        """Called for each collective that ranks submit by name, for a timeline: with the collective,
-        its name, and when this rank submitted it, all ranks were ready, and it ended."""
+        """Called for each collective that ranks submit by name, for a timeline: with the
+        collective, its name, and when this rank submitted it, all were ready, and it ended."""
         self._phase_that_is_set = 0
         """By `set_phase`."""
         self.detail = ""

@@ -20,7 +20,6 @@ from instep.training.amp.loss_scaler import LossScaler as InstepLossScaler
 from instep.training.amp.mixed import Mixed
 
 
-
 class AmpState(ModuleType):
     """The state of amp in this process."""
 
