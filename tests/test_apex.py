@@ -459,12 +459,40 @@ def test_the_state_is_what_initialize_has_set():
     assert (first.loss_scale(), first._unskipped, first._has_overflow) == (128.0, 0, True)
     assert (first._overflow_buf.tolist(), first.dynamic) == ([1], True)
     assert not state.loss_scalers[1]._has_overflow
-    for name in ("hard_override", "allow_incoming_model_not_fp32"):
-        with pytest.raises(PrecisionError, match=f"{name} cannot be set"):
-            setattr(state, name, True)
-        setattr(state, name, False)
+    with pytest.raises(PrecisionError, match="hard_override cannot be set"):
+        state.hard_override = True
+    state.hard_override = False
     amp.initialize(small_model(), enabled=False)
     assert not state.opt_properties.enabled
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_model_with_parameters_in_half_precision_is_taken_where_the_state_allows_it(opt_level):
+    model = small_model().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(PrecisionError, match="starts from a model in"):
+        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    try:
+        amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    finally:
+        amp._amp_state.allow_incoming_model_not_fp32 = False
+    before = copy.deepcopy(list(model.parameters()))
+    step(model, optimizer, torch.ones(2, 4))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_function_of_float32_is_refused_in_place_of_half_precision():
+    half = torch.ones(2, dtype=torch.bfloat16)
+    half.exp_()
+    handle = amp.init()
+    try:
+        with pytest.raises(NotImplementedError, match="not in place of a tensor in half"):
+            half.exp_()
+        assert torch.ones(2).exp_().dtype is torch.float32
+    finally:
+        handle._deactivate()
 
 
 def test_what_is_written_to_a_scaler_counts_from_the_next_step():

@@ -94,6 +94,22 @@ def test_what_is_not_there_says_so():
     assert all(getattr(hvd, name) is not None for name in hvd.__all__)
 
 
+def check_horovods_events(text, name):
+    """The tensor's row: from its submission until all ranks are ready, and until it has ended."""
+    events = json.loads(text.removesuffix(",\n") + "]")
+    row = [event for event in events if event.get("id") == name]
+    assert [(event["name"], event["ph"]) for event in row] == [
+        ("NEGOTIATE_ALLREDUCE", "b"),
+        ("NEGOTIATE_ALLREDUCE", "e"),
+        ("ALLREDUCE", "b"),
+        ("ALLREDUCE", "e"),
+    ]
+    times = [event["ts"] for event in row]
+    assert times == sorted(times)
+    cycles = [event["ts"] for event in events if event["name"] == "CYCLE_START"]
+    assert row[1]["ts"] in cycles
+
+
 @ranks(2)
 def test_a_timeline_has_what_rank_0_does_between_its_start_and_its_stop():
     with (
@@ -110,6 +126,8 @@ def test_a_timeline_has_what_rank_0_does_between_its_start_and_its_stop():
             hvd.start_timeline(path, mark_cycles=True)  # from here on into this file
             for name in ("first", "second"):
                 hvd.allreduce(torch.ones(1), name=f"{name}.{part}")
+            if hvd.rank() == 0:  # at once, before the file is ended
+                check_horovods_events(Path(path).read_text(), f"allreduce.second.{part}")
             hvd.stop_timeline()
             hvd.allreduce(torch.ones(1), name=f"after.{part}")
             if hvd.rank() == 0:

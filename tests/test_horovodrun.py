@@ -95,12 +95,14 @@ def test_a_timeline_by_horovods_names_has_the_collectives(
         """
     )
     file = str(tmp_path / "job.json")
-    flags = ("--timeline-filename", file) if by == "flag" else ()
-    environ = {"HOROVOD_TIMELINE": file} if by == "variable" else {}
+    flags = ("--timeline-filename", file, "--timeline-mark-cycles") if by == "flag" else ()
+    environ = {"HOROVOD_TIMELINE": file, "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+    environ = environ if by == "variable" else {}
     with launch.start("-np", 2, *flags, "python", script, environ=environ) as process:
         assert launch.end_of(process).returncode == 0
     sums = [event for event in read_events(Path(file)) if event["name"].startswith("all_reduce")]
     assert {event["pid"] for event in sums} == {0, 1}
+    assert '"CYCLE_START"' in Path(file).read_text()
 
 
 @pytest.mark.launch
@@ -185,7 +187,7 @@ def test_a_rank_that_never_comes_is_an_error_on_the_others(launch: Launch, ends:
         ("-np 2 --min-np 3 python a.py", "--min-np is at most as many"),
         ("-np 2 --min-np x python a.py", "--min-np is a whole number, not 'x'"),
         ("-np 2 --min-np 1 --blacklist-cooldown-range 5 1 python a.py", "the smaller one first"),
-        ("-np 2 --timeline-mark-cycles python a.py", "--timeline-mark-cycles is not there"),
+        ("-np 2 --config-file a.yaml python a.py", "--config-file is not there"),
         (
             f"-np 2 --host-discovery-script ./s.sh python {__file__}",
             "--host-discovery-script ./s.sh does not run",

@@ -1,12 +1,13 @@
 """Apex's tests of amp without a GPU: the stand-in says of CPU tensors that they are on one.
 
-It is the same on instep and beside it on Apex. On instep half precision is bfloat16 on a CPU; its
-type is given the name of float16's, for which the tests look.
+It is the same on instep and beside it on Apex. On instep half precision is float16, as on a GPU,
+and not the bfloat16 of CPUs.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,7 @@ def install() -> None:
 
     def type_on_a_gpu(self: torch.Tensor, to: Any = None, *more: Any, **named: Any) -> Any:
         if to is None:
-            name = kind(self).replace("BFloat16", "Half")
-            return name.replace("torch.", "torch.cuda.")
+            return kind(self).replace("torch.", "torch.cuda.")
         if isinstance(to, str):
             to = to.replace("torch.cuda.", "torch.")
         return kind(self, to, *more, **named)
@@ -54,5 +54,10 @@ def install() -> None:
     ):
         for name in names.split():
             setattr(owner, name, on_a_cpu(getattr(owner, name)))
+    if os.environ["SUITE_COMPAT"]:
+        from instep.compat.apex.amp import amp, frontend
+
+        setattr(amp, "default_half", lambda _: torch.float16)  # noqa: B010
+        setattr(frontend, "default_half", lambda _: torch.float16)  # noqa: B010
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: 0

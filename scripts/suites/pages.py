@@ -86,7 +86,8 @@ def summary(results: dict[str, Any], language: str) -> list[str]:
 def differences(results: dict[str, Any], language: str) -> list[str]:
     """A line for each test that does not end on ours as on the original, or fails on ours.
 
-    Those that fail on both and have no reason of their own share the one named "*".
+    Those that fail on both and have no reason of their own share the one named "*", and those that
+    fail on the original only the one named "original".
     """
     words = WORDS[language]
     reasons = json.loads(REASONS.read_text())
@@ -96,11 +97,12 @@ def differences(results: dict[str, Any], language: str) -> list[str]:
         beside = next((run["tests"] for side, run in sides.items() if side != OURS), {})
         for test, text in sorted(ours.items()):
             outcome, _, said = text.partition(": ")
-            theirs = beside.get(test, "-").partition(":")[0]
+            theirs, _, said_there = beside.get(test, "-").partition(": ")
             if outcome == "fail" or (theirs != "-" and outcome != theirs):
                 known = reasons.get(suite.name, {})
-                row = known.get(test) or (known.get("*", {}) if outcome == theirs else {})
-                said = said.replace("|", "/").replace("`", "")
+                shared = {"fail": "*", "pass": "original"}[outcome] if theirs == "fail" else ""
+                row = known.get(test) or known.get(shared, {})
+                said = (said or said_there).replace("|", "/").replace("`", "")
                 reason = row.get(language) or f"{words['unknown']}`{said}`"
                 ranks = words["own"] if size == "0" else size
                 key = (suite.title, test, f"{outcome} | {theirs}", reason)

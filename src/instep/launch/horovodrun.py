@@ -70,7 +70,6 @@ _UNUSED_VALUES = (
 )
 """Flags that are accepted and not used: they tune parts that instep does not have, and do not
 change the numbers."""
-_ABSENT = ("--timeline-mark-cycles",)
 _ABSENT_VALUES = ("--config-file",)
 """Flags that are an error, because the job would not do what they ask for."""
 WITH_VALUE = (*_MEANT, *_VARIABLES, *_UNUSED_VALUES, *_ABSENT_VALUES, *elastic_flags.WITH_VALUE)
@@ -98,6 +97,9 @@ def add_command(commands: Any) -> None:
         "--output-filename", default="prefix", metavar="DIR", help="folder for the output"
     )
     parser.add_argument("--timeline-filename", metavar="FILE", help="see: instep timeline FILE")
+    parser.add_argument(
+        "--timeline-mark-cycles", action="store_true", help="mark cycles in the timeline"
+    )
     parser.add_argument("-p", "--ssh-port", metavar="PORT", help="of the hosts' ssh servers")
     parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the key for ssh")
     parser.add_argument("--verbose", action="store_true", help="print the command that is started")
@@ -109,7 +111,7 @@ def add_command(commands: Any) -> None:
     for flag in _VARIABLES:
         parser.add_argument(flag, metavar="X")
     elastic_flags.add_flags(parser)
-    for flag in (*_UNUSED, *_ABSENT):
+    for flag in _UNUSED:
         parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
     for flag in (*_UNUSED_VALUES, *_ABSENT_VALUES):
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
@@ -120,11 +122,10 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     given = vars(asked)
     if asked.check_build:
         return _print_build()
-    for flag in (*_ABSENT, *_ABSENT_VALUES):
+    for flag in _ABSENT_VALUES:
         if given[flag]:
             raise CommandLineError(
-                f"{flag} is not there: a timeline has no marks for cycles, and there is no "
-                "configuration file. Leave it out."
+                f"{flag} is not there: there is no configuration file. Leave it out."
             )
     if unused := [flag for flag in (*_UNUSED, *_UNUSED_VALUES) if given[flag]]:
         print(f"instep: not used here: {', '.join(unused)}", file=sys.stderr)
@@ -202,6 +203,8 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
     variables = {"HOROVOD_STALL_CHECK_DISABLE": "1"} if given["no_stall_check"] else {}
     if given["timeline_filename"]:
         variables[settings.TIMELINE.name] = os.path.abspath(given["timeline_filename"])
+    if given["timeline_mark_cycles"]:
+        variables["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
     for flag, name in _VARIABLES.items():
         value = given[flag.lstrip("-").replace("-", "_")]
         if value is None:

@@ -90,12 +90,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Args:
         file_path: replaced if it exists. `instep timeline FILE` shows it. A file that was started
             before is ended.
-        mark_cycles: has no meaning here: there are no cycles.
+        mark_cycles: with an event CYCLE_START where rank 0 is told that all ranks are ready.
 
     Raises ValueError if rank 0 writes that of the whole job, OSError if it cannot write there.
     """
     if rank() == 0:
-        timeline_file.start_part(file_path, 0)
+        timeline_file.start_part(file_path, 0, mark_cycles)
 
 
 def stop_timeline() -> None:

@@ -21,6 +21,7 @@ from instep.compat.horovod.errors import (
 )
 from instep.distributed.communication import groups
 from instep.distributed.errors import BrokenGroupError, RendezvousError
+from instep.distributed.flight_record import timeline_file
 from instep.distributed.identity.world import World
 from instep.distributed.negotiation.coordinator import StallCheck
 from instep.distributed.negotiation.message_table import Request
@@ -62,8 +63,9 @@ def init(
     In an elastic job the driver says which ranks these are; one that it does not need any more
     ends here, with exit code 0.
 
-    The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does. DYNAMIC names
-    none: in Horovod it only allows `start_timeline`.
+    The file that HOROVOD_TIMELINE names gets a timeline, as INSTEP_TIMELINE's does, with marks for
+    cycles under HOROVOD_TIMELINE_MARK_CYCLES. DYNAMIC names none: in Horovod it only allows
+    `start_timeline`.
 
     Collective; may be called again after shutdown(). Raises UnsupportedFeatureError for a `comm`,
     LaunchError.
@@ -76,6 +78,8 @@ def init(
     if (file := os.environ.get("HOROVOD_TIMELINE", "")) not in ("", "DYNAMIC"):
         os.environ.setdefault(settings.TIMELINE.name, file)
     _session = _join()
+    if os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"):
+        timeline_file.mark_cycles()
     atexit.register(shutdown)
     global_process_set.ranks = list(range(size()))
     global_process_set.process_set_id = 0

@@ -77,6 +77,9 @@ class FlightRecorder:
         """Called with the slot of each collective that was left, for a timeline."""
         self.on_phase: Callable[[int, int, int], None] | None = None
         """Called with the index, the begin and the end of each phase, for a timeline."""
+        self.on_named: Callable[[str, str, tuple[int, int, int]], None] | None = None
+        """Called for each collective that ranks submit by name, for a timeline: with the
+        collective, its name, and when this rank submitted it, all were ready, and it ended."""
         self._phase_that_is_set = 0
         """By `set_phase`."""
         self.detail = ""
@@ -225,7 +228,7 @@ class FlightRecorder:
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self._numbers = None, count(1)
-        self.on_left = self.on_phase = None
+        self.on_left = self.on_phase = self.on_named = None
         self._sequences.clear()
         self._followed = []
         self._main = threading.main_thread().ident

@@ -59,8 +59,10 @@ class TimelineWriter:
         self._slots: deque[bytes] = deque()
         self._phases: deque[tuple[int, int, int]] = deque()
         self._written = 0
+        self.marks_cycles = False
         self._source = source
         source.on_left, source.on_phase = self._add_collective, self._add_phase
+        source.on_named = self._write_named
         self._write(
             [
                 {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}},
@@ -86,7 +88,7 @@ class TimelineWriter:
 
     def close(self, is_alone: bool = False) -> None:
         """Write what there is, and nothing from now on. `is_alone`: the file is this rank's."""
-        self._source.on_left = self._source.on_phase = None
+        self._source.on_left = self._source.on_phase = self._source.on_named = None
         self.flush()
         if is_alone and os.getpid() == self._process:
             os.write(self._fd, json.dumps({"ph": "M", "name": "end"}).encode() + b"\n]\n")
@@ -98,6 +100,9 @@ class TimelineWriter:
 
     def _add_phase(self, phase: int, since: int, until: int) -> None:
         self._phases.append((phase, since, until))
+
+    def _write_named(self, collective: str, name: str, times: tuple[int, int, int]) -> None:
+        self._write([*_named(collective, name, times, self.marks_cycles)])
 
     def _write(self, events: list[dict[str, Any]]) -> None:
         lines = [json.dumps({"pid": self._rank, "tid": 0, **event}) + ",\n" for event in events]
@@ -125,7 +130,13 @@ def start(rank: int, node: int) -> None:
         _add(TimelineWriter(path_of_node(path, node), rank), _writers)
 
 
-def start_part(path: str, rank: int) -> None:
+def mark_cycles() -> None:
+    """From now on the timeline of the whole job has a mark where this rank is told what to do."""
+    for writer in _writers:
+        writer.marks_cycles = True
+
+
+def start_part(path: str, rank: int, marks_cycles: bool = False) -> None:
     """Write the events of this rank alone from now on, to a new file; one started before ends.
 
     Raises ValueError if this rank writes that of the whole job, OSError if it cannot write there.
@@ -135,6 +146,7 @@ def start_part(path: str, rank: int) -> None:
     stop_part()
     Path(path).write_text("[\n")
     _add(TimelineWriter(Path(path), rank), _parts)
+    _parts[-1].marks_cycles = marks_cycles
 
 
 def stop_part() -> None:
@@ -185,6 +197,21 @@ def _collective(slot: bytes) -> dict[str, Any] | None:
             "step": entry.step,
         },
     }
+
+
+def _named(
+    collective: str, name: str, times: tuple[int, int, int], marks_cycles: bool
+) -> Iterator[dict[str, Any]]:
+    """Events by Horovod's names, in a row for each name: several may be under way at once."""
+    submitted, ready, ended = (time / 1e3 for time in times)
+    if marks_cycles:
+        yield {"ph": "i", "s": "p", "cat": "cycle", "name": "CYCLE_START", "ts": ready}
+    title = collective.upper()
+    parts = ((f"NEGOTIATE_{title}", submitted, ready), (title, ready, ended))
+    for event, since, until in parts:
+        row = {"cat": "named", "id": name, "name": event, "args": {"tensor": name}}
+        yield {"ph": "b", "ts": since, **row}
+        yield {"ph": "e", "ts": until, **row}
 
 
 def _phase(phase: int, since: int, until: int) -> dict[str, Any]:

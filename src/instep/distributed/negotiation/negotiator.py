@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic_ns
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from instep.distributed.communication import groups
 from instep.distributed.communication.errors import NotAMemberError
 from instep.distributed.communication.groups import Group
+from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity import torch_devices
 from instep.distributed.negotiation.coordinator import SHUTDOWN, StallCheck, open_link
 from instep.distributed.negotiation.errors import NameInFlightError, NegotiationError
@@ -44,6 +46,7 @@ class Task:
         """Tensors for the results; None for new ones."""
         self.stream = torch_devices.current_stream(request.device)
         """The stream of the device that computes the inputs and uses the results."""
+        self.submitted = monotonic_ns()
         self._done = threading.Event()
         self._outcome: tuple[Response, list[Tensor]] | Exception
 
@@ -144,7 +147,7 @@ class Negotiator:
             task.finish(end)
 
     def _execute(self, response: Response) -> None:
-        request = response.request
+        request, ready = response.request, monotonic_ns()
         task = self._tasks.get(request.key) or Task(request, make_zeros(response))  # it joined
         outcome: tuple[Response, list[Tensor]] | Exception
         if response.error is not None:
@@ -162,4 +165,7 @@ class Negotiator:
                 )
         with self._lock:
             self._tasks.pop(request.key, None)
+        if recorder.on_named is not None:
+            times = task.submitted, ready, monotonic_ns()
+            recorder.on_named(request.collective, request.name, times)
         task.finish(outcome)

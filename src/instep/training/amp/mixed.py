@@ -39,6 +39,7 @@ def prepare(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     cast_model_outputs: torch.dtype | None = None,
+    allow_half: bool = False,
     **overrides: Any,
 ) -> Mixed:
     """Set the precision of models and their optimizers. Before replicate or any wrapper.
@@ -64,6 +65,7 @@ def prepare(
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
         cast_model_outputs: the dtype of what the models return; by default float32 if the
             parameters are cast, else what the models return.
+        allow_half: take models some of whose parameters are in half precision already.
         overrides: fields of `levels.Options` other than the level's.
 
     Returns:
@@ -76,7 +78,7 @@ def prepare(
     optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     options = choose_options(level, dtype, **overrides)
     for model in models:
-        _check_model(model)
+        _check_model(model, allow_half)
     if any(is_prepared(optimizer) for optimizer in optimizers):
         raise PrecisionError.twice("optimizer")
     for model in models:
@@ -188,13 +190,15 @@ def _device_of(steps: list[OptimizerSteps], loss: Tensor) -> torch.device:
     return steps[0].device if steps else loss.device
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, allow_half: bool) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise PrecisionError.wrapped(f"in {type(model).__name__}")
     if is_replicated(model):
         raise PrecisionError.wrapped("replicated")
     if model in _prepared:
         raise PrecisionError.twice("model")
+    if allow_half:
+        return
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise PrecisionError.not_float32(f"parameter {name}", parameter.dtype)

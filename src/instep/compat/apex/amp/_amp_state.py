@@ -19,19 +19,13 @@ from instep.training.amp.levels import Options
 from instep.training.amp.loss_scaler import LossScaler as InstepLossScaler
 from instep.training.amp.mixed import Mixed
 
-_REFUSED = {
-    "hard_override": "a contradiction of options stays an error. Leave out the option that the "
-    "error names",
-    "allow_incoming_model_not_fp32": "a level starts from a model in torch.float32. Leave out "
-    "half() and bfloat16()",
-}
-
 
 class AmpState(ModuleType):
     """The state of amp in this process."""
 
     hard_override = False
     allow_incoming_model_not_fp32 = False
+    """Whether `initialize` takes models with parameters in half precision."""
     allow_banned = False
     """Whether O1 computes binary_cross_entropy of half precision, in float32 (on a CPU)."""
     verbosity = 1
@@ -50,8 +44,11 @@ class AmpState(ModuleType):
     """The AmpHandle of the casts of torch's functions (O1)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _REFUSED and value:
-            raise PrecisionError(f"{name} cannot be set: {_REFUSED[name]}.")
+        if name == "hard_override" and value:
+            raise PrecisionError(
+                "hard_override cannot be set: a contradiction of options stays an error. Leave out "
+                "the option that the error names."
+            )
         super().__setattr__(name, value)
 
 

@@ -1,6 +1,7 @@
 """The functions that O1 computes in float32 on a CPU, where PyTorch's autocast does not.
 
-Those of Apex's lists, which autocast has on GPUs; `binary_cross_entropy` refuses half precision.
+Those of Apex's lists, which autocast has on GPUs; `binary_cross_entropy` refuses half precision,
+and so do those that write in place.
 """
 
 from __future__ import annotations
@@ -46,10 +47,21 @@ def _refuse_half(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return function(*args, **kwargs)
 
 
+def _refuse_in_place(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Apex's rule: the result would be in float32, which a tensor of half precision cannot hold."""
+    if active_dtype() is not None and isinstance(args[0], Tensor) and args[0].dtype in _HALF:
+        raise NotImplementedError(
+            "amp computes this function in float32, and not in place of a tensor in half "
+            "precision. Call it without the underscore at the end of its name."
+        )
+    return function(*args, **kwargs)
+
+
 _OF_BOTH = (
     "acos asin cosh cumprod cumsum dist erfinv exp expm1 log log10 log2 log_softmax norm pow prod "
     "reciprocal renorm rsqrt sinh softmax std sum tan var"
 )
+_IN_PLACE = " ".join(name for each in _OF_BOTH.split() if hasattr(Tensor, name := f"{each}_"))
 
 FLOAT_FUNCTIONS = patches(
     "On a CPU autocast leaves them in half precision; Apex computes them in float32.",
@@ -62,4 +74,5 @@ FLOAT_FUNCTIONS = patches(
         _in_float32,
     ),
     (functional, "binary_cross_entropy", _refuse_half),
+    (Tensor, f"{_IN_PLACE} __ipow__", _refuse_in_place),
 )

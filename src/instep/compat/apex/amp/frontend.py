@@ -81,6 +81,7 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
         cast_model_outputs=cast_model_outputs,
+        allow_half=_amp_state.allow_incoming_model_not_fp32,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
