@@ -31,7 +31,7 @@ _LEAST_BYTES = 1 << 20
 _ATTRIBUTE = "_instep_collected_rows"
 
 
-class _Kind(NamedTuple):
+class _RowKind(NamedTuple):
     """What rows have in common that one product can take."""
 
     layer: Layer
@@ -50,14 +50,14 @@ class CollectedRows:
         self.most = most
         """With more elements than these in the inputs and outputs of a call of the layer, its
         weight is no larger than they."""
-        self._found: list[tuple[int, _Kind, Tensor, Tensor]] = []
+        self._found: list[tuple[int, _RowKind, Tensor, Tensor]] = []
 
     def add(self, layer: Layer, grads: Tensor, inputs: Tensor) -> None:
         """Of one call of the layer: (rows, out, ...) and (rows, in, ...)."""
-        kind = _Kind(layer, tuple(grads.shape[1:]), tuple(inputs.shape[1:]))
+        kind = _RowKind(layer, tuple(grads.shape[1:]), tuple(inputs.shape[1:]))
         self._found.append((current_graph_task_id(), kind, grads, inputs))
 
-    def take(self) -> list[tuple[_Kind, Tensor, Tensor]]:
+    def take(self) -> list[tuple[_RowKind, Tensor, Tensor]]:
         """What was added during the backward under way, and forget all."""
         task = current_graph_task_id()  # others' did not go on to the weights
         found, self._found = self._found, []
@@ -213,7 +213,7 @@ def sum_over_rows(
     group: ShardGroup,
 ) -> dict[int, Tensor]:
     """The gradients of these weights, of which some shard has collected rows. Collective."""
-    own: dict[tuple[int, _Kind], list[tuple[Tensor, Tensor]]] = {}
+    own: dict[tuple[int, _RowKind], list[tuple[Tensor, Tensor]]] = {}
     for k in weights:
         for shard in collected[k]:
             for kind, grads, inputs in shard.take():
@@ -244,7 +244,7 @@ class _Product:
     def __init__(
         self,
         index: int,
-        kind: _Kind,
+        kind: _RowKind,
         weight: Tensor,
         own: Sequence[tuple[Tensor, Tensor]],
         rows: Sequence[int],
