@@ -29,10 +29,10 @@ from instep.unedited.sharded_call.shards.large_weights import (
     outputs_of_shards,
     rows_of,
 )
-from instep.unedited.sharded_call.shards.layers import Convolution, Linear
 from instep.unedited.sharded_call.shards.local_sums import alias_for_shards
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup, sparse_tree_sum
 from instep.unedited.sharded_call.shards.shard_threads import BranchError, ShardThreads
+from instep.unedited.sharded_call.shards.weighted_layers import Convolution, Linear
 from instep.verify.bit_comparison import report_bits, verify_bits
 from pool import ranks, run, talking_over
 

@@ -24,7 +24,7 @@ from instep.unedited.sharded_call.shards.large_weights import (
     outputs_of_shards,
     rows_of,
 )
-from instep.unedited.sharded_call.shards.layers import Convolution, Linear
+from instep.unedited.sharded_call.shards.weighted_layers import Convolution, Linear
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Arguments of torch.utils.checkpoint that are not the function's."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from instep.distributed.communication.tensors import apply
 from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id, peek_interpreter_stack
-from instep.unedited.sharded_call.shards.layers import Layer
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+from instep.unedited.sharded_call.shards.weighted_layers import WeightedLayer
 
 _DTYPES = (torch.float32, torch.float64)
 _LEAST_BYTES = 1 << 20
@@ -34,7 +34,7 @@ _ATTRIBUTE = "_instep_collected_rows"
 class _RowKind(NamedTuple):
     """What rows have in common that one product can take."""
 
-    layer: Layer
+    layer: WeightedLayer
     grad_shape: tuple[int, ...]
     """That of the gradient of a row of outputs."""
     input_shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class CollectedRows:
         weight is no larger than they."""
         self._found: list[tuple[int, _RowKind, Tensor, Tensor]] = []
 
-    def add(self, layer: Layer, grads: Tensor, inputs: Tensor) -> None:
+    def add(self, layer: WeightedLayer, grads: Tensor, inputs: Tensor) -> None:
         """Of one call of the layer: (rows, out, ...) and (rows, in, ...)."""
         kind = _RowKind(layer, tuple(grads.shape[1:]), tuple(inputs.shape[1:]))
         self._found.append((current_graph_task_id(), kind, grads, inputs))
@@ -92,7 +92,7 @@ class LayerCall:
 
     original: Function
     """Of torch."""
-    layer: Layer
+    layer: WeightedLayer
     input: Tensor
     """(rows, in, ...)"""
     weight: Tensor
@@ -127,7 +127,7 @@ def outputs_of_shards(calls: Sequence[LayerCall]) -> Sequence[Tensor]:
 @cache
 def _are_rows_independent(
     original: Function,
-    layer: Layer,
+    layer: WeightedLayer,
     rows: tuple[int, ...],
     input_shape: torch.Size,
     weight_shape: torch.Size,
@@ -164,7 +164,11 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, original: Function, layer: Layer, rows: Sequence[CollectedRows], *terms: Any
+        ctx: Any,
+        original: Function,
+        layer: WeightedLayer,
+        rows: Sequence[CollectedRows],
+        *terms: Any,
     ) -> tuple[Tensor, ...]:
         inputs, weights, bias = terms[::3], terms[1::3], terms[2]
         ctx.layer, ctx.rows = layer, rows

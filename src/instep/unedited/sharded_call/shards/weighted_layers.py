@@ -13,7 +13,7 @@ from torch import Tensor
 from instep.process.patching import Function
 
 
-class Layer(Hashable, Protocol):
+class WeightedLayer(Hashable, Protocol):
     """A function of a batch and a weight (out, in, ...). Hashable, and can be pickled.
 
     Inputs are (rows, in, ...), outputs and their gradients (rows, out, ...), all contiguous.
