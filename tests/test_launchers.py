@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from datetime import timedelta
 from socket import gethostname
 
@@ -493,10 +494,14 @@ with open(f"{sys.argv[1]}{world.rank}", "w") as file:
 @pytest.mark.parametrize(("mpirun", "source"), MPI)
 def test_two_jobs_of_one_host_never_meet(folder, mpirun, source):
     (folder / "script.py").write_text(PLACE)
-    jobs = [
-        subprocess.Popen([*mpirun, "2", *bare(folder, job)], env=environment_in(folder))
-        for job in "ab"
-    ]
+
+    def start(job):
+        """Each has its session folder: Open MPI fails if two make one at once."""
+        session = tempfile.mkdtemp(dir=folder)
+        told = environment_in(folder) | {"OMPI_MCA_orte_tmpdir_base": session}
+        return subprocess.Popen([*mpirun, "2", *bare(folder, job)], env=told)
+
+    jobs = [start(job) for job in "ab"]
     assert [job.wait(50) for job in jobs] == [0, 0]
     a, b = ([(folder / f"{job}{rank}").read_text() for rank in range(2)] for job in "ab")
     assert a[0] == a[1] != b[0] == b[1]
