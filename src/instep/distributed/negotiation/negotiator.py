@@ -165,7 +165,6 @@ class Negotiator:
                 )
         with self._lock:
             self._tasks.pop(request.key, None)
-        if recorder.on_named is not None:
-            times = task.submitted, ready, monotonic_ns()
-            recorder.on_named(request.collective, request.name, times)
+        if (on_named := recorder.on_named) is not None:  # another thread may end the timeline
+            on_named(request.collective, request.name, (task.submitted, ready, monotonic_ns()))
         task.finish(outcome)
