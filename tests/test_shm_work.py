@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    BroadcastOptions,
     ReduceOp,
     distributed_c10d,
 )
@@ -150,3 +151,52 @@ def test_what_it_does_not_know_is_answered_by_gloo():
     total = torch.ones(1)
     dist.all_reduce(total, group=group())
     assert total.item() == 2, "the group goes on"
+
+
+@ranks(2, 3)
+def test_methods_of_a_group_take_one_tensor_as_gloos_do():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    each = [torch.full((2,), float(r)) for r in range(n)]
+    x = each[rank].clone()
+    assert group().allreduce(x, op=ReduceOp.MAX).get_future().wait()[0] is x
+    assert x.tolist() == [n - 1] * 2
+    x = each[rank].clone()
+    group().broadcast(x, root=n - 1).wait()
+    assert x.tolist() == [n - 1] * 2
+    x = each[rank].clone()
+    group().reduce(x, 1, ReduceOp.SUM).wait()
+    assert x.tolist() == ([n * (n - 1) / 2] * 2 if rank == 1 else [rank] * 2)
+    found = [torch.empty(2) for _ in each]
+    group().allgather(found, each[rank]).wait()
+    assert torch.equal(torch.stack(found), torch.stack(each))
+    found = [torch.empty(2) for _ in each] if rank == 0 else []
+    group().gather(found, each[rank], root=0).wait()
+    assert rank != 0 or torch.equal(torch.stack(found), torch.stack(each))
+    group().scatter(x, each if rank == 1 else [], root=1).wait()
+    assert torch.equal(x, each[rank])
+    group().reduce_scatter(x, each, op=ReduceOp.SUM).wait()
+    assert torch.equal(x, n * each[rank])
+    assert group().barrier(timeout=timedelta(seconds=40)).wait()
+    group().reduce_scatter(input=each, output=x).wait()
+    assert torch.equal(x, n * each[rank])
+    for wrong in ({"tensors": [x], "roots": 1}, {}):
+        with pytest.raises(TypeError, match=r"allreduce\(\) does not take"):
+            group().allreduce(**wrong)
+
+
+@pytest.mark.parametrize("method", ["allreduce", "allreduce_coalesced", "broadcast", "reduce"])
+@ranks(2)
+def test_an_empty_list_of_tensors_is_refused_and_the_group_goes_on(method):
+    with pytest.raises(RuntimeError, match=r"invalid root tensor|non-empty|single-element"):
+        getattr(group(), method)([])
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
+
+
+@ranks(2)
+def test_a_root_tensor_that_is_not_there_is_refused():
+    options = BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 1
+    with pytest.raises(RuntimeError, match="invalid root tensor"):
+        group().broadcast([torch.ones(1)], options)

@@ -97,10 +97,12 @@ AllreduceCoalescedOptions = _c10d.AllreduceCoalescedOptions
 AllreduceOptions = _c10d.AllreduceOptions
 BarrierOptions = _c10d.BarrierOptions
 BroadcastOptions = _c10d.BroadcastOptions
+GatherOptions = _c10d.GatherOptions
 ProcessGroup = _c10d.ProcessGroup
 ReduceOptions = _c10d.ReduceOptions
 ReduceScatterOptions = _c10d.ReduceScatterOptions
 Reducer = _c10d.Reducer
+ScatterOptions = _c10d.ScatterOptions
 Work = _c10d.Work
 
 dump_flight_record: Callable[[bool, bool, bool], bytes] | None = getattr(

@@ -25,6 +25,7 @@ from instep.distributed.shm.memory.flat import is_plain
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
+from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.process.torch_private import AllreduceOptions, Work, skip_methods
 
@@ -47,6 +48,7 @@ class _Segment:
 
 
 @skip_methods
+@accept_overloads
 class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
     """The group of `init_process_group("instep")` where the ranks of each host share memory."""
 
@@ -59,20 +61,19 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         exchange.signals.describe = lambda: recorder.describe(group)
         self._inter_host = _inter_host_group(store, gloo, name, exchange)
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         """all_reduce of one tensor; in the calling thread, if that waits for it."""
-        opts = opts or AllreduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
             return super().allreduce(tensors, opts)
-        chosen, options = reduction, opts
+        chosen = reduction
 
         def step(values: list[Tensor], *_: object) -> None:
-            self._all_reduce(values[0], chosen, options)
+            self._all_reduce(values[0], chosen, opts)
 
         shape, dtype = tensors[0].shape, tensors[0].dtype
         signature = ("all_reduce", shape, dtype, self._recorded_as, None, reduction.name)
         collective = Collective(step, tensors, signature=signature)
-        return self._queue.issue(collective, "all_reduce", tensors, options.asyncOp)
+        return self._queue.issue(collective, "all_reduce", tensors, opts.asyncOp)
 
     def shutdown(self) -> None:
         """Leave the group: peers that still wait for this rank get an error. Called by torch."""

@@ -23,6 +23,7 @@ from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
+from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
 from instep.distributed.shm.work_queue import Collective, Signature, Step, WorkQueue
 from instep.process.torch_private import (
@@ -46,6 +47,7 @@ class _Options(Protocol):
 
 
 @skip_methods
+@accept_overloads
 class InstepProcessGroup(ProcessGroupOverGloo):
     """The group of `init_process_group("instep")` where all ranks share memory.
 
@@ -130,9 +132,8 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         )
         self._queue.run(collective, "all_gather_each", written)
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions | None = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         """all_reduce of one tensor."""
-        opts = opts or AllreduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().allreduce(tensors, opts)
         exchange, chosen = self._exchange, reduction
@@ -156,13 +157,12 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         return self._issue("all_reduce_coalesced", tensors, step, opts, reduction=reduction.name)
 
-    def reduce(self, tensors: list[Tensor], opts: ReduceOptions | None = None) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: ReduceOptions) -> Work:
         """Reduce to `opts.rootRank`; the tensors of other ranks stay as they are."""
-        opts = opts or ReduceOptions()
         if len(tensors) != 1 or (reduction := _reduction(_op_type(opts.reduceOp), tensors)) is None:
             return super().reduce(tensors, opts)
         exchange, root, chosen = self._exchange, opts.rootRank, reduction
-        if root not in range(self.size()):
+        if root not in range(self.size()) or opts.rootTensor != 0:
             return super().reduce(tensors, opts)
 
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
@@ -170,11 +170,11 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         return self._issue("reduce", tensors, step, opts, (), root, reduction.name)
 
-    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions | None = None) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions) -> Work:
         """Broadcast from `opts.rootRank`."""
-        opts = opts or BroadcastOptions()
         exchange, root = self._exchange, opts.rootRank
-        if len(tensors) != 1 or not is_plain(tensors[0]) or root not in range(self.size()):
+        fits = len(tensors) == 1 and root in range(self.size()) and opts.rootTensor == 0
+        if not fits or not is_plain(tensors[0]):
             return super().broadcast(tensors, opts)
 
         def step(values: list[Tensor], _: list[Tensor], timeout: timedelta | None) -> None:
@@ -186,10 +186,9 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self,
         outputs: list[list[Tensor]],
         inputs: list[Tensor],
-        opts: AllgatherOptions | None = None,
+        opts: AllgatherOptions,
     ) -> Work:
         """Gather one tensor of every rank into a list."""
-        opts = opts or AllgatherOptions()
         fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self.size()
         if not fits or not match(outputs[0], inputs[0]):
             return super().allgather(outputs, inputs, opts)
@@ -225,10 +224,9 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         self,
         outputs: list[Tensor],
         inputs: list[list[Tensor]],
-        opts: ReduceScatterOptions | None = None,
+        opts: ReduceScatterOptions,
     ) -> Work:
         """Reduce a list of tensors, one for each rank."""
-        opts = opts or ReduceScatterOptions()
         fits = len(outputs) == len(inputs) == 1 and len(inputs[0]) == self.size()
         same_layout = fits and match(inputs[0], outputs[0])
         if not same_layout or (reduction := _reduction(_op_type(opts.reduceOp), outputs)) is None:
@@ -267,12 +265,10 @@ class InstepProcessGroup(ProcessGroupOverGloo):
 
         return self._issue("reduce_scatter", outputs, step, opts, inputs, reduction=reduction.name)
 
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+    def barrier(self, opts: BarrierOptions) -> Work:
         """Wait for all ranks."""
         exchange = self._exchange
-        return self._issue(
-            "barrier", [], lambda *args: exchange.barrier(args[2]), opts or BarrierOptions()
-        )
+        return self._issue("barrier", [], lambda *args: exchange.barrier(args[2]), opts)
 
     def shutdown(self) -> None:
         """Leave the group: peers that still wait for this rank get an error. Called by torch."""

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import GroupName, default_pg_timeout
 
 from instep.distributed.flight_record.record_format import message_group
 from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident
 from instep.process.torch_private import AllreduceOptions, ProcessGroup, Work, skip_methods
 
@@ -36,8 +37,11 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
 
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
         number = self._enter(op, () if mine is None else args[mine], args) if op else -1
+        # torch finds the backend by a tensor; Gloo itself says what is wrong without one.
+        tensors = None if mine is None else args[mine]
+        gloo = self._gloo if tensors == [] else self._gloo_group
         try:
-            work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
+            work: Work = getattr(gloo, method)(*args, **kwargs)
         except Exception:  # Gloo refuses the arguments
             if number >= 0:
                 recorder.leave(number)
@@ -70,6 +74,7 @@ def _has_ended(work: Work | None) -> bool:
 
 
 @skip_methods
+@accept_overloads
 class ProcessGroupOverGloo(ProcessGroup):
     """The group of `init_process_group("instep")` where the ranks cannot share memory."""
 
@@ -81,6 +86,7 @@ class ProcessGroupOverGloo(ProcessGroup):
         self._members = [*(gloo.options.global_ranks_in_group or range(size))]
         self._recorded_as = recorder.add_group(name, self._members) if is_recorded else ""
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one of two
+        self._gloo = gloo
         self._gloo_group = ProcessGroup(store, rank, size)
         for group in (self, self._gloo_group):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)

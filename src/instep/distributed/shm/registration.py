@@ -32,11 +32,11 @@ class _GroupOptions(Protocol):
 def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors. May be called twice."""
     if not has_backend(NAME.upper()):
-        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        Backend.register_backend(NAME, create_group, extended_api=True, devices=["cpu"])
     torch_calls.install()
 
 
-def _create(options: _GroupOptions, _: object = None) -> ProcessGroup:
+def create_group(options: _GroupOptions, _: object = None) -> ProcessGroup:
     """Create a group. Collective."""
     rank, size, store = options.group_rank, options.group_size, options.store
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, options.timeout)
