@@ -195,6 +195,32 @@ def test_an_empty_list_of_tensors_is_refused_and_the_group_goes_on(method):
 
 
 @ranks(2)
+def test_sparse_tensors_in_a_list_are_refused_in_gloos_words():
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], size=(1,))
+    with pytest.raises(RuntimeError, match="unsupported layout"):
+        group().allreduce_coalesced([sparse, sparse.clone()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@ranks(3, 4)
+def test_sums_of_half_precision_are_rounded_once(dtype):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    rows = torch.randn(n, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for op in (ReduceOp.SUM, ReduceOp.AVG):
+        x = rows[rank].clone()
+        dist.all_reduce(x, op)
+        exact = rows.float().sum(0) / (n if op == ReduceOp.AVG else 1)
+        assert torch.equal(x, exact.to(dtype))
+
+
+@ranks(2, 3)
+def test_a_mean_in_half_precision_does_not_overflow():
+    x = torch.full((5,), 40000.0, dtype=torch.float16)
+    dist.all_reduce(x, ReduceOp.AVG)
+    assert x.tolist() == [40000.0] * 5
+
+
+@ranks(2)
 def test_a_root_tensor_that_is_not_there_is_refused():
     options = BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 1

@@ -38,10 +38,11 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
         number = self._enter(op, () if mine is None else args[mine], args) if op else -1
         # torch finds the backend by a tensor; Gloo itself says what is wrong without one.
-        tensors = None if mine is None else args[mine]
-        gloo = self._gloo if tensors == [] else self._gloo_group
         try:
-            work: Work = getattr(gloo, method)(*args, **kwargs)
+            try:
+                work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
+            except NotImplementedError:  # torch finds no backend for these tensors, or no tensor
+                work = getattr(self._gloo, method)(*args, **kwargs)
         except Exception:  # Gloo refuses the arguments
             if number >= 0:
                 recorder.leave(number)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_HALVES = frozenset({torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _ALL = _FLOATS | _INTEGERS
@@ -68,6 +69,16 @@ def reduce_into(
     """
     if len(parts) == 1:
         out.copy_(parts[0])
+    elif (
+        out.dtype in _HALVES
+        and reduction.combine is torch.add
+        and (len(parts) > 2 or reduction.is_mean)
+    ):
+        total = parts[0].float()  # rounded once, and a mean does not overflow where no value does
+        for part in parts[1:]:
+            total += part
+        out.copy_(total.div_(len(parts)) if reduction.is_mean else total)
+        return
     else:
         _branch(parts, reduction.combine, out, buffers)
     if reduction.is_mean:
