@@ -90,13 +90,8 @@ CASES = (
         "run train.py --nproc=4 -x", "--nproc comes before the script: instep run -n 4 train.py -x"
     ),
     Case(
-        "run train.py x",
-        "say how many ranks: instep run -n 2 train.py x (there is no GPU here, and ",
-        environ={"CUDA_VISIBLE_DEVICES": ""},
-    ),
-    Case(
-        "run train.py",
-        "say how many ranks: instep run -n 4 train.py takes all 4 GPUs of this host.",
+        "run --nnodes 2 --node-rank 0 train.py x",
+        "say how many ranks each host has: instep run -n 4 … train.py x",
         environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
     ),
     Case(

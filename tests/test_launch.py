@@ -13,6 +13,7 @@ import pytest
 
 import instep
 from instep import cli
+from instep.launch import default_ranks
 from instep.launch.environment import threads_per_rank
 from launching import Launch
 
@@ -407,7 +408,7 @@ TWO_HOSTS = ["-n", "2", "--nnodes", "2", "--node-rank", "0"]
         (["-n", "0", "train.py"], "not '0'"),
         (["-n", "-2", "train.py"], "not '-2'"),
         (["-n", "x", "train.py"], "not 'x'"),
-        (["train.py"], "say how many ranks: instep run -n 2 train.py"),
+        (["--nnodes", "2", "--node-rank", "0", "train.py"], "say how many ranks each host has"),
         (["train.py", "-n", "2"], "-n comes before the script: instep run -n 2 train.py"),
         (["train.py", "-np", "2"], "-np comes before the script"),
         (["-n", "2", "--pllain", "train.py"], "no option --pllain; did you mean --plain?"),
@@ -457,6 +458,35 @@ def test_many_ranks_on_few_cores_are_mentioned_at_once(launch: Launch) -> None:
     assert launch.events(3) == [[0], [1], [2]]
 
 
+def test_without_a_number_there_is_a_rank_for_each_gpu(launch: Launch) -> None:
+    script = launch.script("tell(rank, os.environ['WORLD_SIZE'])")
+    done = launch.run(script, environ={"CUDA_VISIBLE_DEVICES": "0,1,2"})
+    assert "instep: 3 ranks, one for each GPU of this host (-n for another number)" in done.stderr
+    assert [size for _, size in launch.events(3)] == ["3"] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "said"),
+    [
+        (1, 1, "1 rank, for the one core here, as there is no GPU"),
+        (4, 4, "4 ranks, one for each core here, as there is no GPU"),
+        (64, 8, "8 ranks, each with 8 of the 64 cores here, as there is no GPU"),
+    ],
+)
+def test_without_a_gpu_there_are_as_many_ranks_as_cores_up_to_eight(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cores: int,
+    ranks: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(default_ranks, "count_cores", lambda: cores)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("INSTEP_DEVICE", "cpu")
+    assert default_ranks.choose_number_of_ranks(["train.py"], is_one_host=True) == ranks
+    assert capsys.readouterr().err == f"instep: {said} (-n for another number)\n"
+
+
 @pytest.mark.parametrize("ranks", ["-np 2", "--nproc 2", "--nproc-per-node=2", "-n2"])
 def test_other_launchers_words_for_the_number_of_ranks_are_taken(
     launch: Launch, ranks: str
@@ -471,7 +501,7 @@ def test_other_launchers_words_for_the_number_of_ranks_are_taken(
     [
         ("", "usage: instep "),
         ("help", "usage: instep "),
-        ("help run", "usage: instep run -n N"),
+        ("help run", "usage: instep run [-n N]"),
         ("--version", f"instep {instep.__version__}\n"),
     ],
 )

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_first_word(word: str, words: Sequence[str]) -> None:
     """Raise CommandLineError, with the right line, unless this is an option of instep's own."""
-    from instep.launch.command import RANKS
+    from instep.launch.default_ranks import RANKS
     from instep.launch.job import is_module, is_python
 
     if word.partition("=")[0] in RANKS:

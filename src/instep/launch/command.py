@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from instep.distributed.identity import endpoints
+from instep.distributed.identity import endpoints, launchers
 from instep.errors import CommandLineError
 from instep.launch import supervisor
+from instep.launch.default_ranks import RANKS, choose_number_of_ranks
 from instep.launch.environment import count_cores
 from instep.launch.job import Job
 from instep.launch.multi_node.hosts import (
@@ -49,6 +49,8 @@ per host with srun or mpirun, which need none of these options.
 Arguments after the script's name belong to the script. `-m module` runs a module, as `python -m
 module` does.
 """
+NUMBER = """\
+number of ranks on this host (default: one for each GPU; without one, for each core, up to 8)"""
 OUTPUT = """\
 where the output of ranks other than 0 goes; rank 0 writes to this terminal. All ranks of an
 unedited script print the same, so only rank 0's output is shown.
@@ -81,8 +83,6 @@ HOSTS = """\
 the hosts and the number of ranks on each (without a number: -n), started by ssh from here. They
 share the folder, the interpreter and the files"""
 
-RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
-"""The option for the number of ranks, in the spellings of other launchers too."""
 _CROWDED = 2
 """Ranks per core; with more of them the start takes long, and a line says why."""
 WITH_VALUE = (
@@ -111,7 +111,7 @@ def add_command(commands: Any) -> None:
         "run",
         help="run a script on several processes",
         description=RUN,
-        usage="instep run -n N [--plain] [--load own|whole] [--checkpoint FOLDER] [--bitwise V] "
+        usage="instep run [-n N] [--plain] [--load own|whole] [--checkpoint FOLDER] [--bitwise V] "
         "[--output prefix|rank0|DIR] [--timeline FILE] [--max-restarts K [--min M]] "
         "[--hosts HOST:N,HOST:N | --nnodes M --node-rank K (--master HOST:PORT | --dist-file FILE)]"
         " "
@@ -120,9 +120,7 @@ def add_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(command=run)
-    parser.add_argument(
-        *RANKS, dest="n", type=_number_of_ranks, metavar="N", help="number of ranks on this host"
-    )
+    parser.add_argument(*RANKS, dest="n", type=_number_of_ranks, metavar="N", help=NUMBER)
     parser.add_argument(
         "--plain", action="store_true", help="run the script as it is, and divide nothing"
     )
@@ -158,7 +156,8 @@ def add_command(commands: Any) -> None:
 def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None and asked.hosts is None:
-        raise _no_number_of_ranks(program)
+        Job(1, tuple(program))  # finds what is wrong before the line about their number
+        asked.n = choose_number_of_ranks(program, is_one_host=_is_one_host(asked))
     slots = None if asked.hosts is None else _slots(asked)
     _check_restarts(asked, asked.n if slots is None else sum(slots.values()))
     variables = {settings.LOAD.name: asked.load} if asked.load else {}
@@ -219,28 +218,11 @@ def _run_on_hosts(
     )
 
 
-def _no_number_of_ranks(program: Sequence[str]) -> CommandLineError:
-    """There is no -n, or it stands behind the script's name, where it is the script's."""
-    rest = list(program)
-    for at, word in enumerate(rest[1:], start=1):
-        name, equals, value = word.partition("=")
-        if name in RANKS:
-            number = value if equals else "".join(rest[at + 1 : at + 2])
-            if number.isdecimal():
-                del rest[at : at + 1 + (not equals)]
-                line = shlex.join(["instep", "run", "-n", number, *rest])
-                return CommandLineError(f"{name} comes before the script: {line}")
-    line = shlex.join(rest) or "train.py"
-    # Not at the top: a job with -n must start fast, and needs none of it.
-    from instep.distributed.identity.accelerators import find_on_host
-
-    cores = count_cores()
-    if (found := find_on_host()) is not None:
-        title, count = found[0].title, len(found[1])
-        why = f"the {title} of this host" if count == 1 else f"all {count} {title}s of this host"
-        return CommandLineError(f"say how many ranks: instep run -n {count} {line} takes {why}.")
-    why = f"there is no GPU here, and {cores} core{'s' * (cores != 1)}"
-    return CommandLineError(f"say how many ranks: instep run -n 2 {line} ({why})")
+def _is_one_host(asked: argparse.Namespace) -> bool:
+    """Whether neither the options nor the launcher of this command speak of other hosts."""
+    if asked.nnodes is not None or asked.node_rank is not None:
+        return bool(asked.nnodes == 1)
+    return launchers.detect_tasks(os.environ).size == 1
 
 
 def _check_restarts(asked: argparse.Namespace, ranks: int) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instep.distributed.identity.launchers import FAILURE_FILE
-from instep.launch.control_bytes import BEGUN, GO, READY
 from instep.launch.output import Streams
+from instep.launch.worker.control_bytes import BEGUN, GO, READY
 from instep.process.failure import RankExit
 from instep.process.pending_writes import marker_path
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from instep.distributed.file_limit import allow_open_files
 from instep.distributed.identity.launchers import RESTARTS
 from instep.distributed.rendezvous.job_fingerprint import JobFingerprint
-from instep.launch.control_bytes import FAILED
 from instep.launch.environment import rank_environment
 from instep.launch.errors import StartError
 from instep.launch.job import Job
@@ -31,6 +30,7 @@ from instep.launch.rank_process import RankProcess, RankSpec, StartRank, start_r
 from instep.launch.reaper import Reaper, end_ranks
 from instep.launch.signals import REPORT_SIGNALS, SignalQueue
 from instep.launch.where.command import print_report
+from instep.launch.worker.control_bytes import FAILED
 from instep.process import pending_writes, settings, storage
 from instep.process.exit_status import REQUEUE
 from instep.process.failure import Failure, RankExit, first_failure, format_report

@@ -17,8 +17,8 @@ from types import TracebackType
 
 from instep.distributed import gloo_threads
 from instep.distributed.identity.launchers import FAILURE_FILE, STORE_FD
-from instep.launch.control_bytes import BEGUN, FAILED, GO, READY
 from instep.launch.worker import program
+from instep.launch.worker.control_bytes import BEGUN, FAILED, GO, READY
 from instep.process.failure import Failure
 from instep.process.last_position import LastPosition, enable_faulthandler
 from instep.process.tracebacks import (

@@ -1,0 +1,58 @@
+"""How many ranks `instep run` starts where nobody says it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from instep.errors import CommandLineError
+from instep.launch.environment import count_cores
+from instep.process import settings
+
+RANKS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node")
+"""The option for the number of ranks, in the spellings of other launchers too."""
+_MOST_ON_CPUS = 8
+"""More ranks divide a usual batch into parts that are too small to keep a core busy."""
+
+
+def choose_number_of_ranks(program: Sequence[str], *, is_one_host: bool) -> int:
+    """One rank for each GPU of this host; without one, a rank for each core, up to 8.
+
+    `program`: the script and its arguments. Prints the number and its reason to stderr. Raises
+    CommandLineError if -n stands behind the script, or if the job has other hosts, which must have
+    the same number.
+    """
+    _refuse_number_behind_script(program)
+    # Not at the top: a job with -n must start fast, and needs none of it.
+    from instep.distributed.identity.accelerators import find_on_host
+
+    found = find_on_host() if str(settings.DEVICE) == "auto" else None
+    cores = count_cores()
+    ranks = min(cores, _MOST_ON_CPUS) if found is None else len(found[1])
+    if not is_one_host:
+        line = shlex.join([*program]) or "train.py"
+        raise CommandLineError(f"say how many ranks each host has: instep run -n {ranks} … {line}")
+    each = "one for each" if ranks > 1 else "for the one"
+    if found is not None:
+        why = f"{each} {found[0].title} of this host"
+    elif ranks == cores:
+        why = f"{each} core here, as there is no GPU"
+    else:
+        why = f"each with {cores // ranks} of the {cores} cores here, as there is no GPU"
+    number = f"{ranks} rank{'s' * (ranks != 1)}"
+    print(f"instep: {number}, {why} (-n for another number)", file=sys.stderr, flush=True)
+    return ranks
+
+
+def _refuse_number_behind_script(program: Sequence[str]) -> None:
+    """What stands behind the script's name is the script's."""
+    rest = list(program)
+    for at, word in enumerate(rest[1:], start=1):
+        name, equals, value = word.partition("=")
+        if name in RANKS:
+            number = value if equals else "".join(rest[at + 1 : at + 2])
+            if number.isdecimal():
+                del rest[at : at + 1 + (not equals)]
+                line = shlex.join(["instep", "run", "-n", number, *rest])
+                raise CommandLineError(f"{name} comes before the script: {line}")
