@@ -1,8 +1,8 @@
-"""all_reduce over two hosts: through the shared memory of each, against Gloo alone.
+"""all_reduce over several hosts: through the shared memory of each, against Gloo alone.
 
-    python benchmarks/hosts.py [--ranks 2] [--rate 10gbit] [--blocks 15] [--json FILE]
+    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 10gbit] [--blocks 15] [--json FILE]
 
-The hosts are network namespaces of this machine, joined by a cable (root and iproute2 are needed);
+The hosts are network namespaces of this machine, joined by cables (root and iproute2 are needed);
 `--rate` is how fast the cable is, by default as fast as the processor. In each block of a size both
 contenders run, in shuffled order, in the same processes; what counts is the ratio inside a block.
 """
@@ -52,16 +52,24 @@ def measure(blocks: int) -> dict[str, list[dict[str, float]]]:
     return {numel: measured[1:] for numel, measured in results.items()}  # the first warms up
 
 
-def run(ranks: int, rate: str | None, blocks: int) -> dict[str, list[dict[str, float]]]:
-    """Start this file on two hosts; what rank 0 measured."""
-    with tempfile.TemporaryDirectory() as folder, networks.TwoHosts(rate) as hosts:
+def run(count: int, ranks: int, rate: str | None, blocks: int) -> dict[str, list[dict[str, float]]]:
+    """Start this file on `count` hosts; what rank 0 measured."""
+    made = networks.TwoHosts(rate) if count == 2 else networks.Hosts(count, rate)
+    with tempfile.TemporaryDirectory() as folder, made as hosts:
         result = Path(folder, "result")
         this = [__file__, "--blocks", str(blocks), "--result", str(result)]
-        there = ["--nnodes", "2", "--master", f"{hosts.addresses[0]}:29471", "-n", str(ranks)]
+        there = [
+            "--nnodes",
+            str(count),
+            "--master",
+            f"{hosts.addresses[0]}:29471",
+            "-n",
+            str(ranks),
+        ]
         command = [sys.executable, "-m", "instep", "run", "--plain", *there]
         started = [
             subprocess.Popen(hosts.on(host, *command, "--node-rank", host, *this))
-            for host in range(2)
+            for host in range(count)
         ]
         codes = [process.wait() for process in started]
         if any(codes):
@@ -82,6 +90,7 @@ def summary(blocks: list[dict[str, float]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on each host")
     parser.add_argument("--rate", help="of the cable, as tc writes it: 10gbit")
     parser.add_argument("--blocks", type=int, default=15, help="blocks per size")
@@ -93,14 +102,19 @@ def main() -> None:
         if instep.rank == 0:
             asked.result.write_text(json.dumps(measured))
         return
-    blocks = run(asked.ranks, asked.rate, asked.blocks)
+    blocks = run(asked.hosts, asked.ranks, asked.rate, asked.blocks)
     sizes = {numel: summary(rows) for numel, rows in blocks.items()}
     print(f"{'floats':>10} {'gloo':>10} {'instep':>10}   gloo / instep   (us; median (quartiles))")
     for numel, row in sizes.items():
         times = [f"{row['microseconds'][name]:10.1f}" for name in ("gloo", "instep")]
         print(f"{numel:>10} {' '.join(times)}   {shown(row['gloo / instep'])}")
     if asked.json:
-        told = {"ranks": 2 * asked.ranks, "rate": asked.rate, "machine": machine()}
+        told = {
+            "hosts": asked.hosts,
+            "ranks": asked.hosts * asked.ranks,
+            "rate": asked.rate,
+            "machine": machine(),
+        }
         asked.json.write_text(json.dumps(told | {"sizes": sizes, "blocks": blocks}, indent=1))
 
 

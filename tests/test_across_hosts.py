@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp
 
 from instep.distributed.rendezvous import bootstrap
 from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
-from instep.distributed.shm.joining import join, obstacle
+from instep.distributed.shm.joining import join, obstacle, place_of
 from instep.distributed.shm.memory.reduction import buffer_count, find_reduction, reduce_into
 from instep.errors import BrokenGroupError
 from pool import ranks
@@ -31,16 +31,18 @@ SIZES = [0, 1, 3, 40_000, 5_000_001]  # none, fewer than ranks, a part, several 
 
 
 def group(near, name, seconds=50):
-    """As if each `near` successive ranks had a host of their own."""
+    """As if each `near` successive ranks had a host of their own; or the hosts have so many."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(f"{name}{near}/", bootstrap.store())
     timeout = timedelta(seconds=seconds)
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
     gloo._set_sequence_number_for_group()
-    host = rank // near
+    sizes = [near] * (size // near) if isinstance(near, int) else near
+    host, host_rank = place_of(rank, sizes)
+    first = rank - host_rank
     here = PrefixStore(f"host{host}/", store)
-    exchange = join(here, rank % near, range(host * near, host * near + near), lambda: timeout)
-    return ProcessGroupAcrossHosts(store, gloo, f"{name}{near}", exchange)
+    exchange, _ = join(here, host_rank, range(first, first + sizes[host]), lambda: timeout)
+    return ProcessGroupAcrossHosts(store, gloo, f"{name}{near}", exchange, sizes)
 
 
 kept = functools.cache(group)
@@ -92,6 +94,29 @@ def test_three_hosts_have_the_same_bits_everywhere():
             torch.testing.assert_close(mine, torch.stack(parts).sum(0), atol=1e-5, rtol=1e-5)
             dist.all_gather(parts, mine)
             assert all(torch.equal(part, mine) for part in parts)
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("near", [(3, 1), (1, 2, 1)], ids=str)
+@ranks(4)
+def test_hosts_of_unequal_size_give_what_gloo_gives(near, op):
+    kinds = INTEGERS if op.startswith("B") else FLOATS if op == "AVG" else FLOATS + INTEGERS
+    for dtype in kinds:
+        for numel in SIZES if dtype is torch.float32 else SIZES[:-1]:
+            ours, theirs = (values(numel, dtype, dist.get_rank()) for _ in range(2))
+            over(kept(near, "kept"), ours, getattr(ReduceOp, op)).wait()
+            dist.all_reduce(theirs, getattr(ReduceOp, op))
+            torch.testing.assert_close(ours, theirs, msg=f"{dtype} {numel}")
+
+
+@ranks(4)
+def test_hosts_of_unequal_size_have_the_same_bits_everywhere():
+    for numel in SIZES:
+        mine = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+        parts = [torch.empty(numel) for _ in range(4)]
+        over(kept((3, 1), "kept"), mine).wait()
+        dist.all_gather(parts, mine)
+        assert all(torch.equal(part, mine) for part in parts)
 
 
 @ranks(4)

@@ -50,7 +50,7 @@ def start(hosts, folder, command, **more):
                     text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 )
             )
-            for host in range(2)
+            for host in range(len(hosts.addresses))
         ]  # fmt: skip
         for process in processes:
             stack.callback(process.kill)
@@ -61,7 +61,7 @@ def start(hosts, folder, command, **more):
 
 def by_hand(hosts, host, *program, ranks=2, port=29471):
     master = f"{hosts.addresses[0]}:{port}"
-    told = ["--nnodes", 2, "--node-rank", host, "--master", master]
+    told = ["--nnodes", len(hosts.addresses), "--node-rank", host, "--master", master]
     return [*PYTHON, "-m", "instep", "run", "--plain", "-n", ranks, *told, *program]
 
 
@@ -85,6 +85,19 @@ def two_by_two(hosts, folder, oracle, command, source):
 
 def test_instep_run(hosts, tmp_path, oracle):
     two_by_two(hosts, tmp_path, oracle, lambda *c: by_hand(hosts, *c), "instep run")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [(2, 1, 1), (1, 1, 1), (2, 2, 2)], ids=str)
+def test_three_hosts_train_as_one_process(tmp_path, oracle, ranks):
+    with networks.Hosts(3) as three:
+        ends = start(
+            three,
+            tmp_path,
+            lambda host: by_hand(three, host, TESTS / "trained.py", tmp_path, ranks=ranks[host]),
+        )
+        assert [code for code, _, _ in ends] == [0] * 3, ends
+        assert_same(tmp_path, sum(ranks), oracle, "instep run", beyond=three.addresses)
 
 
 @pytest.mark.nightly
@@ -179,16 +192,16 @@ print("kinds", rank, *map(kind, groups))
 """
 
 
-def test_hosts_that_are_alike_share_memory_and_all_others_take_gloo(hosts, tmp_path):
+def test_ranks_of_a_host_share_memory_where_they_can_and_others_take_gloo(hosts, tmp_path):
     (tmp_path / "talks.py").write_text(TALKS)
     ends = start(hosts, tmp_path, lambda host: by_hand(hosts, host, "talks.py"))
     assert [code for code, _, _ in ends] == [0, 0], ends
     lines = [line.partition("kinds ")[2] for _, out, _ in ends for line in out.splitlines()]
     across, shared, gloo = "ProcessGroupAcrossHosts", "InstepProcessGroup", "ProcessGroupOverGloo"
     assert sorted(lines) == [
-        f"0 {across} None {gloo} {gloo} {gloo}",
-        f"1 {across} None None {gloo} {gloo}",
-        f"2 {across} {shared} {gloo} {gloo} {gloo}",
+        f"0 {across} None {gloo} {across} {gloo}",
+        f"1 {across} None None {across} {gloo}",
+        f"2 {across} {shared} {gloo} {across} {gloo}",
         f"3 {across} {shared} None None {gloo}",
     ]
 

@@ -23,7 +23,7 @@ from ssh_servers import PORT, SSHServers
 from test_same_under import assert_same, environment
 
 TESTS = Path(__file__).parent
-FIRST, SECOND = networks.TwoHosts.addresses
+FIRST, SECOND = map(networks.address, range(2))
 TWO_BY_TWO = f"{FIRST}:2,{SECOND}:2"
 INSTEP = [sys.executable, "-m", "instep"]
 

@@ -1066,13 +1066,14 @@ def of_hosts(hosts):
     return group_by_host([("", host, {"rank": rank}) for rank, host in enumerate(hosts)])
 
 
-def test_the_ranks_of_each_host_share_memory_where_hosts_are_alike():
+def test_the_ranks_of_each_host_share_memory_where_they_are_consecutive():
     first, second, third = ({"rank": rank} for rank in range(3))
     assert of_hosts("aaa") == [[first, second, third]]
     assert of_hosts("aabb") == [[first, second], [third, {"rank": 3}]]
     assert of_hosts("ab") == ""  # nobody to share it with: no word about it
-    for uneven in ("aab", "abb", "abab", "abba"):
-        assert "equally many" in of_hosts(uneven)
+    assert of_hosts("aab") == [[first, second], [third]]
+    for apart in ("abab", "abba"):
+        assert "not one after the other" in of_hosts(apart)
 
 
 def too_large_a_bucket(rank, store, size):

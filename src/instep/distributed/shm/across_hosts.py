@@ -1,8 +1,9 @@
-"""A process group over several hosts that all have the same number of ranks.
+"""A process group over several hosts, most of which have several ranks.
 
 all_reduce is hierarchical. Each rank of a host reduces one slice of the tensor over its host, in
 shared memory; the ranks with the same slice reduce it between the hosts, over Gloo; the ranks of a
-host gather the slices. So a tensor crosses the network once per host, not once per rank. All other
+host gather the slices. Where the hosts have unequal numbers of ranks, the first rank of each does
+all of it for its host. So a tensor crosses the network once per host, not once per rank. All other
 collectives are left to Gloo.
 """
 
@@ -12,7 +13,7 @@ collectives are left to Gloo.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -21,14 +22,23 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Reduc
 
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.exchange import Exchange
+from instep.distributed.shm.joining import place_of
 from instep.distributed.shm.memory.flat import is_plain
-from instep.distributed.shm.memory.reduction import Reduction, find_reduction
+from instep.distributed.shm.memory.reduction import (
+    Reduction,
+    buffer_count,
+    find_reduction,
+    reduce_into,
+)
 from instep.distributed.shm.memory.signals import signature_of
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.work_queue import Collective, WorkQueue
-from instep.process.torch_private import AllreduceOptions, Work, skip_methods
+from instep.process.torch_private import AllgatherOptions, AllreduceOptions, Work, skip_methods
 
+_TINY_BYTES = 256
+"""Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
+follow each other as for a reduction between the hosts."""
 _SMALL_BYTES = 16 << 10
 """Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""
 _SEGMENT_BYTES = 8 << 20
@@ -52,14 +62,31 @@ class _Segment:
 class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
     """The group of `init_process_group("instep")` where the ranks of each host share memory."""
 
-    def __init__(self, store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange) -> None:
-        """`exchange` joins the ranks of this host. Collective."""
+    _inter_host: ProcessGroup
+    """Of the ranks with this rank on their hosts; of unequal hosts, of their first ranks only."""
+
+    def __init__(
+        self,
+        store: Store,
+        gloo: ProcessGroupGloo,
+        name: str,
+        exchange: Exchange,
+        sizes: Sequence[int],
+    ) -> None:
+        """`exchange` joins the ranks of this host; `sizes`: how many ranks each host has. Their
+        ranks are consecutive. Collective."""
         super().__init__(store, gloo, name)
         self._exchange = exchange
         self._queue = WorkQueue(exchange.signals.abort, exchange.signals.leave)
         group = self._recorded_as
         exchange.signals.describe = lambda: recorder.describe(group)
-        self._inter_host = _inter_host_group(store, gloo, name, exchange)
+        host, host_rank = place_of(gloo.rank(), sizes)
+        self._are_equal = len(set(sizes)) == 1
+        if self._are_equal or host_rank == 0:
+            prefix = PrefixStore(f"between{host_rank}/", store)
+            between = ProcessGroupGloo(prefix, host, len(sizes), gloo.options._timeout)
+            name = f"{name}/between{host_rank}"
+            self._inter_host = ProcessGroupOverGloo(prefix, between, name, is_recorded=False)
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         """all_reduce of one tensor; in the calling thread, if that waits for it."""
@@ -82,11 +109,30 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
     def _all_reduce(self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions) -> None:
         timeout = opts.timeout if opts.timeout.days >= 0 else None
-        if whole.numel() * whole.itemsize > _SMALL_BYTES:
+        if not self._are_equal:
+            self._reduce_by_first_ranks(whole, reduction, opts, timeout)
+        elif whole.nbytes > _SMALL_BYTES:
             self._reduce_by_slices(whole, reduction, opts, timeout)
-        else:
+        elif whole.nbytes > _TINY_BYTES:
             self._exchange.all_reduce(whole, reduction, timeout)
             self._inter_host.allreduce([whole], opts).wait()
+        else:
+            self._gather_and_reduce(whole, reduction, timeout)
+
+    def _gather_and_reduce(
+        self, whole: Tensor, reduction: Reduction, timeout: timedelta | None
+    ) -> None:
+        here, hosts = self._exchange, self._inter_host.size()
+        gathered = whole.new_empty(hosts, here.size, whole.numel())
+        mine = torch.empty_like(gathered[0])
+        signature = signature_of("all_reduce", whole.dtype, whole.numel(), reduction.name)
+        here.all_gather(mine.unbind(), whole, timeout, signature)
+        opts = AllgatherOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self._inter_host.allgather([[*gathered.unbind()]], [mine], opts).wait()
+        nodes = [torch.empty_like(whole) for _ in range(buffer_count(self.size()))]
+        reduce_into(whole, gathered.flatten(0, 1).unbind(), reduction, nodes)
 
     def _reduce_by_slices(
         self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions, timeout: timedelta | None
@@ -108,16 +154,30 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
             if segment.padded is not segment.values:
                 segment.values.copy_(segment.padded[: segment.values.numel()])
 
+    def _reduce_by_first_ranks(
+        self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions, timeout: timedelta | None
+    ) -> None:
+        here, is_mean = self._exchange, reduction.is_mean
+        hosts = self._inter_host if here.rank == 0 else None
+        if is_mean:  # the mean of the hosts' means is another one
+            reduction = replace(reduction, is_mean=False)
+            opts = _options(ReduceOp.SUM, opts.timeout)
+        pending: list[tuple[Tensor, Work | None]] = []
+        for values in whole.split(_SEGMENT_BYTES // whole.itemsize):
+            here.reduce(values, reduction, 0, timeout)
+            pending.append((values, hosts.allreduce([values], opts) if hosts else None))
+        for values, work in pending:
+            if work is not None:
+                work.wait()
+            here.broadcast(values, 0, timeout)
+        if is_mean:
+            whole.div_(self.size())
 
-def _inter_host_group(
-    store: Store, gloo: ProcessGroupGloo, name: str, exchange: Exchange
-) -> ProcessGroup:
-    """A group of the ranks that have the same rank on their hosts."""
-    prefix = PrefixStore(f"between{exchange.rank}/", store)
-    host, hosts = gloo.rank() // exchange.size, gloo.size() // exchange.size
-    gloo_group = ProcessGroupGloo(prefix, host, hosts, gloo.options._timeout)
-    name = f"{name}/between{exchange.rank}"
-    return ProcessGroupOverGloo(prefix, gloo_group, name, is_recorded=False)
+
+def _options(op: ReduceOp.RedOpType, timeout: timedelta) -> AllreduceOptions:
+    opts = AllreduceOptions()
+    opts.reduceOp, opts.timeout = ReduceOp(op), timeout
+    return opts
 
 
 def _reduction(op: ReduceOp, tensor: Tensor) -> Reduction | None:

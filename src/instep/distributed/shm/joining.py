@@ -37,12 +37,12 @@ class CannotShareMemory(Exception):  # noqa: N818 - not a failure: a reason to u
 
 def join(
     store: Store, rank: int, ranks: Sequence[int], default_timeout: Callable[[], timedelta]
-) -> Exchange:
-    """A new mapping that the group's ranks on this host share.
+) -> tuple[Exchange, list[int]]:
+    """A new mapping that the group's ranks on this host share, and how many ranks each host has.
 
-    All ranks of the group are on this host, or each of several hosts has the same number of
-    consecutive ranks. Collective; `ranks` are the members as ranks of the job. Raises
-    CannotShareMemory on all ranks or on none.
+    All ranks of the group are on this host, or the ranks of each of several hosts are consecutive.
+    Collective; `ranks` are the members as ranks of the job. Raises CannotShareMemory on all ranks
+    or on none.
     """
     size = len(ranks)
     store.set(f"host/{rank}", json.dumps(_member(ranks[rank])))
@@ -52,7 +52,8 @@ def join(
     hosts = _read(store, "hosts")
     if isinstance(hosts, str):
         raise CannotShareMemory(hosts)
-    host, host_rank = divmod(rank, len(hosts[0]))
+    sizes = [len(each) for each in hosts]
+    host, host_rank = place_of(rank, sizes)
     peers = [Peer(**peer) for peer in hosts[host]]
     with ExitStack() as open_memory:
         memory, problem = _map(PrefixStore(f"{host}/", store), open_memory, host_rank, peers)
@@ -65,7 +66,16 @@ def join(
         raise CannotShareMemory(problem)
     exchange = Exchange(memory, host_rank, peers, default_timeout)
     exchange.open_peer_memory()
-    return exchange
+    return exchange, sizes
+
+
+def place_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """The host of a rank, and its rank on that host; `sizes`: how many ranks each host has."""
+    host = 0
+    while rank >= sizes[host]:
+        rank -= sizes[host]
+        host += 1
+    return host, rank
 
 
 def obstacle(system: str = sys.platform, processor: str = platform.machine()) -> str:
@@ -91,12 +101,10 @@ def group_by_host(members: Sequence[_Member]) -> list[list[dict[str, int]]] | st
     for _, host, peer in members:
         by_host.setdefault(host, []).append(peer)
     hosts = list(by_host.values())
-    per_host = len(hosts[0])
     if len(hosts) == len(members) > 1:
         return ""
-    consecutive = [peer for host in hosts for peer in host] == [peer for _, _, peer in members]
-    if not consecutive or any(len(host) != per_host for host in hosts):
-        return "the hosts (or containers) do not have equally many ranks each, one after the other"
+    if [peer for host in hosts for peer in host] != [peer for _, _, peer in members]:
+        return "the ranks of a host (or container) are not one after the other"
     return hosts
 
 

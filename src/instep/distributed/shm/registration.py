@@ -47,11 +47,14 @@ def create_group(options: _GroupOptions, _: object = None) -> ProcessGroup:
     if str(settings.BACKEND) == "gloo":
         return ProcessGroupOverGloo(store, gloo, options.group_id)
     try:
-        exchange = join(PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout)
+        exchange, sizes = join(
+            PrefixStore("shm/", store), rank, ranks, lambda: gloo.options._timeout
+        )
     except CannotShareMemory as reason:
         if rank == 0 and not options.global_ranks_in_group and str(reason):
             line = f"instep: no shared memory, Gloo instead: {reason} [INS715]"
             print(line, file=sys.stderr, flush=True)
         return ProcessGroupOverGloo(store, gloo, options.group_id)
-    cls = InstepProcessGroup if exchange.size == size else ProcessGroupAcrossHosts
-    return cls(store, gloo, options.group_id, exchange)
+    if len(sizes) == 1:
+        return InstepProcessGroup(store, gloo, options.group_id, exchange)
+    return ProcessGroupAcrossHosts(store, gloo, options.group_id, exchange, sizes)
