@@ -87,7 +87,6 @@ SUITES = (
             "test/distributed/tensor/test_optimizers.py",
             "test/distributed/tensor/test_pointwise_ops.py",
             "test/distributed/tensor/test_random_ops.py",
-            "test/distributed/tensor/test_redistribute.py",
             "test/distributed/tensor/test_tensor_ops.py",
             "test/distributed/tensor/test_utils.py",
             "test/distributed/tensor/test_view_ops.py",
@@ -97,6 +96,7 @@ SUITES = (
             "test/distributed/checkpoint/test_save_load_api.py",
             "test/distributed/checkpoint/test_state_dict.py",
             "test/distributed/checkpoint/test_tp_checkpoint.py",
+            "test/distributed/tensor/test_redistribute.py",  # last: it takes longest
         ),
         "pytorch",
     ),
