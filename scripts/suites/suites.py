@@ -93,7 +93,7 @@ SUITES = (
         "horovod",
         "Horovod: test_torch.py, test_adasum_pytorch.py, test_timeline.py",
         "Horovod",
-        (2, 3),
+        (2, 3, 4),
         "",
         (
             "test/parallel/test_torch.py",
