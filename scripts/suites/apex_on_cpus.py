@@ -30,19 +30,26 @@ def on_a_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Change PyTorch's classes, for this whole process."""
     tensor: Any = torch.Tensor
-    kind = torch.Tensor.type
+    kind, move = torch.Tensor.type, torch.Tensor.cpu
 
     def same(self: Any, *_: Any, **__: Any) -> Any:
         return self
 
     def type_on_a_gpu(self: torch.Tensor, to: Any = None, *more: Any, **named: Any) -> Any:
         if to is None:
-            return kind(self).replace("torch.", "torch.cuda.")
+            is_moved = hasattr(self, "is_moved")
+            return kind(self) if is_moved else kind(self).replace("torch.", "torch.cuda.")
         if isinstance(to, str):
             to = to.replace("torch.cuda.", "torch.")
         return kind(self, to, *more, **named)
 
+    def moved_to_a_cpu(self: torch.Tensor) -> Any:
+        there: Any = move(self).view_as(self)  # the tensor itself stays "on a GPU"
+        there.is_moved = True
+        return there
+
     tensor.type = type_on_a_gpu
+    tensor.cpu = moved_to_a_cpu
     tensor.is_cuda = property(lambda _: True)
     tensor.cuda = torch.nn.Module.cuda = same
     for name in ("FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "DoubleTensor"):
