@@ -135,6 +135,15 @@ SUITES = (
         "apex", "Apex: tests/L0/run_amp", "Apex", (1,), "", ("tests/L0/run_amp/test_*.py",), "apex"
     ),
     Suite(
+        "apex-optimizers",
+        "Apex: tests/L0/run_optimizers, run_fused_layer_norm",
+        "Apex",
+        (1,),
+        "",
+        ("tests/L0/run_optimizers/test_*.py", "tests/L0/run_fused_layer_norm/test_*.py"),
+        "apex",
+    ),
+    Suite(
         "article",
         "tczhangzhi/pytorch-distributed: its scripts",
         "without instep",
