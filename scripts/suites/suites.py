@@ -118,7 +118,7 @@ SUITES = (
             f"jittor-{name}",
             f"Jittor under {title}: test_mpi.py, test_mpi_op.py, test_mpi_batchnorm.py",
             "",
-            (2, 3),
+            (2, 3, 4),
             "",
             tuple(
                 f"python/jittor/test/test_{each}.py" for each in ("mpi", "mpi_op", "mpi_batchnorm")
