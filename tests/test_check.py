@@ -237,6 +237,23 @@ def test_other_accelerators_are_like_cuda(lines: str, codes: list[str]) -> None:
     assert checked(f"{begin}{lines}\n") == codes
 
 
+@pytest.mark.parametrize("name", ["--local_rank", "--local-rank"])
+def test_the_option_that_todays_launcher_passes_is_named_where_it_is_refused(name: str) -> None:
+    script = (
+        "import argparse\nimport torch.distributed as dist\n"
+        "parser = argparse.ArgumentParser()\n"
+        f"parser.add_argument({name!r}, type=int, default=-1)\n"
+        "args = parser.parse_args()\n"
+        "model.cuda(args.local_rank)\n"
+        "dist.init_process_group('nccl')\n"
+    )
+    (finding,) = check_text("train.py", script, RULES.values())
+    assert finding.code == "INS512"
+    assert ("passes --local-rank, which argparse refuses" in finding.effect) == (
+        name == "--local_rank"
+    )
+
+
 def test_a_wait_that_looks_for_nan_is_not_a_fault() -> None:
     step = (
         "import torch\nimport torch.distributed as dist\n"

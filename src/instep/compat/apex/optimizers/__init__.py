@@ -1,9 +1,9 @@
 """`apex.optimizers`: Apex's optimizers, by PyTorch's kernels.
 
 FusedAdam, FusedSGD and FusedAdagrad are PyTorch's optimizers with Apex's arguments, and with
-PyTorch's fused kernel where there is one. FusedLAMB, its mixed form and FusedNovoGrad follow Apex's
-formulas in operations of PyTorch. They work on the CPU too. What PyTorch has no counterpart of is refused by
-its argument's name.
+PyTorch's fused kernel where there is one. FusedLAMB, its mixed form and FusedNovoGrad follow
+Apex's formulas in operations of PyTorch. They work on the CPU too. What PyTorch has no counterpart
+of is refused by its argument's name.
 """
 
 from instep.compat.apex.optimizers.fused_adagrad import FusedAdagrad
