@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from instep.check.checker import check_text
+from instep.check.rules import RULES
+
 pytestmark = pytest.mark.launch
 
 STAND_IN = Path(__file__).parents[1] / "scripts" / "suites" / "cuda_stand_in"
@@ -100,7 +103,11 @@ def test_two_ranks_take_one_step_together(tmp_path: Path, launcher: str, gpus: i
 
 
 def test_labels_of_another_width_than_the_outputs_end_it(tmp_path: Path) -> None:
-    """As in the lesson itself: 10 numbers to a row, where the model gives 5."""
+    """As in the lesson itself: 10 numbers to a row, where the model gives 5. The check names it."""
     done = launched(tmp_path, "torchrun", 10, 2)
     assert done.returncode != 0
     assert "The size of tensor a (5) must match the size of tensor b (10)" in done.stderr
+    (finding,) = check_text("demo.py", (tmp_path / "demo.py").read_text(), RULES.values())
+    assert (finding.code, finding.line) == ("INS406", 32)
+    assert finding.message == "rows of 5 numbers are compared with rows of 10"
+    assert not check_text("demo.py", SCRIPT.replace("WIDTH", "5"), RULES.values())
