@@ -54,10 +54,12 @@ FLOAT16 = {
 """The options that ask for float16 on a CPU."""
 
 
-def prepared(opt_level="O1", **options):
-    """In float16."""
+def prepared(opt_level="O1", saved=None, **options):
+    """In float16; the states of model and optimizer in `saved` are loaded before."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for each, state in zip((model, optimizer), saved or (), strict=False):
+        each.load_state_dict(state)
     options = {"verbosity": 0, "max_loss_scale": 256.0} | FLOAT16[opt_level] | options
     return amp.initialize(model, optimizer, opt_level=opt_level, **options)
 
@@ -127,6 +129,53 @@ def test_what_loses_digits_in_half_precision_is_float32_and_its_gradient_as_its_
     assert (y.dtype, x.grad.dtype) == (FULL, given)
     with amp.disable_casts():
         assert torch.exp(x).dtype is given
+
+
+RECURRENT = {
+    "RNN": lambda: nn.RNN(4, 4, 2, nonlinearity="relu"),
+    "GRU": lambda: nn.GRU(4, 4, 2, bidirectional=True),
+    "LSTM": lambda: nn.LSTM(4, 4, 2),
+    "RNNCell": lambda: nn.RNNCell(4, 4),
+    "GRUCell": lambda: nn.GRUCell(4, 4),
+    "LSTMCell": lambda: nn.LSTMCell(4, 4),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("half", [HALF, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [HALF, FULL], ids=str)
+def test_recurrent_layers_and_cells_are_half_and_their_gradients_as_inputs(kind, half, given):
+    torch.manual_seed(0)
+    model = RECURRENT[kind]()
+    x = torch.randn(3, 2, 4)[slice(None) if kind in ("RNN", "GRU", "LSTM") else 0]
+    expected = outputs_of(model(x))
+    expected.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    amp.initialize(model, opt_level="O1", patch_torch_functions_type=half, verbosity=0)
+    x = x.to(given).requires_grad_()
+    model.zero_grad()
+    y = outputs_of(model(x))
+    y.float().sum().backward()
+    assert (y.dtype, x.grad.dtype) == (half, given)
+    torch.testing.assert_close(y.float(), expected, rtol=0.03, atol=0.03)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=0.03, atol=0.1)
+
+
+def outputs_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("given", [HALF, FULL], ids=str)
+def test_what_goes_to_the_cpu_is_float32(given):
+    prepared("O1")
+    x = torch.randn(2, 4).to(given).requires_grad_()
+    y = x.cpu()
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (FULL, given)
+    assert torch.arange(2).cpu().dtype is torch.int64
+    with amp.disable_casts():
+        assert x.cpu().dtype is given
 
 
 def test_binary_cross_entropy_refuses_half_precision_unless_allowed():
@@ -226,8 +275,9 @@ def test_a_weight_that_is_used_twice_and_stepped_is_never_stale(opt_level, betwe
 # ------------------------------------------------------------------------ test_checkpointing
 
 
+@pytest.mark.parametrize("first", ["initialize", "load"])
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
-def test_a_run_restored_from_its_states_goes_on_bit_by_bit(opt_level):
+def test_a_run_restored_from_its_states_goes_on_bit_by_bit(opt_level, first):
     batches = torch.randn(6, 8, 4)
     model, optimizer = prepared(opt_level, loss_scale="dynamic")
     for x in batches[:3]:
@@ -237,9 +287,12 @@ def test_a_run_restored_from_its_states_goes_on_bit_by_bit(opt_level):
     for x in batches[3:]:
         step(model, optimizer, x)
     expected = copy.deepcopy(model.state_dict())
-    model, optimizer = prepared(opt_level, loss_scale="dynamic")
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    if first == "initialize":
+        model, optimizer = prepared(opt_level, loss_scale="dynamic")
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    else:
+        model, optimizer = prepared(opt_level, saved=saved, loss_scale="dynamic")
     amp.load_state_dict(saved[2])
     for x in batches[3:]:
         step(model, optimizer, x)
@@ -649,3 +702,22 @@ def test_pytorchs_ddp_after_amp_keeps_masters_in_step():
             for master in amp.master_params(optimizer):
                 assert torch.equal(master, instep.broadcast(master))
             assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 1}}
+
+
+@ranks(1, 2, 3)
+def test_all_ranks_begin_with_the_digits_of_rank_0():
+    """instep's broadcasts tell them at once, the first backward after PyTorch's does."""
+    wrappers = (instep.replicate, DistributedDataParallel, nn.parallel.DistributedDataParallel)
+    for wrap in wrappers[: 3 if instep.world_size > 1 else 2]:
+        with fresh_amp():
+            model = small_model(seed=instep.rank)
+            optimizer = torch.optim.SGD(model.parameters(), 0.0)
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0
+            )
+            model = wrap(model)
+            if wrap is nn.parallel.DistributedDataParallel:
+                step(model, optimizer, torch.ones(5, 4))
+            expected = small_model(seed=0).parameters()
+            for master, initial in zip(amp.master_params(optimizer), expected, strict=True):
+                assert torch.equal(master, initial)

@@ -23,6 +23,7 @@ from instep.compat.apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
     FusedLAMB,
+    FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -177,6 +178,52 @@ def test_novograd_is_its_formula(options, formula) -> None:
         )
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_mixed_lamb_steps_float32_copies_of_half_precision_and_saves_them(half) -> None:
+    torch.manual_seed(0)
+    initial = torch.randn(40, 3)
+    plain = torch.nn.Parameter(initial.to(half).float())
+    mixed = torch.nn.Parameter(initial.to(half))
+    reference = FusedLAMB([plain], 1e-4)
+    tried = FusedMixedPrecisionLamb([mixed], 1e-4, reduced_precision_dtype=half)
+    for number in range(6):
+        if number == 3:
+            state = copy.deepcopy(tried.state_dict())
+            tried = FusedMixedPrecisionLamb([mixed], 1e-4, reduced_precision_dtype=half)
+            tried.load_state_dict(state)
+        mixed.grad = torch.randn(40, 3).to(half)
+        plain.grad = mixed.grad.float()
+        reference.step()
+        tried.step()
+        assert torch.equal(tried.state[mixed]["full_precision"], plain)
+        assert torch.equal(mixed, plain.to(half))
+    with torch.no_grad():
+        mixed.fill_(2.0)
+    tried.step()
+    torch.testing.assert_close(mixed, torch.full_like(mixed, 2.0), rtol=0.0, atol=0.02)
+    with pytest.raises(ValueError, match="has no grad_scaler="):
+        tried.step(grad_scaler=torch.amp.GradScaler("cpu"))
+    late = FusedMixedPrecisionLamb([plain], 1e-4, step=10)
+    late.step()
+    assert late.param_groups[0]["step"] == 11
+
+
+@pytest.mark.parametrize("optimizer", [FusedLAMB, FusedNovoGrad])
+def test_norms_of_large_tensors_are_exact(optimizer) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(5_000_001))
+    parameter.grad = torch.rand(5_000_001)
+    expected = parameter.grad.double().square().sum().sqrt()
+    trained = optimizer([parameter], 1.0, weight_decay=0.0, bias_correction=False)
+    trained.step()
+    if optimizer is FusedNovoGrad:
+        found = trained.state[parameter]["exp_avg_sq"]
+    else:
+        moment = trained.state[parameter]["exp_avg"]
+        found = 0.1 * parameter.grad.sum(dtype=torch.float64) / moment.sum(dtype=torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0.0)
+
+
 OPTIMIZERS = (FusedAdam, FusedSGD, FusedAdagrad, FusedLAMB, FusedNovoGrad)
 
 
@@ -280,6 +327,19 @@ def test_mixed_normalisation_gives_the_dtype_of_its_weight(kind) -> None:
     assert norm.bfloat16()(torch.randn(2, 5)).dtype is torch.bfloat16
     with pytest.raises(RuntimeError, match="elementwise_affine"):
         kind(5, elementwise_affine=False)
+
+
+@pytest.mark.parametrize("kind", [FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_normalisation_is_in_half_precision_under_autocast(kind, half) -> None:
+    norm, x = kind(5), torch.randn(2, 5, requires_grad=True)
+    with torch.autocast("cpu", half):
+        found = norm(x)
+        assert torch.is_autocast_enabled("cpu")
+    found.sum().backward()
+    assert (found.dtype, x.grad.dtype, norm.weight.grad.dtype) == (half, *[torch.float32] * 2)
+    assert torch.equal(found, copy.deepcopy(norm).to(half)(x.to(half)))
+    assert norm(x).dtype is torch.float32
 
 
 @pytest.mark.parametrize("flat", [True, False])

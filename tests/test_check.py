@@ -237,6 +237,54 @@ def test_other_accelerators_are_like_cuda(lines: str, codes: list[str]) -> None:
     assert checked(f"{begin}{lines}\n") == codes
 
 
+@pytest.mark.parametrize("name", ["--local_rank", "--local-rank"])
+def test_the_option_that_todays_launcher_passes_is_named_where_it_is_refused(name: str) -> None:
+    script = (
+        "import argparse\nimport torch.distributed as dist\n"
+        "parser = argparse.ArgumentParser()\n"
+        f"parser.add_argument({name!r}, type=int, default=-1)\n"
+        "args = parser.parse_args()\n"
+        "model.cuda(args.local_rank)\n"
+        "dist.init_process_group('nccl')\n"
+    )
+    (finding,) = check_text("train.py", script, RULES.values())
+    assert finding.code == "INS512"
+    assert ("passes --local-rank, which argparse refuses" in finding.effect) == (
+        name == "--local_rank"
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_fault"),
+    [
+        ("torch.randn(3, 10).cuda()", True),
+        ("torch.zeros(3, 10)", True),
+        ("torch.randn(3, 5)", False),
+        ("torch.randn(3, 1)", False),  # of one width with any
+        ("torch.randn(3, width)", False),
+        ("batch[1]", False),
+    ],
+)
+def test_labels_of_another_width_are_named_only_where_the_script_says_it(
+    labels: str, is_fault: bool
+) -> None:
+    script = (
+        "import torch\nfrom torch import nn\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.head = nn.Linear(10, 5)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(x)\n"
+        "model = DistributedDataParallel(Net().to(0), device_ids=[0])\n"
+        f"labels = {labels}\n"
+        "outputs = model(torch.randn(3, 10))\n"
+        "loss = nn.functional.mse_loss(outputs, labels)\n"
+    )
+    assert ("INS406" in checked(script)) == is_fault
+
+
 def test_a_wait_that_looks_for_nan_is_not_a_fault() -> None:
     step = (
         "import torch\nimport torch.distributed as dist\n"

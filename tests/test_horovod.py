@@ -158,6 +158,26 @@ def test_allreduce_of_every_dtype_shape_and_op():
                 assert torch.equal(mine, of_rank(hvd.rank(), shape, dtype))
 
 
+@ranks(1, 2, 3)
+def test_bfloat16_stays_bfloat16():
+    half = torch.bfloat16
+    with initialized():
+        size, mine = hvd.size(), of_rank(hvd.rank(), (hvd.size(), 3), half)
+        every = of_all((size, 3), half)
+        total = summed(every)
+        results = {
+            "sum": (hvd.allreduce(mine, op=hvd.Sum), total),
+            "mean": (hvd.allreduce(mine), (total.float() / size).to(half)),
+            "gathered": (hvd.allgather(mine), torch.cat(every)),
+            "of the last": (hvd.broadcast(mine, size - 1), every[-1]),
+            "exchanged": (hvd.alltoall(mine), torch.stack([e[hvd.rank()] for e in every])),
+            "scattered": (hvd.reducescatter(mine, op=hvd.Sum), total[hvd.rank()][None]),
+        }
+        for name, (result, expected) in results.items():
+            assert result.dtype is half, name
+            torch.testing.assert_close(result, expected, rtol=0.0, atol=0.0, msg=name)
+
+
 @ranks(2, 3)
 def test_groups_travel_as_one_and_come_back_as_many():
     with initialized():

@@ -275,6 +275,21 @@ def test_master_weights_follow_what_others_write_and_keep_their_own_digits():
     assert torch.equal(master[0, [0, 2]], digits[0, [0, 2]])
 
 
+def test_master_weights_begin_with_the_digits_that_the_cast_takes_away():
+    model = small_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    alias = model[0].weight.data
+    optimizer = sgd(model)
+    amp = prepare(model, optimizer, "O2")
+    masters = optimizer.param_groups[0]["params"]
+    assert all(torch.equal(master, p) for master, p in zip(masters, before, strict=True))
+    assert not torch.equal(model[0].weight.float(), before[0])
+    with amp.scale(model(torch.randn(2, 4)).square().sum()) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(alias, before[0])
+
+
 def test_nothing_outlives_the_model_and_the_optimizer():
     model = small_model()
     optimizer = sgd(model)

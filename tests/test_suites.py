@@ -61,8 +61,15 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypa
             "T.ours": "fail: E: a | b",
             "T.both": "fail: E",
             "T.skip": "skip",
+            "T.went": "skip",
         },
-        "Gloo": {"T.same": "pass", "T.ours": "pass", "T.both": "fail: F", "T.skip": "pass"},
+        "Gloo": {
+            "T.same": "pass",
+            "T.ours": "pass",
+            "T.both": "fail: F",
+            "T.skip": "pass",
+            "T.went": "fail: the process ended",
+        },
     }
     sides = {
         side: {"tests": tests, "groups": {"shared memory": 4}, "version": "1", "date": "today"}
@@ -74,6 +81,7 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypa
         ["2, 3", "`T.both`", "fail", "fail"],
         ["2, 3", "`T.ours`", "fail", "pass"],
         ["2, 3", "`T.skip`", "skip", "pass"],
+        ["2, 3", "`T.went`", "skip", "fail"],
     ]
     assert "E: a / b" in rows[1]
     known = tmp_path / "reasons.json"
@@ -83,7 +91,7 @@ def test_the_table_has_each_test_that_fails_or_ends_otherwise(tmp_path, monkeypa
         *("theirs |", "a bug |")
     ]
     assert pages.summary(results, "en")[2].split(" | ")[1:8] == [
-        *("2", "instep", "1", "2", "1", "4", "0")
+        *("2", "instep", "1", "2", "2", "4", "0")
     ]
 
 

@@ -100,7 +100,7 @@ def differences(results: dict[str, Any], language: str) -> list[str]:
             theirs, _, said_there = beside.get(test, "-").partition(": ")
             if outcome == "fail" or (theirs != "-" and outcome != theirs):
                 known = reasons.get(suite.name, {})
-                shared = {"fail": "*", "pass": "original"}[outcome] if theirs == "fail" else ""
+                shared = ("*" if outcome == "fail" else "original") if theirs == "fail" else ""
                 row = known.get(test) or known.get(shared, {})
                 said = (said or said_there).replace("|", "/").replace("`", "")
                 reason = row.get(language) or f"{words['unknown']}`{said}`"

@@ -104,7 +104,7 @@ SUITES = (
         "horovod",
         "Horovod: test_torch.py, test_adasum_pytorch.py, test_timeline.py",
         "Horovod",
-        (2, 3),
+        (2, 3, 4),
         "",
         (
             "test/parallel/test_torch.py",
@@ -129,7 +129,7 @@ SUITES = (
             f"jittor-{name}",
             f"Jittor under {title}: test_mpi.py, test_mpi_op.py, test_mpi_batchnorm.py",
             "",
-            (2, 3),
+            (2, 3, 4),
             "",
             tuple(
                 f"python/jittor/test/test_{each}.py" for each in ("mpi", "mpi_op", "mpi_batchnorm")
@@ -144,6 +144,15 @@ SUITES = (
     ),
     Suite(
         "apex", "Apex: tests/L0/run_amp", "Apex", (1,), "", ("tests/L0/run_amp/test_*.py",), "apex"
+    ),
+    Suite(
+        "apex-optimizers",
+        "Apex: tests/L0/run_optimizers, run_fused_layer_norm",
+        "Apex",
+        (1,),
+        "",
+        ("tests/L0/run_optimizers/test_*.py", "tests/L0/run_fused_layer_norm/test_*.py"),
+        "apex",
     ),
     Suite(
         "article",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
@@ -78,6 +79,8 @@ class Replica:
 
 _replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
 """Replicated models, without their parts."""
+copy_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Weak references to the float32 copies of parameters in half precision, by these."""
 _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Of which rows batch normalisation takes the statistics, by its parameters and buffers."""
 
@@ -162,6 +165,13 @@ def load_stream_states(model: nn.Module, states: dict[str, tuple[int, int]]) -> 
             replica.seed, replica.steps = states[name]
 
 
+def with_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors, and the float32 copies of those that have one."""
+    listed = list(tensors)
+    copies = (copy() for each in listed if (copy := copy_of.get(each)) is not None)
+    return [*listed, *(copy for copy in copies if copy is not None)]
+
+
 def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     """Replicate what is new in `model`: all of it, or what was added later. Collective."""
     tensors = {
@@ -185,7 +195,7 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
     )
     for module in model.modules():
         replica_of_part[module] = replica
-    broadcast_coalesced(list(tensors.values()))
+    broadcast_coalesced(with_copies(tensors.values()))
     for tensor in tensors.values():
         _statistics_of[tensor] = replica.statistics
     parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]

@@ -14,6 +14,7 @@ from instep.check.rules import (
     optimisation,
     seeds,
     steps,
+    widths,
     writing,
 )
 
@@ -28,7 +29,7 @@ THEMES = {
 
 _MODULES = (
     hangs, steps, counting, evaluation, data, seeds, optimisation, devices, launch, writing,
-    checkpoints,
+    checkpoints, widths,
 )  # fmt: skip
 _FOUND = (
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Rule)

@@ -121,10 +121,12 @@ def _local_rank_argument(info: ScriptInfo) -> Iterator[Hit]:
         if not names & {"--local_rank", "--local-rank"}:
             continue
         default = info.script.source(keyword(call, "default") or ast.Constant(None))
+        refused = "--local-rank" not in names
         yield Hit(
             call,
             f"--local_rank is the only source of the local rank; its default is {default}",
-            f"under torchrun with N > 1, every process has local rank {default}",
+            f"under torchrun with N > 1, every process has local rank {default}"
+            + "; torch.distributed.launch passes --local-rank, which argparse refuses" * refused,
             'local_rank = int(os.environ["LOCAL_RANK"])',
         )
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep.distributed.communication.collectives import broadcast_coalesced
+from instep.distributed.communication.objects import all_gather_object
 from instep.distributed.communication.transport import get_transport
 from instep.training.amp.levels import HALVES
 from instep.training.buckets.reducer import reducer_of
+from instep.training.drift.bit_sums import bit_sums, combine
+from instep.training.replicas import copy_of
 
 _master_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to master weights by their parameters; optimizers hold the master weights."""
@@ -24,13 +28,19 @@ def master_of(parameter: Tensor) -> MasterWeight | None:
 
 
 class MasterWeight:
-    """A half-precision parameter of the model and its float32 copy."""
+    """A half-precision parameter of the model and its float32 copy.
 
-    def __init__(self, parameter: Tensor) -> None:
+    The copy begins with the digits that the parameter had before it was cast, where they are known:
+    a checkpoint may be loaded before the cast.
+    """
+
+    def __init__(self, parameter: Tensor, before: Tensor | None = None) -> None:
         self.parameter = parameter
-        self.copy = parameter.detach().to(torch.float32).requires_grad_()
+        value = parameter.detach() if before is None else before
+        self.copy = value.to(torch.float32, copy=True).requires_grad_()
         self._version = parameter._version
         _master_of[parameter] = ref(self)
+        copy_of[parameter] = ref(self.copy)
 
     def read_parameter(self) -> None:
         """Copy what a broadcast or a checkpoint has written into the parameter.
@@ -39,10 +49,14 @@ class MasterWeight:
         """
         if self.parameter._version == self._version:
             return
-        with torch.no_grad():
-            same = self.copy.to(self.parameter.dtype) == self.parameter
-            self.copy.copy_(torch.where(same, self.copy, self.parameter.to(torch.float32)))
+        self.take(self.copy)
         self._version = self.parameter._version
+
+    def take(self, digits: Tensor) -> None:
+        """Take these digits where they round to the parameter, and none where they do not."""
+        with torch.no_grad():
+            same = digits.to(self.parameter.dtype) == self.parameter
+            self.copy.copy_(torch.where(same, digits, self.parameter.to(torch.float32)))
 
     def write_parameter(self) -> None:
         """Round the copy into the parameter."""
@@ -78,6 +92,23 @@ class MasterWeight:
         if reducer is None:
             return get_transport().size == 1
         return not reducer.has_partial_grad(self.parameter)
+
+
+def share_digits(masters: list[MasterWeight]) -> None:
+    """Give all ranks rank 0's digits: who has broadcast the parameters has broadcast no more of
+    them than half precision holds. Collective."""
+    if get_transport().size == 1:
+        return
+    for master in masters:
+        master.read_parameter()
+    copies = [master.copy.detach() for master in masters]
+    seen = all_gather_object(([tuple(copy.shape) for copy in copies], combine(bit_sums(copies))))
+    if all(each == seen[0] for each in seen) or any(each[0] != seen[0][0] for each in seen):
+        return  # they are equal, or the ranks' models are not replicas
+    of_rank_0 = [copy.clone() for copy in copies]
+    broadcast_coalesced(of_rank_0)
+    for master, digits in zip(masters, of_rank_0, strict=True):
+        master.take(digits)
 
 
 # ------------------------------------------------------------- state dictionaries in float32

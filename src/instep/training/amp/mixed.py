@@ -21,7 +21,7 @@ from instep.training.amp.casting import (
 from instep.training.amp.errors import PrecisionError
 from instep.training.amp.levels import HALVES, Options, choose_options
 from instep.training.amp.loss_scaler import LossScaler, any_rank_found
-from instep.training.amp.master_weights import save_in_float32
+from instep.training.amp.master_weights import save_in_float32, share_digits
 from instep.training.amp.optimizer_steps import OptimizerSteps, Report, is_prepared, steps_of
 from instep.training.replicas import is_replicated
 
@@ -81,6 +81,7 @@ def prepare(
         _check_model(model, allow_half)
     if any(is_prepared(optimizer) for optimizer in optimizers):
         raise PrecisionError.twice("optimizer")
+    before: dict[Tensor, Tensor] = {p: p.data for model in models for p in model.parameters()}
     for model in models:
         _cast(model, options, cast_model_outputs)
         _prepared.add(model)
@@ -89,7 +90,7 @@ def prepare(
     else:
         stop_casting()
     for optimizer in optimizers:
-        OptimizerSteps(optimizer, options, tell)
+        OptimizerSteps(optimizer, options, tell, before)
     bounds = (min_loss_scale, max_loss_scale)
     scalers = [LossScaler(options.loss_scale, *bounds) for _ in range(num_losses)]
     return Mixed(options, optimizers, scalers)
@@ -127,13 +128,17 @@ class Mixed:
                 to them.
             delay_overflow_check: unscale, but neither check for overflow nor change the scale.
 
-        Collective where the scale is dynamic. Raises PrecisionError.
+        Collective where the scale is dynamic, and at an optimizer's first backward if it has
+        master weights. Raises PrecisionError.
         """
         scaler = self.scaler(loss_id)
         if not self.options.scales:
             yield loss.float()
             return
         steps = [steps_of(optimizer) for optimizer in self._listed(optimizers)]
+        new = [each for each in steps if not each.has_begun]
+        if new and self.options.master_weights:
+            share_digits([master for each in new for master in each.masters])
         for each in steps:
             each.begin_backward(scaler.scale)
         yield loss.float() * scaler.scale

@@ -45,8 +45,17 @@ class OptimizerSteps:
     `param_groups` and `state` can be used.
     """
 
-    def __init__(self, optimizer: Any, options: Options, tell: Report) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        options: Options,
+        tell: Report,
+        before: dict[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`before`: values that parameters had before they were cast; those used are removed."""
         self.masters: list[MasterWeight] = []
+        self.has_begun = False
+        """Whether there was a backward of a scaled loss."""
         self._scale: float | None = None  # the factor by which gradients are multiplied now
         self._optimizer = optimizer
         self._options = options
@@ -54,7 +63,7 @@ class OptimizerSteps:
         self._skip: str | None = None
         if options.master_weights:
             for group in optimizer.param_groups:
-                group["params"] = [self._to_step(p) for p in group["params"]]
+                group["params"] = [self._to_step(p, before) for p in group["params"]]
         if optimizer.state and options.cast_model_type is not None:
             # Its state is of earlier steps: convert it to the dtype of the parameters now.
             optimizer.load_state_dict(optimizer.state_dict())
@@ -78,6 +87,7 @@ class OptimizerSteps:
         What is in `.grad` is multiplied too, so that it can be summed with the new gradients: of
         several losses, of several batches, over the ranks.
         """
+        self.has_begun = True
         scaled = list(self._without_copy())
         if self._scale is None:
             for master in self.masters:
@@ -166,11 +176,11 @@ class OptimizerSteps:
                 group["params"] = [self._to_step(p) for p in given]
         self._originals["add_param_group"](group)
 
-    def _to_step(self, parameter: Tensor) -> Tensor:
+    def _to_step(self, parameter: Tensor, before: dict[Tensor, Tensor] | None = None) -> Tensor:
         """The tensor that the optimizer updates for a parameter: itself, or its float32 copy."""
         if parameter.dtype not in HALVES or not parameter.requires_grad:
             return parameter
-        master = MasterWeight(parameter)
+        master = MasterWeight(parameter, (before or {}).pop(parameter, None))
         self.masters.append(master)
         state = self._optimizer.state
         if parameter in state:

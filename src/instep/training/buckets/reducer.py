@@ -77,7 +77,7 @@ def all_reduce_sparse(grad: Tensor) -> Tensor:
     """The sum over ranks of a sparse gradient. Collective."""
     mine = grad.coalesce()
     # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
-    parts = all_gather_object((mine.indices().cpu(), mine.values().cpu()))
+    parts = all_gather_object((mine.indices().cpu(), mine.values().to("cpu")))
     indices, values = zip(*parts, strict=True)
     return make_sparse(
         torch.cat(indices, dim=1).to(grad.device), torch.cat(values).to(grad.device), grad.shape

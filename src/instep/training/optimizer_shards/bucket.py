@@ -166,4 +166,4 @@ def _describe(value: Any, own: Tensor) -> Any:
     """What a rank tells of a value: the dtype if it has one for each element, else a _Value."""
     if not isinstance(value, Tensor):
         return _Value(value)
-    return value.dtype if value.shape == own.shape else _Value(value.cpu(), value.device.type)
+    return value.dtype if value.shape == own.shape else _Value(value.to("cpu"), value.device.type)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from instep.compat.apex.amp._amp_state import _amp_state
-from instep.compat.apex.amp.float_functions import FLOAT_FUNCTIONS
+from instep.compat.apex.amp.float_functions import FLOAT_FUNCTIONS, MOVES
+from instep.compat.apex.amp.half_functions import HALF_FUNCTIONS
 from instep.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from instep.distributed.identity import torch_devices
 from instep.distributed.rendezvous import bootstrap
@@ -45,8 +46,9 @@ def init(
 
 def begin_casts(verbose: bool = False, allow_banned: bool = False) -> AmpHandle:
     """The handle of casts that have begun; the functions that users registered are cast too."""
+    PatchHandle(MOVES)
     if torch_devices.accelerator_type() is None:
-        PatchHandle(FLOAT_FUNCTIONS)
+        PatchHandle([*FLOAT_FUNCTIONS, *HALF_FUNCTIONS])
     PatchHandle(_registered)
     _amp_state.allow_banned = allow_banned
     _amp_state.handle = handle = AmpHandle(verbose)

@@ -1,7 +1,7 @@
-"""The functions that O1 computes in float32 on a CPU, where PyTorch's autocast does not.
+"""The functions that O1 computes in float32, where PyTorch's autocast does not.
 
-Those of Apex's lists, which autocast has on GPUs; `binary_cross_entropy` refuses half precision,
-and so do those that write in place.
+`Tensor.cpu` is one of them everywhere, the others on a CPU: those of Apex's lists, which autocast
+has on GPUs; `binary_cross_entropy` refuses half precision, and so do those that write in place.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ _OF_BOTH = (
 )
 _IN_PLACE = " ".join(name for each in _OF_BOTH.split() if hasattr(Tensor, name := f"{each}_"))
 
+MOVES = patches(
+    "Apex casts to float32 what goes to a CPU, whose NumPy knows no bfloat16; autocast does not.",
+    (Tensor, "cpu", _in_float32),
+)
 FLOAT_FUNCTIONS = patches(
     "On a CPU autocast leaves them in half precision; Apex computes them in float32.",
     (torch, _OF_BOTH, _in_float32),

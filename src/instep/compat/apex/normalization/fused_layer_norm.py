@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from instep.training.amp.casting import active_dtype, cast
 
 Shape = int | Sequence[int]
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch.nn.LayerNorm. `memory_efficient` changes nothing."""
+    """torch.nn.LayerNorm, in half precision under torch.autocast, as Apex's.
+
+    `memory_efficient` changes nothing.
+    """
 
     def __init__(
         self,
@@ -22,10 +28,19 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__(_shape(normalized_shape), eps, elementwise_affine)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # the name in torch
+        """Of any shape that ends with normalized_shape."""
+        return _normalise(
+            functional.layer_norm, input, self.normalized_shape, self.weight, self.bias, self.eps
+        )
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """torch.nn.RMSNorm with Apex's epsilon. `memory_efficient` changes nothing."""
+    """torch.nn.RMSNorm with Apex's epsilon, in half precision under torch.autocast, as Apex's.
+
+    `memory_efficient` changes nothing.
+    """
 
     def __init__(
         self,
@@ -35,6 +50,10 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__(_shape(normalized_shape), eps, elementwise_affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape that ends with normalized_shape."""
+        return _normalise(functional.rms_norm, x, self.normalized_shape, self.weight, self.eps)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
@@ -67,6 +86,16 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         )
 
 
+def _normalise(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """The function in the dtype of torch.autocast; amp's O1 chooses by itself."""
+    device = x.device.type
+    if active_dtype() is not None or not torch.is_autocast_enabled(device):
+        return function(x, *others)
+    given = cast((x, *others), torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        return function(*given)
+
+
 def fused_layer_norm_affine(
     input: Tensor,  # noqa: A002  # the name in Apex
     weight: Tensor,
@@ -76,7 +105,7 @@ def fused_layer_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """torch.nn.functional.layer_norm."""
-    return functional.layer_norm(input, _shape(normalized_shape), weight, bias, eps)
+    return _normalise(functional.layer_norm, input, _shape(normalized_shape), weight, bias, eps)
 
 
 def fused_layer_norm(
@@ -86,7 +115,7 @@ def fused_layer_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """torch.nn.functional.layer_norm without weight and bias."""
-    return functional.layer_norm(input, _shape(normalized_shape), eps=eps)
+    return _normalise(functional.layer_norm, input, _shape(normalized_shape), None, None, eps)
 
 
 def fused_rms_norm_affine(
@@ -97,7 +126,7 @@ def fused_rms_norm_affine(
     memory_efficient: bool = False,
 ) -> Tensor:
     """torch.nn.functional.rms_norm."""
-    return functional.rms_norm(input, _shape(normalized_shape), weight, eps)
+    return _normalise(functional.rms_norm, input, _shape(normalized_shape), weight, eps)
 
 
 def fused_rms_norm(
@@ -107,7 +136,7 @@ def fused_rms_norm(
     memory_efficient: bool = False,
 ) -> Tensor:
     """torch.nn.functional.rms_norm without a weight."""
-    return functional.rms_norm(input, _shape(normalized_shape), eps=eps)
+    return _normalise(functional.rms_norm, input, _shape(normalized_shape), None, eps)
 
 
 def _check_affine(options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.apex.optimizers.arguments import StepByParameter
+from instep.compat.apex.optimizers.arguments import StepByParameter, norm
 
 
 class FusedLAMB(StepByParameter):
@@ -56,16 +56,23 @@ class FusedLAMB(StepByParameter):
         self.use_nvlamb = use_nvlamb
 
     def _prepare(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        norm = torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None])
-        self._clip = torch.clamp(norm / self.defaults["max_grad_norm"], min=1.0)
+        parameters = (p for group in self.param_groups for p in group["params"])
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norms = [norm(grad).to(grads[0].device) for grad in grads]
+        total = torch.stack(norms).norm() if norms else torch.zeros(())
+        self._clip = torch.clamp(total / self.defaults["max_grad_norm"], min=1.0)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        grad = grad / self._clip
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        self._change(parameter, grad, self.state[parameter], group)
+
+    def _change(
+        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """One step of `parameter`, whose moments are in `state`, in place."""
+        grad = grad / self._clip.to(grad.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         decay = group["weight_decay"]
         if not self.adam_w_mode:
@@ -80,6 +87,6 @@ class FusedLAMB(StepByParameter):
         if self.adam_w_mode:
             update.add_(parameter, alpha=decay)
         if self.use_nvlamb or decay:
-            own, change = parameter.norm(), update.norm()
+            own, change = norm(parameter), norm(update)
             update *= torch.where((own > 0) & (change > 0), own / change, 1.0)
         parameter.sub_(update, alpha=group["lr"])

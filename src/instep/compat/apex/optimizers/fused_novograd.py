@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.compat.apex.optimizers.arguments import StepByParameter
+from instep.compat.apex.optimizers.arguments import StepByParameter, norm
 
 
 class FusedNovoGrad(StepByParameter):
@@ -62,16 +62,15 @@ class FusedNovoGrad(StepByParameter):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         is_largest = group["norm_type"] == 0
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(grad, float("inf") if is_largest else 2, dtype=dtype)
+        size = norm(grad, float("inf") if is_largest else 2)
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
+            state["exp_avg_sq"] = torch.zeros_like(size) if group["init_zero"] else size.clone()
         before = state["exp_avg_sq"]
         if is_largest:
-            blended = beta2 * before + (1 - beta2) * norm
+            blended = beta2 * before + (1 - beta2) * size
         else:
-            blended = (beta2 * before**2 + (1 - beta2) * norm**2).sqrt()
+            blended = (beta2 * before**2 + (1 - beta2) * size**2).sqrt()
         state["exp_avg_sq"] = blended
         correction1 = correction2 = 1.0
         if group["bias_correction"]:

@@ -21,6 +21,7 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.torch_private import queue_callback
 from instep.training.buckets.grad_buckets import BucketCodec, make_bucket
 from instep.training.buckets.layout import BucketLayout, plan_buckets
+from instep.training.replicas import with_copies
 
 _bucket_numbers = count()
 """All ranks make their buckets in the same order."""
@@ -92,7 +93,7 @@ class DistributedDataParallel(nn.Module):
         self._started = 0
         for parameter in module.parameters():
             check_reachable(parameter)
-        broadcast_coalesced(list(module.parameters()))
+        broadcast_coalesced(with_copies(module.parameters()))
         self._trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         layouts = _plan(self._trained, message_size, triggers)
         self._codecs = [
@@ -246,7 +247,7 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads_list, nn.Module):
             self.module = module_or_grads_list
-            broadcast_coalesced(list(self.module.parameters()))
+            broadcast_coalesced(with_copies(self.module.parameters()))
         else:
             self.grads = list(_tensors(module_or_grads_list))
 

@@ -90,7 +90,7 @@ class ShardGroup:
         mine = None
         if own is not None:
             own = own.coalesce()
-            mine = own.indices().cpu(), own.values().cpu(), own.shape
+            mine = own.indices().cpu(), own.values().to("cpu"), own.shape
         found = self.transport.all_gather_object(mine)
         return sparse_tree_sum([part and make_sparse(*part).to(device) for part in found])
 
