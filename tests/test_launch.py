@@ -487,6 +487,16 @@ def test_without_a_gpu_there_are_as_many_ranks_as_cores_up_to_eight(
     assert capsys.readouterr().err == f"instep: {said} (-n for another number)\n"
 
 
+def test_without_a_number_bitwise_gets_as_many_ranks_as_its_shards_allow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(default_ranks, "count_cores", lambda: 6)
+    monkeypatch.setenv("INSTEP_DEVICE", "cpu")
+    assert default_ranks.choose_number_of_ranks(["t.py"], is_one_host=True, shards=8) == 4
+    said = "instep: 4 ranks, as many as --bitwise 8 allows here (-n for another number)\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("ranks", ["-np 2", "--nproc 2", "--nproc-per-node=2", "-n2"])
 def test_other_launchers_words_for_the_number_of_ranks_are_taken(
     launch: Launch, ranks: str

@@ -157,7 +157,9 @@ def run(asked: argparse.Namespace, program: Sequence[str]) -> int:
     """Run the job and return the exit code. Raises LaunchError."""
     if asked.n is None and asked.hosts is None:
         Job(1, tuple(program))  # finds what is wrong before the line about their number
-        asked.n = choose_number_of_ranks(program, is_one_host=_is_one_host(asked))
+        asked.n = choose_number_of_ranks(
+            program, is_one_host=_is_one_host(asked), shards=asked.bitwise
+        )
     slots = None if asked.hosts is None else _slots(asked)
     _check_restarts(asked, asked.n if slots is None else sum(slots.values()))
     variables = {settings.LOAD.name: asked.load} if asked.load else {}

@@ -16,10 +16,13 @@ _MOST_ON_CPUS = 8
 """More ranks divide a usual batch into parts that are too small to keep a core busy."""
 
 
-def choose_number_of_ranks(program: Sequence[str], *, is_one_host: bool) -> int:
+def choose_number_of_ranks(
+    program: Sequence[str], *, is_one_host: bool, shards: int | None = None
+) -> int:
     """One rank for each GPU of this host; without one, a rank for each core, up to 8.
 
-    `program`: the script and its arguments. Prints the number and its reason to stderr. Raises
+    `program`: the script and its arguments. `shards`: of --bitwise, a multiple of the number.
+    Prints the number and its reason to stderr. Raises
     CommandLineError if -n stands behind the script, or if the job has other hosts, which must have
     the same number.
     """
@@ -33,8 +36,11 @@ def choose_number_of_ranks(program: Sequence[str], *, is_one_host: bool) -> int:
     if not is_one_host:
         line = shlex.join([*program]) or "train.py"
         raise CommandLineError(f"say how many ranks each host has: instep run -n {ranks} … {line}")
+    fitting = max(n for n in range(1, ranks + 1) if not (shards and shards % n))
     each = "one for each" if ranks > 1 else "for the one"
-    if found is not None:
+    if fitting < ranks:
+        ranks, why = fitting, f"as many as --bitwise {shards} allows here"
+    elif found is not None:
         why = f"{each} {found[0].title} of this host"
     elif ranks == cores:
         why = f"{each} core here, as there is no GPU"
