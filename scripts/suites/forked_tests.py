@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor", "mapped_backend")
@@ -32,6 +33,20 @@ def install(*modules: str) -> None:
 
     MultiProcessTestCase._spawn_processes = spawn
     MultiProcessTestCase._fork_processes = spawn
+    torch.multiprocessing.Process = process_on_backend  # of MultiProcContinuousTest
+
+
+def process_on_backend(target: Callable[..., None], args: Any = (), **kwargs: Any) -> Any:
+    """A process that is not forked, whose groups are of the backend that SUITE_BACKEND names."""
+    return multiprocessing.Process(target=enter_spawned, args=(target, args), **kwargs)
+
+
+def enter_spawned(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """In the new process: map its groups, then the test."""
+    import mapped_backend
+
+    mapped_backend.install_from_environment()
+    target(*args)
 
 
 def enter(
