@@ -38,7 +38,7 @@ from instep.process.torch_private import AllgatherOptions, AllreduceOptions, Wor
 
 _TINY_BYTES = 256
 """Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
-follow each other as for a reduction between the hosts."""
+follow each other as for a reduction between the hosts. Gloo reduces one number in fewer still."""
 _SMALL_BYTES = 16 << 10
 """Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""
 _SEGMENT_BYTES = 8 << 20
@@ -113,7 +113,7 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
             self._reduce_by_first_ranks(whole, reduction, opts, timeout)
         elif whole.nbytes > _SMALL_BYTES:
             self._reduce_by_slices(whole, reduction, opts, timeout)
-        elif whole.nbytes > _TINY_BYTES:
+        elif whole.nbytes > _TINY_BYTES or whole.numel() <= 1:
             self._exchange.all_reduce(whole, reduction, timeout)
             self._inter_host.allreduce([whole], opts).wait()
         else:
