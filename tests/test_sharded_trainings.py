@@ -46,6 +46,18 @@ def classifier(log: Log) -> None:
     train(log, model, lambda x, y: F.cross_entropy(model(x), y))
 
 
+@whole
+def two_calls_before_one_backward_of_which_the_first_is_whole(log: Log) -> None:
+    norm = (nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten())
+    model = nn.Sequential(*norm, *mlp())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        few = model(x[:1]).square().mean()  # fewer rows than ranks
+        return few + F.cross_entropy(model(x), y)
+
+    train(log, model, step)
+
+
 @sharded
 def a_model_that_gets_another_dtype_after_its_first_step(log: Log) -> None:
     model = mlp()

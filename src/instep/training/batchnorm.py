@@ -126,12 +126,12 @@ def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives)
     )
     _check_value_count(count, first.input, is_placeholder)
     with torch.no_grad():
-        for shard in shards:
+        for shard in shards:  # .data: an earlier graph may hold them, as after torch's own kernel
             if shard.running_mean is not None:
-                shard.running_mean.lerp_(mean.to(shard.running_mean.dtype), shard.momentum)
+                shard.running_mean.data.lerp_(mean.to(shard.running_mean.dtype), shard.momentum)
             if shard.running_var is not None:
                 unbiased = var * (count / (count - 1))
-                shard.running_var.lerp_(unbiased.to(shard.running_var.dtype), shard.momentum)
+                shard.running_var.data.lerp_(unbiased.to(shard.running_var.dtype), shard.momentum)
     return outputs
 
 
