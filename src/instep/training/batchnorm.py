@@ -126,7 +126,9 @@ def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives)
     )
     _check_value_count(count, first.input, is_placeholder)
     with torch.no_grad():
-        for shard in shards:  # .data: an earlier graph may hold them, as after torch's own kernel
+        # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
+        # version counters as they are.
+        for shard in shards:
             if shard.running_mean is not None:
                 shard.running_mean.data.lerp_(mean.to(shard.running_mean.dtype), shard.momentum)
             if shard.running_var is not None:

@@ -37,12 +37,8 @@ def _call_gloo(method: str, op: str = "", mine: int | None = None) -> Callable[.
 
     def call_gloo(self: ProcessGroupOverGloo, *args: Any, **kwargs: Any) -> Work:
         number = self._enter(op, () if mine is None else args[mine], args) if op else -1
-        # torch finds the backend by a tensor; Gloo itself says what is wrong without one.
         try:
-            try:
-                work: Work = getattr(self._gloo_group, method)(*args, **kwargs)
-            except NotImplementedError:  # torch finds no backend for these tensors, or no tensor
-                work = getattr(self._gloo, method)(*args, **kwargs)
+            work = self._dispatch(method, *args, **kwargs)
         except Exception:  # Gloo refuses the arguments
             if number >= 0:
                 recorder.leave(number)
@@ -129,6 +125,16 @@ class ProcessGroupOverGloo(ProcessGroup):
             barrier(limit, wait_all_ranks)
         finally:
             recorder.leave(number)
+
+    def _dispatch(self, method: str, *args: Any, **kwargs: Any) -> Work:
+        """Call Gloo's method through torch, which finds the backend by the tensors. Where it finds
+        none (an empty list, sparse tensors), Gloo itself says what is wrong."""
+        work: Work
+        try:
+            work = getattr(self._gloo_group, method)(*args, **kwargs)
+        except NotImplementedError:
+            work = getattr(self._gloo, method)(*args, **kwargs)
+        return work
 
     def _enter(self, op: str, mine: object, args: tuple[Any, ...]) -> int:
         """Note a collective; its number, or -1 if this group's are not recorded."""
