@@ -7,6 +7,8 @@ gradient.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -318,3 +320,14 @@ def test_a_dropout_that_drops_nothing_leaves_the_scripts_generator() -> None:
         before = torch.get_rng_state()
         model.eval()(instep.shard(torch.ones(4, 6)))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_drawn_beside_a_replica_is_on_the_default_device() -> None:
+    script = """
+import instep, torch
+instep.replicate(torch.nn.Linear(2, 2))
+torch.set_default_device("meta")  # torch looks at its functions now
+devices = {torch.rand(2).device, torch.randn(2).device, torch.randperm(3).device}
+assert {device.type for device in devices} == {"meta"}, devices
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.jit._builtins
 import torch.nn.modules.batchnorm
 import torch.overrides
+import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.data._utils.pin_memory
@@ -60,6 +61,10 @@ current_graph_task_id = torch._C._current_graph_task_id
 """Which backward is running in this thread; -1: none."""
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The top of the stack of torch.func's transforms; None: none is active."""
+dispatch_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""The names of all operations, with their overloads."""
+dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operation has a kernel of its own for a dispatch key."""
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation."""
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
@@ -77,6 +82,8 @@ BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 known_accelerator = torch._C._accelerator_getAccelerator
 """The accelerator that this process knows, without asking its driver."""
+device_constructors: Callable[[], set[Any]] = torch.utils._device._device_constructors
+"""The functions to which a default device is given, as they are at the first call."""
 dispatch_key_for_device = torch._C._dispatch_key_for_device
 has_kernel_for_dispatch_key = torch._C._dispatch_has_kernel_for_dispatch_key
 """Whether a device computes an operation by itself."""

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from instep.process.patching import Function, Patch
-from instep.process.torch_private import VF, register_builtin
+from instep.process.torch_private import VF, device_constructors, register_builtin
 from instep.training import forward_calls
 from instep.training.draws.batch_draws import BatchDrawMode
 from instep.training.forward_calls import ForwardCall
 from instep.training.random_ops import next_draw
 from instep.training.random_streams import default_generators
 
+device_constructors()  # torch must find the functions that are replaced below
 _FACTORIES = (
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"),
     *("randperm", "bernoulli", "multinomial", "poisson", "binomial"),

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,20 @@ first, and an alias is made before everything that is computed from it."""
 
 _SPARSE = 2
 """The kind of a gradient in the ranks' message about theirs: 0 is none, 1 is dense."""
-_bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The bucket of each parameter, its index there, and the parameter's type when it was planned."""
+
+
+class _Place(NamedTuple):
+    """Where the gradients of a parameter are summed."""
+
+    bucket: GradBucket
+    slot: int
+    """Its index in the bucket."""
+    type: tuple[object, ...]
+    """The parameter's, when its bucket was made."""
+
+
+_places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of each parameter."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that had a sparse gradient, which does not travel in a bucket."""
 _bucket_numbers = count()
@@ -85,17 +97,19 @@ def alias_parameters(
         by_shard = alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
         gradients.collected_rows = collect_rows(parameters, by_shard, group)
         return by_shard
-    unplanned = [p for p in parameters if not (_is_reduced_now(p) or _is_planned(p))]
-    if unplanned:
+    in_buckets = [p for p in parameters if not _is_reduced_now(p)]
+    places = {id(p): _find_place(p) for p in in_buckets}
+    if unplanned := [p for p in in_buckets if places[id(p)] is None]:
         _make_buckets(unplanned, group.transport)
+        places |= {id(p): _find_place(p) for p in unplanned}
     by_bucket: dict[GradBucket | None, list[int]] = {}
     for k, parameter in enumerate(parameters):
-        bucket = None if _is_reduced_now(parameter) else _bucket_of[parameter][0]
-        by_bucket.setdefault(bucket, []).append(k)
+        place = places.get(id(parameter))
+        by_bucket.setdefault(place and place.bucket, []).append(k)
     found: dict[int, Tensor] = {}
     for bucket, members in by_bucket.items():
         own = [parameters[k] for k in members]
-        indices = [0 if bucket is None else _bucket_of[p][1] for p in own]
+        indices = [place.slot if (place := places.get(id(p))) else 0 for p in own]
         aliases = _alias(own, gradients, bucket, indices, group)
         found |= zip(members, aliases, strict=True)
     buckets = (bucket for bucket in by_bucket if bucket is not None)
@@ -158,11 +172,12 @@ def _make_buckets(parameters: Sequence[Tensor], transport: Transport) -> None:
         )
         bucket.title = f"gradients, bucket {number + 1}"
         for index, parameter in members.items():
-            _bucket_of[parameter] = (bucket, index, _type_of(parameter))
+            _places[parameter] = _Place(bucket, index, _type_of(parameter))
 
 
-def _is_planned(parameter: Tensor) -> bool:
-    return parameter in _bucket_of and _bucket_of[parameter][2] == _type_of(parameter)
+def _find_place(parameter: Tensor) -> _Place | None:
+    place: _Place | None = _places.get(parameter)
+    return place if place is not None and place.type == _type_of(parameter) else None
 
 
 def _type_of(parameter: Tensor) -> tuple[object, ...]:
@@ -174,7 +189,7 @@ def _is_reduced_now(parameter: Tensor) -> bool:
     """Whether its gradient is summed at once: the script's hooks must see the sum, and so must
     the tensors from which the script has computed the parameter (torch.func.functional_call)."""
     hooks: Any = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return bool(hooks) or not parameter.is_leaf or parameter in _sparse
+    return bool(hooks) or not parameter.is_leaf or (len(_sparse) > 0 and parameter in _sparse)
 
 
 class _Alias(torch.autograd.Function):

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import (
-    TorchDispatchMode,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
-)
+from instep.process.torch_private import tree_flatten, tree_map_only, tree_unflatten
 from instep.training.blocks import Block
-from instep.training.random_ops import Draws, draws_nothing, draws_of
+from instep.training.draws.kernels import intercepted_draws
+from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
@@ -94,19 +90,21 @@ class _RandomCall(NamedTuple):
     """Of what is drawn; () where it is not known."""
 
 
-class _RandomMode(TorchDispatchMode):
+class _RandomMode:
     """While this is on, random operations are run by `_run_random`."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = 0
+        self._intercepted = intercepted_draws(self._number)
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
+    def __enter__(self) -> Self:
+        self._intercepted.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._intercepted.__exit__(*error)
+
+    def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op = func._schema.name.removeprefix("aten::")
         shape = tuple(_shape(op, args, kwargs))
         self._draws += 1
