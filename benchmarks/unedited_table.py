@@ -40,6 +40,8 @@ NOISE = 10
 """A run is the same if it is not further away than so many times the case's own noise."""
 DOUBLE = 1e-7
 """A case is also the same if it is not further away with floats of 64 bits."""
+ROUNDS = 3
+"""Longer runs of both ways, in turns, of whose ratios the median counts."""
 BOTH = "parameters, printed"
 TIMES = ("steps", "step_ms", "ratio", "ratio_at_once", "ratio_of_all")
 CALLS = ("sharded", "whole", "samples")
@@ -296,20 +298,25 @@ def time_longer(result: Result, case: Path, limit: float, own: Run | None = None
     times = (own or run(case, 0, limit=limit)).times
     if len(times) < 3:
         return
+    rounds = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
         longer = write_longer(case, len(times) - 1, times[-1] - times[0], Path(folder))
-        plain, many = run(longer, 0, limit=limit), run(longer, 2, limit=limit, divide="auto")
+        for _ in range(ROUNDS):
+            plain, many = run(longer, 0, limit=limit), run(longer, 2, limit=limit, divide="auto")
+            if many.code or len(plain.times) != len(many.times):
+                result.verdict, result.problem = "error", f"longer run: {end_of(many.errors)}"
+                return
+            rounds.append((plain.times, many.times))
         two = list(threads.map(lambda _: run(longer, 0, limit=limit), range(2)))
-    if many.code or len(plain.times) != len(many.times):
-        result.verdict, result.problem = "error", f"longer run: {end_of(many.errors)}"
-        return
     result.steps = len(plain.times) - 1
     result.counts["longer"] = {name: many.calls.get(name, 0) for name in CALLS}
-    result.step_ms = 1e3 * step_time(plain.times)
-    result.ratio = step_time(many.times) / step_time(plain.times)
-    result.ratio_at_once = max(step_time(each.times) for each in two) / step_time(plain.times)
-    spans = [each[-1] - each[1] for each in (many.times, plain.times)]
-    result.ratio_of_all = spans[0] / spans[1]
+    plain_step = statistics.median(step_time(plain) for plain, _ in rounds)
+    result.step_ms = 1e3 * plain_step
+    result.ratio = statistics.median(step_time(many) / step_time(plain) for plain, many in rounds)
+    result.ratio_at_once = max(step_time(each.times) for each in two) / plain_step
+    result.ratio_of_all = statistics.median(
+        (many[-1] - many[1]) / (plain[-1] - plain[1]) for plain, many in rounds
+    )
 
 
 def end_of(errors: str) -> str:

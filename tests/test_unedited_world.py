@@ -285,6 +285,46 @@ def test_a_rank_that_ends_before_another_one_is_named(place: Place) -> None:
     assert waiting == f"  rank 1 waits in call_module at {script}:6"
 
 
+@pytest.mark.launch
+def test_no_depth_of_calls_asks_the_system_for_memory_again_and_again(place: Place) -> None:
+    """As where the frames of calls go beyond a chunk of the interpreter's, which is then new."""
+    script = place.script("""
+        import resource, torch
+        def deep(depth):
+            if depth:
+                deep(depth - 1)
+            else:
+                for _ in range(300):
+                    leaf(*range(60))
+        def leaf(*numbers):
+            return max(numbers)
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for depth in range(120):  # once, so that the pages are there
+            deep(depth)
+        before = faults()
+        for depth in range(120):
+            deep(depth)
+        print(faults() - before < 150, torch.ones(1).item())
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True 1.0\n", "")
+
+
+@pytest.mark.launch
+def test_a_divided_call_imports_no_symbolic_shapes(place: Place) -> None:
+    """They take a third of a second."""
+    script = place.script("""
+        import sys, torch
+        from instep.unedited.sharded_call.modules import call_counts
+        model = torch.nn.Linear(3, 3)
+        model(torch.ones(4, 3)).sum().backward()
+        print(call_counts.sharded, "sympy" in sys.modules)
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 False\n", "")
+
+
 UNSEEDED = """
     import random, sys
     import numpy, torch

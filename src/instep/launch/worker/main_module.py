@@ -18,6 +18,14 @@ from instep.compat import finder
 Compile = Callable[[bytes, str], CodeType]
 
 
+_FRAME_SLOTS = 65_000
+"""What the program's first frame asks for, in pointers: its thread's stack of frames then gets a
+chunk of 1 MiB, half of which is for the frames above. Otherwise it grows by 16 KiB at some depth,
+and each call that goes beyond asks the system for a chunk, and gives it back when it returns
+(CPython 3.11 and later, Python/pystate.c: push_chunk). If that depth is that of a model's layers,
+a call of a small one takes twice as long. Only pages that are used take memory."""
+
+
 def compile_as_is(source: bytes, path: str) -> CodeType:
     """The code of a file, as the interpreter compiles it."""
     return compile(source, path, "exec", dont_inherit=True)
@@ -46,7 +54,7 @@ def _run_file(compile_file: Compile, path: str, *arguments: str) -> None:
     main.__loader__ = SourceFileLoader("__main__", where)
     with io.open_code(where) as file:
         code = compile_file(file.read(), where)
-    exec(code, main.__dict__)
+    _execute(code, main)
 
 
 def _run_module(compile_file: Compile, name: str, *arguments: str) -> None:
@@ -61,7 +69,11 @@ def _run_module(compile_file: Compile, name: str, *arguments: str) -> None:
     main.__spec__, main.__loader__ = spec, spec.loader
     main.__package__ = spec.parent
     vars(main)["__cached__"] = spec.cached
-    exec(code, main.__dict__)
+    _execute(code, main)
+
+
+def _execute(code: CodeType, main: ModuleType) -> None:
+    exec(code.replace(co_stacksize=max(code.co_stacksize, _FRAME_SLOTS)), main.__dict__)
 
 
 def _new_main(path: str | None) -> ModuleType:

@@ -122,6 +122,21 @@ def has_work(layer: nn.Module, args: tuple[Any, ...]) -> bool:
     return any(x.numel() // p.shape[1] * p.numel() >= _MUCH_WORK for p in weights)
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """Whether it or any part of it has one: as `parameters()`, which may be overridden, and takes
+    some ten times as long."""
+    seen, waiting = {module}, [module]
+    while waiting:
+        part = waiting.pop()
+        if any(parameter is not None for parameter in part._parameters.values()):
+            return True
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return False
+
+
 def is_lazy(module: nn.Module) -> bool:
     """Whether some of its parameters or buffers get their shapes in the next call."""
     return any(
