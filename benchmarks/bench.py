@@ -25,7 +25,8 @@ from machine import machine, shown
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
+ENVIRONMENTS = {"peers": ".venv-peers", "ppo": ".venv-unedited"}
+"""Those of benchmarks that need other packages."""
 Row = Iterable[object]
 
 
@@ -209,6 +210,16 @@ def same_cores(result: dict[str, Any]) -> str:
     return table(("model", "optimizer", "plain, ms", "instep, ms", "instep / plain"), rows)
 
 
+def ppo(result: dict[str, Any]) -> str:
+    """PPO of Stable-Baselines3 and of CleanRL, unedited on ranks of one thread: frames per second
+    over those of plain `python` with one thread, from the first frame on."""
+    rows = [
+        (name, *(f"{row[way]:.0f}" for way in ("plain", "instep")), shown(row["instep_over_plain"]))
+        for name, row in result["scripts"].items()
+    ]
+    return table(("script", "plain, frames/s", "instep, frames/s", "instep / plain"), rows)
+
+
 def scale(result: dict[str, Any]) -> str:
     """Simulated members: seconds of an exchange, and bytes where they are counted, with the code
     before docs/scale.md and with this one."""
@@ -280,6 +291,7 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
         scaling,
         scale,
         same_cores,
+        ppo,
         imagenet,
         gpu,
     )
@@ -288,8 +300,9 @@ BENCHMARKS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def run(name: str, more: list[str]) -> None:
     """Run one benchmark, if this machine can."""
-    python = str(PEERS) if name == "peers" else sys.executable
-    if name == "peers" and not PEERS.exists():
+    folder = ENVIRONMENTS.get(name)
+    python = str(HERE.parent / folder / "bin" / "python") if folder else sys.executable
+    if not Path(python).exists():
         return
     if name == "hosts" and os.getuid() != 0:
         return
@@ -315,6 +328,8 @@ BEGIN_IN_CHINESE = """\
 IN_CHINESE = {
     "collectives": "各种大小的 all_reduce。",
     "scale": "模拟的成员：一次交换的秒数，以及数过的字节数；修改之前的代码与现在的代码。",
+    "ppo": "Stable-Baselines3 和 CleanRL 的 PPO，不改动，每个 rank 一个线程："
+    "从第一帧起，每秒帧数与单线程的 `python` 之比。",
     "same_cores": "不改动的 `instep run`（每个核一个 rank）与使用全部核的 `python` 的一步之比。",
     "hosts": "两台主机上的 all_reduce。",
     "step": "同一进程中各种策略的一步。",

@@ -24,18 +24,18 @@ CASES = Path(__file__).parent / "unedited_cases"
 
 
 class Case(NamedTuple):
-    """What the loop begins with, of which a number is replaced by another one."""
+    """What the loop of a case begins with."""
 
     begins: str
-    fewer: str
-    more: str
-    frames_of_each: int
-    """How many frames the number counts."""
+    count: str
+    """The number in it, which is replaced by a larger one."""
+    frames: int
+    """How many each of these is."""
 
 
 PPO = {
-    "sb3_ppo": Case("model.learn(512)", "512", "{}", 1),
-    "cleanrl_ppo": Case("for update in range(4)", "4", "{}", 256),
+    "sb3_ppo": Case("model.learn(512)", "512", 1),
+    "cleanrl_ppo": Case("for update in range(4)", "4", 256),
 }
 
 
@@ -43,12 +43,12 @@ def frames_per_second(name: str, way: list[str], frames: int) -> float:
     """Of one run."""
     case = PPO[name]
     text = (CASES / f"{name}.py").read_text()
-    count = frames // case.frames_of_each
-    loop = case.begins.replace(case.fewer, str(count))
+    count = frames // case.frames
+    loop = case.begins.replace(case.count, str(count))
     assert text.count(case.begins) == 1
     head, tail = text.split(case.begins)
     text = f"{head}import time\nbegan = time.perf_counter()\n{loop}{tail}"
-    text += f"\nprint({count * case.frames_of_each} / (time.perf_counter() - began))\n"
+    text += f"\nprint({count * case.frames} / (time.perf_counter() - began))\n"
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, f"{name}.py")
         script.write_text(text)
@@ -71,16 +71,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(args.ranks)]}
-    result: dict[str, Any] = {"machine": machine(), "ranks": args.ranks, "frames": args.frames}
+    scripts: dict[str, Any] = {}
     for name in PPO:
         found: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(args.rounds):
             for way, command in ways.items():
                 found[way].append(frames_per_second(name, command, args.frames))
-        result[name] = {way: statistics.median(each) for way, each in found.items()}
-        result[name]["instep_over_plain"] = ratios(found["instep"], found["plain"])
-        print(name, shown(result[name]["instep_over_plain"]), result[name], flush=True)
+        row: dict[str, Any] = {way: statistics.median(each) for way, each in found.items()}
+        row["instep_over_plain"] = ratios(found["instep"], found["plain"])
+        scripts[name] = row
+        print(name, shown(row["instep_over_plain"]), row, flush=True)
     if args.json:
+        result = {
+            "machine": machine(),
+            "ranks": args.ranks,
+            "frames": args.frames,
+            "scripts": scripts,
+        }
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -65,8 +65,6 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The top of the stack of torch.func's transforms; None: none is active."""
 dispatch_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 """The names of all operations, with their overloads."""
-dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-"""Whether an operation has a kernel of its own for a dispatch key."""
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation."""
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack

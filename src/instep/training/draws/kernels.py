@@ -1,8 +1,8 @@
-"""Operations that draw random numbers, of which a function takes the place.
+"""Functions in place of the operations that draw random numbers.
 
-On CPUs it takes the place of torch's kernels, which costs other operations nothing, and draws some
-three microseconds. A dispatch mode sees those on other devices, too, but there every operation of
-any kind takes some ten microseconds more.
+On CPUs they stand in for torch's kernels: that costs a draw some three microseconds, and other
+operations nothing. On other devices a dispatch mode finds the draws, which costs every operation
+some ten microseconds.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import torch
 
 from instep.process.torch_private import (
     TorchDispatchMode,
-    dispatch_has_kernel,
     dispatch_op_names,
+    has_kernel_for_dispatch_key,
 )
 from instep.training.random_ops import draws_nothing
 from instep.training.random_streams import default_generators
 
-Draw = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Called as `draw(func, args, kwargs)`, where `func` is one of torch.ops.aten."""
+RunDraw = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called as `run_draw(func, args, kwargs)`, where `func` is one of torch.ops.aten."""
 
 
 class _Interceptor(threading.local):
-    draw: Draw | None = None
+    run_draw: RunDraw | None = None
 
 
 _interceptor = _Interceptor()
 _libraries: list[torch.library.Library] = []
-"""The kernels are torch's own again when this goes."""
+"""Holds the kernels that stand in for torch's; these are back when it goes."""
 
 
-def intercepted_draws(draw: Draw) -> AbstractContextManager[object]:
-    """Inside, on this thread, `draw` runs what draws; what it calls is not intercepted."""
+def intercepted_draws(run_draw: RunDraw) -> AbstractContextManager[object]:
+    """Inside, on this thread, `run_draw` runs what draws; what it calls is not intercepted."""
     is_on_cpus = len(default_generators()) == 1
-    return _intercepted_on_cpus(draw) if is_on_cpus else _DrawMode(draw)
+    return _intercepted_on_cpus(run_draw) if is_on_cpus else _DrawMode(run_draw)
 
 
 @contextmanager
-def _intercepted_on_cpus(draw: Draw) -> Iterator[None]:
+def _intercepted_on_cpus(run_draw: RunDraw) -> Iterator[None]:
     if not _libraries:
         _replace_kernels()
-    before, _interceptor.draw = _interceptor.draw, draw
+    before, _interceptor.run_draw = _interceptor.run_draw, run_draw
     try:
         yield
     finally:
-        _interceptor.draw = before
+        _interceptor.run_draw = before
 
 
 def _replace_kernels() -> None:
@@ -60,7 +60,7 @@ def _replace_kernels() -> None:
         warnings.filterwarnings("ignore", message="(?s).*verriding a previously registered kernel")
         for name in dispatch_op_names():
             namespace, _, name_in_it = name.partition("::")
-            if namespace != "aten" or not dispatch_has_kernel(name, "CPU"):
+            if namespace != "aten" or not has_kernel_for_dispatch_key(name, "CPU"):
                 continue
             packet, _, overload = name_in_it.partition(".")
             func = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -72,22 +72,21 @@ def _replace_kernels() -> None:
 def _may_draw(func: Any) -> bool:
     return (
         torch.Tag.nondeterministic_seeded in func.tags
-        # Attention that has a kernel for CPUs of its own has no dropout.
+        # Attention with dropout has no kernel of its own on CPUs.
         and "scaled_dot_product" not in func._schema.name
-        and func._schema.name != "aten::_fused_sdp_choice"
     )
 
 
 def _kernel_in_place_of(func: Any, kernel: Any) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        draw = _interceptor.draw
-        if draw is None or draws_nothing(func, args, kwargs):
+        run_draw = _interceptor.run_draw
+        if run_draw is None or draws_nothing(func, args, kwargs):
             return kernel.call_boxed(keyset, *args, **kwargs)
-        _interceptor.draw = None
+        _interceptor.run_draw = None
         try:
-            drawn = draw(func, args, kwargs)
+            drawn = run_draw(func, args, kwargs)
         finally:
-            _interceptor.draw = draw
+            _interceptor.run_draw = run_draw
         out = kwargs.get("out")
         return drawn if out is None or drawn is out else out.copy_(drawn)
 
@@ -95,9 +94,9 @@ def _kernel_in_place_of(func: Any, kernel: Any) -> Callable[..., Any]:
 
 
 class _DrawMode(TorchDispatchMode):
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, run_draw: RunDraw) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draw = draw
+        self._run_draw = run_draw
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -105,4 +104,4 @@ class _DrawMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._draw(func, args, kwargs)
+        return self._run_draw(func, args, kwargs)

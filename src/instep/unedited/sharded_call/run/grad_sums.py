@@ -62,7 +62,7 @@ class _Place(NamedTuple):
 
 
 _places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of each parameter."""
+"""By parameter."""
 _sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that had a sparse gradient, which does not travel in a bucket."""
 _bucket_numbers = count()
