@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--frames", type=int, default=20480)
+    parser.add_argument("--frames", type=int, default=51200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(args.ranks)]}

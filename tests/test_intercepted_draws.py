@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from instep.training.draws import kernels
 from instep.training.draws.kernels import intercepted_draws
 
 HALF = torch.full((6,), 0.5)
@@ -114,3 +115,35 @@ def test_an_error_of_a_function_in_its_place_is_the_scripts() -> None:
         for _ in range(2):
             with pytest.raises(LookupError, match="no rows"):
                 torch.rand(2)
+
+
+def test_torch_has_its_kernels_back_when_no_draw_is_intercepted_any_more() -> None:
+    seen = Seen()
+    with intercepted_draws(seen):
+        torch.rand(2)
+    assert kernels._libraries
+    kernels.release_if_idle()
+    assert kernels._libraries  # it was used until now
+    kernels.release_if_idle()
+    assert not kernels._libraries
+    torch.manual_seed(3)
+    expected = torch.multinomial(HALF, 2)
+    with intercepted_draws(seen):
+        torch.manual_seed(3)
+        assert torch.equal(torch.multinomial(HALF, 2), expected)
+    assert len(seen.names) == 2
+
+
+def test_the_table_has_every_operation_that_draws_on_cpus() -> None:
+    """Attention that has a kernel of its own on CPUs has no dropout."""
+    found = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, own = name.partition("::")
+        if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+            continue
+        packet, _, overload = own.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found.add(own)
+    of_attention = {"_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu"}
+    assert found - of_attention == set(kernels.DRAWS_ON_CPUS)

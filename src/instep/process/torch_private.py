@@ -63,8 +63,6 @@ run_backward = torch.autograd.graph._engine_run_backward
 """What torch.autograd.grad runs: it imports sympy to compare shapes, which takes 0.3 s."""
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 """The top of the stack of torch.func's transforms; None: none is active."""
-dispatch_op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-"""The names of all operations, with their overloads."""
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation."""
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack

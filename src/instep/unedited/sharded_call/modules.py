@@ -17,6 +17,7 @@ from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
 from instep.process.torch_private import peek_interpreter_stack
+from instep.training.draws.kernels import release_if_idle
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
@@ -43,6 +44,8 @@ from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
+_IDLE_CALLS = 256
+"""After so many whole calls it is looked whether any other call still draws for the whole batch."""
 _FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
 
 _CHECKPOINTED = (
@@ -200,6 +203,8 @@ def _run_known_whole(
     kwargs: dict[str, Any],
 ) -> Any:
     call_counts.whole += 1
+    if call_counts.whole % _IDLE_CALLS == 0:
+        release_if_idle()
     if known.rows and not call_state.whole_depth:
         call_counts.samples += known.rows
     if known.tuner is not None:
