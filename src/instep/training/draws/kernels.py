@@ -28,7 +28,7 @@ DRAWS_ON_CPUS = (
     *("randperm.generator_out", "rrelu_with_noise", "rrelu_with_noise.out", "rrelu_with_noise_"),
     *("uniform_", "_sample_dirichlet", "_standard_gamma"),
 )
-"""The operations of torch.ops.aten that draw and have a kernel for CPUs, of which others are made."""
+"""The operations of torch.ops.aten that draw and have a kernel for CPUs; they make up others."""
 RunDraw = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called as `run_draw(func, args, kwargs)`, where `func` is one of torch.ops.aten."""
 
