@@ -263,7 +263,7 @@ def test_of_a_whole_call_the_parts_are_looked_at_until_all_are_known() -> None:
             model(torch.ones(1, 4, requires_grad=False))
         assert entry.calls <= 3
         for _ in range(20):
-            model(torch.ones(1, 12, 4))
+            model(torch.ones(1, 12, 4)).sum().backward()
         assert Timed.seen[-1] == 6
 
 
@@ -306,6 +306,37 @@ def test_a_step_that_no_backward_reaches_does_not_wait_for_ever() -> None:
         assert timed_calls.start_backward() is None
     finally:
         timed_calls.reset()
+
+
+@pytest.mark.parametrize(("sharded", "rows"), [(0.8, 6), (1.2, 12)])
+@pytest.mark.parametrize("calls", [18, 23, 40])
+@ranks(2)
+def test_of_many_calls_before_a_backward_the_first_ones_are_compared(
+    calls: int, sharded: float, rows: int
+) -> None:
+    """As of a cell, or of what an ODE's solver calls: the time of a backward is that of all."""
+    model = Timed(4, 3)
+
+    def takes_long(grad: Tensor) -> None:
+        Timed.clock.now += 50.0
+
+    with tuning(sharded=sharded, whole=1.0):
+        for _ in range(12):
+            total = torch.zeros(12, 3, requires_grad=True) + 0
+            total.register_hook(takes_long)
+            for _ in range(calls):
+                total = total + model(torch.ones(12, 4))
+            total.sum().backward()
+        assert Timed.seen[-1] == rows
+
+
+@ranks(2)
+def test_calls_that_no_backward_ever_reaches_are_compared_as_well() -> None:
+    model = Timed(4, 3)
+    with tuning(sharded=1.0, whole=3.0):
+        for _ in range(6 * (timed_calls.MAX_CALLS + timed_calls._MAX_SKIPPED)):
+            model(torch.ones(12, 4))
+        assert Timed.seen[-1] == 6
 
 
 class OtherGradientBits(Timed):

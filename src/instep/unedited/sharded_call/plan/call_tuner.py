@@ -36,6 +36,8 @@ class TimedStep:
     missed: int = 0
     """How many times backward() has reached none."""
     is_complete: bool = False
+    backwards: int | None = None
+    """If it ended by its number of calls, before a backward(): how many of these there were."""
 
     @property
     def cost(self) -> float:
@@ -59,6 +61,8 @@ class CallTuner:
     """Whether a whole call was seen to have the same bits on all ranks."""
     step: TimedStep | None = None
     """The last one that was timed."""
+    skipped: int = 0
+    """Calls since it ended that were not timed."""
     elements: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     """Of all calls, by whether they were sharded."""
     typical: dict[bool, float] = field(default_factory=dict)

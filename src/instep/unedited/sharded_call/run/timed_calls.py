@@ -1,6 +1,8 @@
 """Times some calls sharded and some whole, with their backward, so that all ranks choose the same.
 
-The ranks begin a timed step together and exchange what the step before took.
+The ranks begin a timed step together and exchange what the step before took. Of many calls before
+one backward() the first ones are timed, without it, and then those after it: steps that hold other
+parts of such a sequence do not compare.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ First = TypeVar("First")
 MAX_CALLS = 16
 """A step ends after so many calls of which none was reached by a backward()."""
 _MAX_MISSED = 8
+_MAX_SKIPPED = 64
+"""After so many calls without a backward() the next step begins nevertheless."""
 
 _open: dict[TimedStep, weakref.ref[nn.Module]] = {}
 """The steps that wait for a backward(), and whose they are."""
+_backwards = 0
+"""How many times backward() has run."""
 
 
 def clock(device: torch.device) -> float:
@@ -70,6 +76,10 @@ def time_run(
     """
     tuner.begin()
     step = tuner.step
+    if _is_in_sequence(step) and tuner.skipped < _MAX_SKIPPED:
+        tuner.skipped += 1
+        return run(tuner.is_sharded), tuner.is_sharded
+    tuner.skipped = 0
     if step is None or step.is_complete or step.is_reached:
         _exchange(tuner, transport)
         if tuner.is_decided:
@@ -86,9 +96,17 @@ def time_run(
     outputs = find_tensors(result[1])
     if step.compares_bits:
         step.bits = _checksum(outputs, step.bits)
-    if not _watch(step, outputs) or step.calls == MAX_CALLS:
+    if not _watch(step, outputs):
+        _close(step)
+    elif step.calls == MAX_CALLS:
+        step.backwards = _backwards
         _close(step)
     return result, step.is_sharded
+
+
+def _is_in_sequence(step: TimedStep | None) -> bool:
+    """Whether there was no backward() yet since this step, which ended by its number of calls."""
+    return step is not None and step.backwards == _backwards
 
 
 def start_backward() -> float | None:
@@ -101,6 +119,8 @@ def start_backward() -> float | None:
 def end_backward(start: float | None) -> None:
     """Share the time since then among the steps that this backward() has reached, by what their
     calls have taken."""
+    global _backwards
+    _backwards += 1
     if start is None:
         return
     reached = [step for step in _open if step.is_reached]
