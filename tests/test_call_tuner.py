@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ import instep
 from instep.process.patching import PatchHandle
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan import plan_cache
+from instep.unedited.sharded_call.plan import plan_cache, whole_calls
 from instep.unedited.sharded_call.plan.call_tuner import (
     FIRST_CALLS,
     CallTuner,
     TimedStep,
     format_gain,
 )
+from instep.unedited.sharded_call.plan.whole_calls import WholeCall
 from instep.unedited.sharded_call.run import timed_calls
 from instep.unedited.sharded_call.run.region import current_region
 from pool import ranks
@@ -337,6 +339,19 @@ def test_calls_that_no_backward_ever_reaches_are_compared_as_well() -> None:
         for _ in range(6 * (timed_calls.MAX_CALLS + timed_calls._MAX_SKIPPED)):
             model(torch.ones(12, 4))
         assert Timed.seen[-1] == 6
+
+
+class Mode(Enum):
+    ONE, OTHER = range(2)
+
+
+def test_a_whole_call_is_found_by_its_flags() -> None:
+    layer, x = nn.Linear(1, 1), torch.ones(2, 1)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    whole_calls.add(layer, (x,), {"mode": Mode.ONE, "name": "a"}, known)
+    assert whole_calls.find(layer, (x + 1,), {"mode": Mode.ONE, "name": "a"}) is known
+    assert whole_calls.find(layer, (x,), {"mode": Mode.OTHER, "name": "a"}) is None
+    assert whole_calls.find(layer, (x,), {"mode": Mode.ONE, "name": "b"}) is None
 
 
 class OtherGradientBits(Timed):

@@ -7,6 +7,7 @@ its arguments, so all that needs to be equal is what the decision depends on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,7 +75,7 @@ def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             key.append((arg.shape, arg.dtype, arg.requires_grad, arg.device))
         elif kind is int or kind is float:
             key.append(kind)
-        elif arg is None or kind is bool:
+        elif arg is None or kind is bool or kind is str or isinstance(arg, Enum):
             key.append(arg)
         else:
             return None
