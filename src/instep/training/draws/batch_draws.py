@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.process.torch_private import TorchDispatchMode
 from instep.training.draws.batch_dims import BatchDims, Dim, Shape
+from instep.training.draws.kernels import DrawMode
 from instep.training.forward_calls import ForwardCall
-from instep.training.random_ops import BatchDraw, draws_nothing
+from instep.training.random_ops import BatchDraw
 from instep.training.random_streams import default_generators, derive_seed
 
 
-class BatchDrawMode(TorchDispatchMode):
+class BatchDrawMode(DrawMode):
     """While this is on, random operations draw for the whole batch, from a stream of their own.
 
     Nothing is exchanged with other ranks: each draws all numbers. The k-th operation begins with a
@@ -22,18 +22,13 @@ class BatchDrawMode(TorchDispatchMode):
     """
 
     def __init__(self, draw: BatchDraw, call: ForwardCall | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(self._run)
         self._draw, self._call, self._count = draw, call, 0
         assert draw.block is not None
         self._block = draw.block
         self._rows = max(self._block.count, 1)
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._seed()
         name = func._schema.name.removeprefix("aten::").removesuffix("_functional")
         first: Any = args[0] if args else None

@@ -47,7 +47,7 @@ _is_used = False
 def intercepted_draws(run_draw: RunDraw) -> AbstractContextManager[object]:
     """Inside, on this thread, `run_draw` runs what draws; what it calls is not intercepted."""
     is_on_cpus = len(default_generators()) == 1
-    return _intercepted_on_cpus(run_draw) if is_on_cpus else _DrawMode(run_draw)
+    return _intercepted_on_cpus(run_draw) if is_on_cpus else DrawMode(run_draw)
 
 
 @contextmanager
@@ -102,7 +102,9 @@ def _kernel_in_place_of(func: Any, kernel: Any) -> Callable[..., Any]:
     return run
 
 
-class _DrawMode(TorchDispatchMode):
+class DrawMode(TorchDispatchMode):
+    """Inside, `run_draw` runs what draws, on any device; what it calls is not intercepted."""
+
     def __init__(self, run_draw: RunDraw) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run_draw = run_draw
