@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import instep
 from instep.process.patching import PatchHandle
+from instep.training.draws import kernels
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan import plan_cache, whole_calls
@@ -339,6 +340,18 @@ def test_calls_that_no_backward_ever_reaches_are_compared_as_well() -> None:
         for _ in range(6 * (timed_calls.MAX_CALLS + timed_calls._MAX_SKIPPED)):
             model(torch.ones(12, 4))
         assert Timed.seen[-1] == 6
+
+
+@ranks(2)
+def test_torch_has_its_kernels_back_when_all_calls_are_whole() -> None:
+    """Those that draw, which stand in for a divided call's."""
+    model = nn.Sequential(Timed(4, 3), nn.Dropout(0.5))
+    with tuning(sharded=3.0, whole=1.0), pytest.MonkeyPatch.context() as patch:
+        assert last_rows(12, model, 12) == 12
+        assert kernels._libraries
+        patch.setattr(modules, "_IDLE_CALLS", 4)
+        assert last_rows(8, model, 12) == 12
+        assert not kernels._libraries
 
 
 class Mode(Enum):

@@ -300,10 +300,10 @@ def test_no_depth_of_calls_asks_the_system_for_memory_again_and_again(place: Pla
             return max(numbers)
         def faults():
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for depth in range(120):  # once, so that the pages are there
+        for depth in range(400):  # once, so that the pages are there
             deep(depth)
         before = faults()
-        for depth in range(120):
+        for depth in range(400):
             deep(depth)
         print(faults() - before < 150, torch.ones(1).item())
     """)

@@ -17,7 +17,7 @@ from instep.training.forward_calls import ForwardCall
 from instep.training.random_ops import next_draw
 from instep.training.random_streams import default_generators
 
-device_constructors()  # torch must find the functions that are replaced below
+device_constructors()  # torch looks once at what takes a default device: before it is replaced
 _FACTORIES = (
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"),
     *("randperm", "bernoulli", "multinomial", "poisson", "binomial"),
