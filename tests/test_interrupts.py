@@ -20,6 +20,7 @@ from instep.distributed.watchdog.interrupt_coordinator import (
     SAME_LINE_POLLS,
     STALLED_NOW_POLLS,
     STALLED_POLLS,
+    UNCONNECTED_POLLS,
     InterruptCoordinator,
 )
 from launching import LAUNCHER_VARIABLES, Launch
@@ -265,10 +266,36 @@ def test_ranks_are_interrupted_at_a_collective_that_none_has_begun() -> None:
     assert told.words == [("pause", None), ("interrupt_at", 9)]
 
 
-def test_ranks_that_have_not_met_are_interrupted_where_they_are() -> None:
+class ToldRank:
+    """What a coordinator says to one rank."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def send(self, message_type: str) -> None:
+        self.words.append(message_type)
+
+
+def test_a_rank_that_connects_after_the_interrupt_pauses_like_the_others() -> None:
     told = Told(came=False)
-    begun(told)
-    assert told.words == [("interrupt_now", None)]
+    coordinator = begun(told, 7)
+    looks(coordinator, 1, (7, "a:1"))
+    assert told.words == [("pause", None)]
+    told.came, late = True, ToldRank()
+    coordinator.add_rank(1, late)
+    assert late.words == ["pause"]
+    coordinator.handle(1, "paused", {"count": 8})
+    assert told.words == [("pause", None), ("interrupt_at", 9)]
+
+
+def test_ranks_that_wait_in_vain_for_others_are_interrupted_where_they_are() -> None:
+    told = Told(came=False)
+    coordinator = begun(told, 7)
+    looks(coordinator, UNCONNECTED_POLLS, (7, "a:1"))
+    assert told.words == [("pause", None), ("interrupt_now", None)]
+    late = ToldRank()
+    coordinator.add_rank(1, late)
+    assert late.words == ["interrupt_now"]
 
 
 @pytest.mark.parametrize(

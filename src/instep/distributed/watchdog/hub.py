@@ -153,6 +153,7 @@ class Hub:
             connection.send("ended", ranks=rank_ranges(self._ended))
         if self._first is not None:
             connection.send("failed", **self._first)
+        self._interrupts.add_rank(rank, connection)
         for message in messages[1:]:
             self._handle(rank, message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from instep.distributed.watchdog.connection import Message
+from instep.distributed.watchdog.connection import Connection, Message
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.process.exit_status import format_ranks
 
@@ -15,6 +15,9 @@ POLL_SECONDS_PER_RANK = 100e-6
 SAME_LINE_POLLS, NO_COLLECTIVE_POLLS = 2, 8
 """Ranks that have entered the same number of collectives are interrupted where they are, if they
 are at the same line for so many polls, or if none enters another collective for so many."""
+UNCONNECTED_POLLS = 16
+"""Polls for which the hub waits for ranks that have not connected; then all are interrupted where
+they are."""
 STALLED_POLLS, STALLED_NOW_POLLS = 40, 120
 """Polls without progress of any rank after which the job is aborted; the second number once the
 ranks may be interrupted where they are."""
@@ -52,8 +55,17 @@ class InterruptCoordinator:
         self._interrupted: dict[int, str] = {}
         """The line at which it took effect."""
         self._last: tuple[object, object] = ({}, {})
-        self._same_line = self._no_collective = 0
-        """Polls for which the ranks have been at the same line, or have entered no collective."""
+        self._same_line = self._no_collective = self._unconnected = 0
+        """Polls for which the ranks have been at the same line, have entered no collective, or have
+        not all been connected."""
+
+    def add_rank(self, rank: int, connection: Connection) -> None:
+        """A rank has connected, perhaps after the others were interrupted."""
+        if self._now:
+            connection.send("interrupt_now")
+        elif self._requested:
+            self._awaited.add(rank)
+            connection.send("pause")
 
     def handle(self, rank: int, message_type: str, message: Message) -> None:
         """Handle a message of a rank; other messages are ignored."""
@@ -74,15 +86,13 @@ class InterruptCoordinator:
             self._requested = True
             self._awaited = self._job.running_ranks()
             self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS_PER_RANK * len(self._awaited))
-            if self._job.all_connected():
-                self._job.broadcast("pause")
-            else:
-                self._interrupt_now()
+            self._job.broadcast("pause")
             self._loop.call_later(self._poll_seconds, self._poll)
 
     def _choose_target(self) -> None:
-        """Send the collective at which all stop, once all running ranks have paused."""
-        if not self._target_sent and self._job.running_ranks() <= self._counts.keys():
+        """Send the collective at which all stop, once all ranks that run have paused."""
+        paused = self._job.all_connected() and self._job.running_ranks() <= self._counts.keys()
+        if paused and not self._target_sent:
             self._target_sent = True
             self._job.broadcast("interrupt_at", count=max(self._counts.values()) + 1)
 
@@ -96,10 +106,9 @@ class InterruptCoordinator:
         if not left:
             return
         self._check_progress(left)
-        if self._awaited and not self._now:
-            self._awaited &= left
-            if not self._awaited:  # those that had not paused have ended
-                self._choose_target()
+        self._awaited &= left
+        if not self._awaited and not self._now:  # those that had not paused have ended
+            self._choose_target()
         self._job.broadcast("get_progress")
         self._loop.call_later(self._poll_seconds, self._poll)
 
@@ -111,10 +120,13 @@ class InterruptCoordinator:
         self._last = now
         level = len({self._counts.get(rank) for rank in self._job.running_ranks()}) == 1
         waiting = not self._now and not self._interrupted and self._target_sent and level
+        self._unconnected += not self._job.all_connected()
         stalled = self._no_collective >= (STALLED_NOW_POLLS if self._now else STALLED_POLLS)
         if waiting and (
             self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
         ):
+            self._interrupt_now()
+        elif not self._now and self._unconnected >= UNCONNECTED_POLLS:
             self._interrupt_now()
         elif stalled and not self._aborted:
             self._aborted = True
