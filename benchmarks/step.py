@@ -83,7 +83,7 @@ def unedited(model: nn.Module) -> tuple[Callable[[Tensor], Any], Backward]:
     def backward(loss: Tensor) -> None:
         sharded_backward(lambda roots, *_: engine(roots), loss)
 
-    return lambda inputs: modules.call_module(call, model, inputs), backward
+    return lambda inputs: modules.module_call(call)(model, inputs), backward
 
 
 def horovod(model: nn.Module) -> tuple[nn.Module, Backward]:

@@ -311,6 +311,20 @@ def test_no_depth_of_calls_asks_the_system_for_memory_again_and_again(place: Pla
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 1.0\n", "")
 
 
+@pytest.mark.launch
+def test_a_divided_call_imports_no_symbolic_shapes(place: Place) -> None:
+    """They take a third of a second."""
+    script = place.script("""
+        import sys, torch
+        from instep.unedited.sharded_call.modules import call_counts
+        model = torch.nn.Linear(3, 3)
+        model(torch.ones(4, 3)).sum().backward()
+        print(call_counts.sharded, "sympy" in sys.modules)
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 False\n", "")
+
+
 UNSEEDED = """
     import random, sys
     import numpy, torch

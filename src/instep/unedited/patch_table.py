@@ -39,7 +39,8 @@ SIGNAL_PATCHES = patches(
 SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     *patches(
         "the outermost call of a module runs on this rank's rows",
-        (nn.Module, "__call__", modules.call_module),
+        (nn.Module, "__call__", modules.module_call),
+        factory=True,
     ),
     *patches(
         "gradients are summed over ranks while backward runs",

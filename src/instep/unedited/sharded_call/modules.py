@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -69,22 +70,28 @@ call_counts = CallCounts()
 _reported: set[tuple[str, str]] = set()
 
 
-def call_module(original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module.__call__: sharded if it is an outermost one of a module with parameters.
+def module_call(original: Function) -> Function:
+    """In place of nn.Module.__call__: sharded if it is an outermost call of a module with
+    parameters.
 
     Where that cannot be, the module's parts are, unless they are single layers with little work.
     """
-    if (
-        torch.compiler.is_compiling()
-        or call_state.inside
-        or (call_state.whole_depth and not module._modules and not has_work(module, args))
-        or threading.current_thread() is not threading.main_thread()
-        or is_rank_local()  # a sample that only this rank loads, or a loader's worker
-    ):
-        return original(module, *args, **kwargs)
-    if (known := whole_calls.find(module, args, kwargs)) is not None:
-        return _run_known_whole(known, original, module, args, kwargs)
-    return _call_unknown(original, module, args, kwargs)
+
+    @functools.wraps(original)
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or call_state.inside
+            or (call_state.whole_depth and not module._modules and not has_work(module, args))
+            or threading.current_thread() is not threading.main_thread()
+            or is_rank_local()  # a sample that only this rank loads, or a loader's worker
+        ):
+            return original(module, *args, **kwargs)
+        if (known := whole_calls.find(module, args, kwargs)) is not None:
+            return _run_known_whole(known, original, module, args, kwargs)
+        return _call_unknown(original, module, args, kwargs)
+
+    return call_module
 
 
 def _call_unknown(

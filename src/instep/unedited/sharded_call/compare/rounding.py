@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.process.torch_private import run_backward
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
@@ -163,8 +164,15 @@ class VectorJacobianProduct:
         """The gradients of the targets through these outputs; their graph is kept."""
         if not self.indices:
             return []
-        roots = [outputs[k] for k in self.indices]
-        found = torch.autograd.grad(
-            roots, self.targets, self.cotangents, retain_graph=True, allow_unused=True
+        roots = tuple(outputs[k] for k in self.indices)
+        keep_graph, create_graph, allow_unused = True, False, True
+        found = run_backward(
+            roots,
+            tuple(self.cotangents),
+            keep_graph,
+            create_graph,
+            tuple(self.targets),
+            allow_unused,
+            accumulate_grad=False,
         )
         return [None if grad is None else grad.to_dense() for grad in found]
