@@ -17,7 +17,7 @@ from instep.process.patching import PatchHandle
 from instep.training.draws import kernels
 from instep.unedited.patch_table import SHARDED_CALL_PATCHES
 from instep.unedited.sharded_call import modules
-from instep.unedited.sharded_call.plan import plan_cache, whole_calls
+from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.call_tuner import (
     FIRST_CALLS,
     CallTuner,
@@ -365,6 +365,41 @@ def test_a_whole_call_is_found_by_its_flags() -> None:
     assert whole_calls.find(layer, (x + 1,), {"mode": Mode.ONE, "name": "a"}) is known
     assert whole_calls.find(layer, (x,), {"mode": Mode.OTHER, "name": "a"}) is None
     assert whole_calls.find(layer, (x,), {"mode": Mode.ONE, "name": "b"}) is None
+
+
+def test_modules_that_are_made_anew_share_what_is_known_of_their_calls() -> None:
+    layer, x = nn.Linear(1, 1), torch.ones(2, 1)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    for _ in range(temporary_modules._WRAPPERS + 1):
+        wrapper = nn.Sequential(layer)
+        assert whole_calls.find(wrapper, (x,), {}) is None
+        temporary_modules.find_reason(wrapper)
+    first, second, other = (
+        nn.Sequential(layer),
+        nn.Sequential(layer),
+        nn.Sequential(nn.Linear(1, 1)),
+    )
+    assert whole_calls.find(first, (x,), {}) is None
+    whole_calls.add(first, (x,), {}, known)
+    assert whole_calls.find(second, (x,), {}) is known
+    assert whole_calls.find(second, (x.double(),), {}) is None
+    assert whole_calls.find(other, (x,), {}) is None
+
+
+def test_copies_that_are_not_compared_any_more_share_what_is_known_of_their_calls() -> None:
+    x = torch.ones(2, 1)
+    known = WholeCall(rows=2, elements=2, tuner=None, by_parts=False)
+    for _ in range(temporary_modules._COPIES):
+        copy = nn.Bilinear(1, 1, 7)
+        assert whole_calls.find(copy, (x, x), {}) is None
+        temporary_modules.note(copy, "it prints in its forward")
+    first, second, wider = nn.Bilinear(1, 1, 7), nn.Bilinear(1, 1, 7), nn.Bilinear(1, 1, 8)
+    assert whole_calls.find(first, (x, x), {}) is None
+    whole_calls.add(first, (x, x), {}, known)
+    assert whole_calls.find(second, (x, x), {}) is known
+    assert whole_calls.find(wider, (x, x), {}) is None
+    temporary_modules.note(nn.Bilinear(1, 1, 7), "")  # one of them is divided after all
+    assert whole_calls.find(nn.Bilinear(1, 1, 7), (x, x), {}) is None
 
 
 class OtherGradientBits(Timed):

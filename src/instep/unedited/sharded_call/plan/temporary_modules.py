@@ -6,8 +6,7 @@ All ranks make the same modules in the same order, so they decide alike.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -30,10 +29,31 @@ class _ModuleKind:
     why_whole: str = ""
     """Of the last one."""
     was_sharded: bool = False
+    whole_calls: dict[Any, Any] = field(default_factory=dict)
+    """What `whole_calls` knows of those that are not compared any more."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether those that come are not compared any more."""
+        return self.compared >= _COPIES and not self.was_sharded
+
+
+@dataclass
+class _Wrappers:
+    """Modules around the same parameters, whose classes have the same name."""
+
+    count: int = 0
+    whole_calls: dict[Any, Any] = field(default_factory=dict)
+    """As of a kind."""
+
+    @property
+    def is_whole(self) -> bool:
+        """As of a kind."""
+        return self.count > _WRAPPERS
 
 
 _wrappers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By a module's first parameter: how many there were, by the name of their class."""
+"""By their first parameter, and by the name of their class."""
 _kinds: dict[tuple[Any, ...], _ModuleKind] = {}
 _counted: WeakSet[nn.Module] = WeakSet()
 
@@ -41,13 +61,27 @@ _counted: WeakSet[nn.Module] = WeakSet()
 def find_reason(module: nn.Module) -> str:
     """Why a module that was never called before is not even compared; "" if it is."""
     first = next(iter(nn.Module.parameters(module)))
-    names: Counter[str] = _wrappers.setdefault(first, Counter())
-    name = _name_of(module)
-    names[name] += 1
-    if names[name] > _WRAPPERS:
+    wrappers: _Wrappers = _wrappers.setdefault(first, {}).setdefault(
+        _name_of(module), _Wrappers()
+    )
+    wrappers.count += 1
+    if wrappers.is_whole:
         return TEMPORARY
     kind = _kinds.get(_key_of(module))
-    return "" if kind is None or kind.was_sharded or kind.compared < _COPIES else kind.why_whole
+    return kind.why_whole if kind is not None and kind.is_whole else ""
+
+
+def find_whole_calls(module: nn.Module) -> dict[Any, Any]:
+    """What is known of the calls of modules like this one, if these are not even compared; else
+    nothing."""
+    first = next(iter(nn.Module.parameters(module)), None)
+    if first is None:
+        return {}
+    wrappers: _Wrappers | None = _wrappers.get(first, {}).get(_name_of(module))
+    if wrappers is not None and wrappers.is_whole:
+        return wrappers.whole_calls
+    kind = _kinds.get(_key_of(module))
+    return kind.whole_calls if kind is not None and kind.is_whole else {}
 
 
 def note(module: nn.Module, why_whole: str) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from instep.unedited.sharded_call.plan import temporary_modules
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 
 _MAX_KEYS = 64
@@ -37,13 +38,14 @@ undecided = 0
 trials = 0
 """How many calls were compared or timed."""
 _known: WeakKeyDictionary[nn.Module, dict[Any, WholeCall]] = WeakKeyDictionary()
+"""By key; modules that the script makes anew in each step share theirs."""
 
 
 def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeCall | None:
     """What is known of such a call, if it is to be computed whole."""
     known = _known.get(module)
     if known is None:
-        return None
+        known = _known[module] = temporary_modules.find_whole_calls(module)
     call = known.get(_key_of(module, args, kwargs))
     if call is None or (call.tuner is not None and (call.tuner.is_due or call.tuner.is_sharded)):
         return None
