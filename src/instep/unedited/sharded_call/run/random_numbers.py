@@ -16,6 +16,7 @@ from torch import Tensor
 
 from instep.process.torch_private import tree_flatten, tree_map_only, tree_unflatten
 from instep.training.blocks import Block
+from instep.training.draws import bernoulli
 from instep.training.draws.kernels import intercepted_draws
 from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
@@ -160,6 +161,9 @@ class GlobalBatchRandomMode(_RandomMode):
             whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
             return self._scatter(whole, dim)
         firsts = [call.args[0] if call.args else call.kwargs["self"] for call in calls]
+        p = args[1] if len(args) > 1 else 0.5
+        if name == "bernoulli_" and bernoulli.can_compare(firsts[0], p):
+            return self._bernoulli(dim, firsts, p, **kwargs)
         if draws is Draws.MASK:
             return self._dropout(func, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
@@ -205,6 +209,13 @@ class GlobalBatchRandomMode(_RandomMode):
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
         return [(x * mask * scale, mask) for x, mask in zip(inputs, masks, strict=True)]
 
+    def _bernoulli(
+        self, dim: int, outs: Sequence[Tensor], p: float, generator: torch.Generator | None = None
+    ) -> Sequence[Tensor]:
+        whole = self._empty_whole(outs[0], dim, torch.int64)
+        parts = self._scatter(bernoulli.draw_bits(whole, generator), dim)
+        return [bernoulli.compare(bits, p, out) for bits, out in zip(parts, outs, strict=True)]
+
     def _whole_shape(self, shape: Any, dim: int) -> list[int]:
         whole, block = list(shape), self._blocks[0]
         whole[dim] = whole[dim] // block.count * block.total
@@ -220,11 +231,12 @@ class GlobalBatchRandomMode(_RandomMode):
             return first
         return gather_rows(args, self._blocks, dim, self._group)
 
-    def _empty_whole(self, local: Tensor, dim: int) -> Tensor:
+    def _empty_whole(self, local: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty tensor for the whole batch. Draws fill it in memory order, so that is kept."""
         layout = sorted(range(local.dim()), key=local.stride, reverse=True)
         shape = self._whole_shape(local.shape, dim)
-        return torch.empty_permuted(shape, layout, dtype=local.dtype, device=local.device)
+        dtype = dtype or local.dtype
+        return torch.empty_permuted(shape, layout, dtype=dtype, device=local.device)
 
     def _scatter(self, whole: Tensor, dim: int) -> Sequence[Tensor]:
         return scatter_to_region(whole, self._blocks, dim, self._group)

@@ -1,0 +1,42 @@
+"""Zeros and ones that are drawn for the whole batch and compared for a part of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from instep.training.draws import bernoulli
+
+
+@pytest.mark.parametrize("p", [0, 2**-40, 0.1, 0.5, 0.7, 1 - 2**-53, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
+def test_they_are_uniform_numbers_below_p(p: float, dtype: torch.dtype) -> None:
+    """So is the number of the generator's steps."""
+    ours, theirs = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    bits = bernoulli.draw_bits(torch.empty(6, 500, dtype=torch.int64), ours)
+    found = bernoulli.compare(bits[2:4], p, torch.empty(2, 500, dtype=dtype))
+    uniform = torch.empty(6, 500, dtype=torch.float64).uniform_(generator=theirs)
+    assert torch.equal(found, (uniform[2:4] < p).to(dtype))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_it_is_known_whether_torch_draws_them_so(p: float) -> None:
+    x = torch.empty(300, 400).t()
+    torch.manual_seed(3)
+    expected = torch.empty_like(x).bernoulli_(p)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    bits = bernoulli.draw_bits(torch.empty_like(x, dtype=torch.int64))
+    same = torch.equal(bernoulli.compare(bits, p, x), expected)
+    same = same and torch.equal(torch.get_rng_state(), state)
+    assert same is bernoulli.can_compare(x, p)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan"), torch.tensor(0.5)])
+def test_other_probabilities_are_left_to_torch(p: object) -> None:
+    assert not bernoulli.can_compare(torch.empty(2), p)
+
+
+def test_other_devices_are_left_to_torch() -> None:
+    assert not bernoulli.can_compare(torch.empty(2, device="meta"), 0.5)
