@@ -15,7 +15,7 @@ from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan import attribute_changes
 from instep.unedited.sharded_call.plan.attribute_changes import MAX_VALUES, AttributeChanges
 from instep.unedited.sharded_call.plan.division import candidate_divisions
-from instep.unedited.sharded_call.plan.module_properties import find_hooks
+from instep.unedited.sharded_call.plan.module_properties import find_hooks, parts_of
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 
 
@@ -138,6 +138,14 @@ def test_beside_a_square_sequence_with_its_batch_in_dimension_1_labels_are_divid
     assert found == [((0, 0), 0), ((1, 0), 1)]
 
 
+def test_parts_come_in_the_order_of_modules_each_once() -> None:
+    shared = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
+    model = nn.Sequential(nn.Sequential(nn.Tanh(), shared), shared[1], shared, nn.ModuleDict())
+    model.register_module("none", None)
+    shared.add_module("model", model)  # it holds itself
+    assert parts_of(model) == list(model.modules())
+
+
 def function_of_a_library() -> types.FunctionType:
     names: dict[str, Any] = {"__name__": "some_library"}
     text = "def calls(function, *args):\n    function(*args)\n"
@@ -153,14 +161,15 @@ def test_a_librarys_hook_that_calls_a_function_of_the_script_is_the_scripts() ->
     calls = function_of_a_library()
     module = nn.Linear(2, 2)
     hook = module.register_forward_hook(calls)
-    assert find_hooks(module) == ("", (hook.id,))
+    assert find_hooks(module, parts_of(module)) == ("", (hook.id,))
     hook.remove()
     module.register_forward_hook(functools.partial(calls, of_script))
-    assert find_hooks(module)[0].startswith("the script has a hook on its Linear")
+    assert find_hooks(module, parts_of(module))[0].startswith("the script has a hook on its Linear")
 
 
 def test_a_hook_made_of_a_partial_is_named_after_its_functions_library() -> None:
     module = nn.Linear(2, 2)
     partial = functools.partial(functools.partial(function_of_a_library(), "a"), 1)
     module.register_full_backward_hook(partial)
-    assert find_hooks(module)[0].startswith("some_library has a hook on its Linear")
+    why, _ = find_hooks(module, parts_of(module))
+    assert why.startswith("some_library has a hook on its Linear")

@@ -122,11 +122,9 @@ class InterruptCoordinator:
         waiting = not self._now and not self._interrupted and self._target_sent and level
         self._unconnected += not self._job.all_connected()
         stalled = self._no_collective >= (STALLED_NOW_POLLS if self._now else STALLED_POLLS)
-        if waiting and (
-            self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
-        ):
-            self._interrupt_now()
-        elif not self._now and self._unconnected >= UNCONNECTED_POLLS:
+        idle = self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
+        missed = not self._now and self._unconnected >= UNCONNECTED_POLLS
+        if (waiting and idle) or missed:
             self._interrupt_now()
         elif stalled and not self._aborted:
             self._aborted = True

@@ -44,21 +44,21 @@ def _is_open(lists: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> bool
     if any(isinstance(options.get(name), Tensor) for name in _NUMBERS):
         return False
     *by_element, steps = lists
-    return all(_is_plain(step, torch.float32) for step in steps) and all(
-        parameter.dtype in _DTYPES
-        and is_dense(parameter)
-        and all(_is_alike(parameter, each[k]) for each in by_element[1:] if each)
-        for k, parameter in enumerate(by_element[0])
-    )
+    are_numbers = all(isinstance(step, Tensor) and step.is_cpu for step in steps)
+    if not are_numbers or any(step.dtype is not torch.float32 for step in steps):
+        return False
+    return all(_are_alike(*each) for each in zip(*filter(None, by_element), strict=True))
 
 
-def _is_plain(tensor: Any, dtype: torch.dtype) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_cpu and tensor.dtype is dtype
-
-
-def _is_alike(parameter: Tensor, other: Tensor) -> bool:
-    return (
-        _is_plain(other, parameter.dtype)
-        and other.layout is torch.strided
-        and other.stride() == parameter.stride()
-    )
+def _are_alike(parameter: Tensor, *others: Tensor) -> bool:
+    """Whether the kernel can go through these as if they were flat."""
+    dtype, stride = parameter.dtype, parameter.stride()
+    for other in others:
+        if not (
+            other.is_cpu
+            and other.dtype is dtype
+            and other.layout is torch.strided
+            and other.stride() == stride
+        ):
+            return False
+    return dtype in _DTYPES and is_dense(parameter)

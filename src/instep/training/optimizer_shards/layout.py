@@ -44,6 +44,8 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def is_dense(parameter: Tensor) -> bool:
     """Whether all elements of a parameter are one piece of memory, in some order."""
+    if parameter.is_contiguous():
+        return True
     numel = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size != 1 and stride != numel:

@@ -109,7 +109,7 @@ def _call_unknown(
     call_state.inside = True
     try:
         name = "forward" if torch.is_grad_enabled() else "evaluation"
-        with ignore_grad_warnings(module.modules()), phase(name):
+        with ignore_grad_warnings(call.parts), phase(name):
             return _call_outermost(call, ShardGroup.of(get_transport()))
     finally:
         call_state.inside = False
@@ -126,7 +126,7 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     entry.calls += 1
     if entry.plan is not None and not all(each.is_current() for each in entry.plan.stored):
         entry.plan, entry.why_whole = None, MOVED
-    hooked, hooks = find_hooks(call.module)
+    hooked, hooks = find_hooks(call.module, call.parts)
     if why := entry.why_whole or hooked:
         _report_whole(call.module, why)
         _count_whole(call)
@@ -264,7 +264,7 @@ def _run_chosen_whole(call: BoundCall, tuner: CallTuner) -> Any:
 
 
 def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool) -> None:
-    if is_compiled(call.module.modules()):
+    if is_compiled(call.parts):
         return
     rows = _count_batch(call, None) if torch.is_grad_enabled() else 0
     known = WholeCall(rows, count_elements(call.leaves), tuner, by_parts)

@@ -58,7 +58,7 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     Returns the plan, or None where it cannot be sharded; what the call returns to the script; and
     why not. Side effects are those of one forward. Collective.
     """
-    if is_compiled(call.module.modules()):
+    if is_compiled(call.parts):
         allow_repeated_backward()
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
@@ -145,7 +145,7 @@ def _compare(
             stored=reference.stored or (),
             sums_all_rows=reference.sums_all_rows,
         )
-    compiles = is_compiled(call.module.modules())  # which logs what it compiles
+    compiles = is_compiled(call.parts)  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
         raise ShardedCallError(f"{effects.description} for a part of the batch")
     if structure != reference.structure:

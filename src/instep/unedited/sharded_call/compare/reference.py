@@ -77,7 +77,7 @@ class Reference:
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
-        compiles = is_compiled(call.module.modules())
+        compiles = is_compiled(call.parts)
         sums = SumCount()
         with observed() as effects, nullcontext() if compiles else sums.counting():
             self.value = call.run_whole()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from instep.process.patching import Function
 from instep.training.pytree import Structure, flatten_arguments, unflatten
+from instep.unedited.sharded_call.plan.module_properties import parts_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class BoundCall:
     ) -> BoundCall:
         """The call with these arguments of the script's."""
         return cls(original, module, args, kwargs, *flatten_arguments(args, kwargs))
+
+    @cached_property
+    def parts(self) -> list[nn.Module]:
+        """The module and its parts, as they were before the call."""
+        return parts_of(self.module)
 
     def run_whole(self) -> Any:
         """Run it on the whole batch, with the script's own arguments, which it may change."""

@@ -4,7 +4,7 @@ joined."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -57,11 +57,11 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     """
     name = type(call.module).__name__
     generators = TorchGeneratorStates(plan.generators)
-    versions = [buffer._version for buffer in call.module.buffers()]
+    versions = _buffer_versions(call.parts)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     region, local, structure = run_planned(call, plan, group)
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
-        if versions != [buffer._version for buffer in call.module.buffers()]:
+        if versions != _buffer_versions(call.parts):
             raise ShardedCallError(
                 f"{name} began to draw random numbers in its forward, which it did not before, "
                 "and has changed its buffers meanwhile. Run this script with --plain, or let it "
@@ -86,6 +86,12 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     ]
     tag_outputs(chain(*local), region)
     return plan, write_back(unflatten(joined, structure), call)
+
+
+def _buffer_versions(parts: Iterable[nn.Module]) -> list[int]:
+    return [
+        buffer._version for part in parts for buffer in part._buffers.values() if buffer is not None
+    ]
 
 
 def run_planned(
@@ -132,7 +138,7 @@ def run_local(
         region.inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
     before = versions(call.leaves)
     shards = [_ShardForward(call, leaves, region) for leaves in zip(*by_leaf, strict=True)]
-    with region.entered(), _aliased_parameters(call.module, region, stored) as tables:
+    with region.entered(), _aliased_parameters(call.parts, region, stored) as tables:
         if len(shards) == 1:
             shards[0].run()
         else:
@@ -193,10 +199,10 @@ def _local_leaf(leaf: Any, dim: int | None, region: Region) -> Sequence[Any]:
 
 @contextmanager
 def _aliased_parameters(
-    module: nn.Module, region: Region, stored: Sequence[StoredParameter]
+    parts: Sequence[nn.Module], region: Region, stored: Sequence[StoredParameter]
 ) -> Iterator[ModuleTables]:
-    """Inside, aliases stand in for the module's parameters (see `grad_sums`)."""
-    tables = ModuleTables(module, len(region.blocks), [each.place for each in stored])
+    """Inside, aliases stand in for the parameters of a module's parts (see `grad_sums`)."""
+    tables = ModuleTables(parts, len(region.blocks), [each.place for each in stored])
     parameters = tables.trained_parameters() if torch.is_grad_enabled() else []
     if parameters:
         aliases = alias_parameters(parameters, region.gradients, region.group)

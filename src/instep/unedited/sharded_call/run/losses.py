@@ -12,6 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instep.process.patching import Function
@@ -78,13 +79,14 @@ def _loss_inside(original: Function, args: tuple[Any, ...], kwargs: dict[str, An
         return original(*args, **kwargs)
     region = current_region()
     assert region is not None
-    total = region.sum(call.sum(call.arguments))
+    part = call.sum(call.arguments)
     if call.reduction == "sum":
-        return total
+        return region.sum(part)
     divisor = call.mean_divisor(call.arguments)
     if not isinstance(divisor, Tensor):  # filled in: a copy to a GPU would be waited for
-        divisor = total.new_full((), divisor)
-    return total / region.sum(divisor.detach().to(total.dtype))
+        divisor = part.new_full((), divisor)
+    total, whole_divisor = region.sum(torch.stack([part, divisor.detach().to(part.dtype)]))
+    return total / whole_divisor
 
 
 def _loss_of_outputs(original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,16 +24,18 @@ class ModuleTables:
     """The tables of a module and its parts during one call.
 
     Args:
-        module: which is called.
+        parts: the module that is called, and those in it.
         shards: how many this rank has.
         stored: parameters that the module keeps beside its tables, too: what they are in, their
             name or index there, and the parameter.
     """
 
     def __init__(
-        self, module: nn.Module, shards: int, stored: Sequence[tuple[Any, Any, Tensor]] = ()
+        self,
+        parts: Sequence[nn.Module],
+        shards: int,
+        stored: Sequence[tuple[Any, Any, Tensor]] = (),
     ) -> None:
-        parts = list(module.modules())
         self._recurrent = [part for part in parts if isinstance(part, nn.RNNBase)]
         self._parameters = [
             _Slot(part._parameters, name, parameter)
