@@ -303,6 +303,50 @@ def test_rounding_is_known_from_several_perturbations(rounding: float, is_sharde
             assert ("is not that of the whole batch" in log.getvalue()) is not is_sharded
 
 
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+class OtherGradientFlips(nn.Module):
+    """A gradient that is another if a parameter is the next number after 1, and one that is another
+    where there are few rows."""
+
+    def __init__(self, difference: float) -> None:
+        super().__init__()
+        self.flips, self.steady = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        self.difference = difference
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_on = (self.flips.detach() - 1) == torch.finfo(torch.float32).eps
+        flips = ScaledGradient.apply(self.flips, 1 + 2e-2 * is_on)
+        steady = ScaledGradient.apply(self.steady, 1 + self.difference * (len(x) < 6))
+        result: Tensor = x * flips + x * steady
+        return result
+
+
+@ranks(2)
+@pytest.mark.parametrize(("difference", "is_sharded"), [(1.5e-2, True), (3e-2, False)])
+def test_a_gradient_may_be_as_far_off_as_rounding_moves_another(
+    difference: float, is_sharded: bool
+) -> None:
+    model, x = OtherGradientFlips(difference), torch.arange(1.0, 7.0).view(6, 1)
+    with sharding() as log:
+        model(x).sum().backward()
+        assert modules.call_counts.sharded == int(is_sharded)
+        if instep.rank == 0:
+            why = "its gradients are not those of the whole batch"
+            assert (why in log.getvalue()) is not is_sharded
+
+
 @ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])

@@ -61,9 +61,7 @@ _counted: WeakSet[nn.Module] = WeakSet()
 def find_reason(module: nn.Module) -> str:
     """Why a module that was never called before is not even compared; "" if it is."""
     first = next(iter(nn.Module.parameters(module)))
-    wrappers: _Wrappers = _wrappers.setdefault(first, {}).setdefault(
-        _name_of(module), _Wrappers()
-    )
+    wrappers: _Wrappers = _wrappers.setdefault(first, {}).setdefault(_name_of(module), _Wrappers())
     wrappers.count += 1
     if wrappers.is_whole:
         return TEMPORARY
