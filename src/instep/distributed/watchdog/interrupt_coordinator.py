@@ -123,8 +123,8 @@ class InterruptCoordinator:
         self._unconnected += not self._job.all_connected()
         stalled = self._no_collective >= (STALLED_NOW_POLLS if self._now else STALLED_POLLS)
         idle = self._same_line >= SAME_LINE_POLLS or self._no_collective >= NO_COLLECTIVE_POLLS
-        missed = not self._now and self._unconnected >= UNCONNECTED_POLLS
-        if (waiting and idle) or missed:
+        some_never_came = not self._now and self._unconnected >= UNCONNECTED_POLLS
+        if (waiting and idle) or some_never_came:
             self._interrupt_now()
         elif stalled and not self._aborted:
             self._aborted = True

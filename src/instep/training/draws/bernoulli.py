@@ -20,8 +20,8 @@ _BITS = 53
 
 def can_compare(out: Tensor, p: Any) -> bool:
     """Whether `out.bernoulli_(p)` is what `draw_bits` and `compare` give."""
-    is_share = isinstance(p, float | int) and 0 <= p <= 1
-    return is_share and out.device.type == "cpu" and _draws_and_compares()
+    is_probability = isinstance(p, float | int) and 0 <= p <= 1
+    return is_probability and out.device.type == "cpu" and _draws_and_compares()
 
 
 def draw_bits(out: Tensor, generator: torch.Generator | None = None) -> Tensor:

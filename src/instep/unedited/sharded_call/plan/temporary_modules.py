@@ -44,11 +44,11 @@ class _Wrappers:
 
     count: int = 0
     whole_calls: dict[Any, Any] = field(default_factory=dict)
-    """As of a kind."""
+    """What `whole_calls` knows of those that are not compared any more."""
 
     @property
     def is_whole(self) -> bool:
-        """As of a kind."""
+        """Whether those that come are not compared any more."""
         return self.count > _WRAPPERS
 
 

@@ -161,9 +161,10 @@ class GlobalBatchRandomMode(_RandomMode):
             whole = func(*args[:at], self._whole_shape(args[at], dim), *args[at + 1 :], **kwargs)
             return self._scatter(whole, dim)
         firsts = [call.args[0] if call.args else call.kwargs["self"] for call in calls]
-        p = args[1] if len(args) > 1 else 0.5
-        if name == "bernoulli_" and bernoulli.can_compare(firsts[0], p):
-            return self._bernoulli(dim, firsts, p, **kwargs)
+        if name == "bernoulli_":
+            p = args[1] if len(args) > 1 else 0.5
+            if bernoulli.can_compare(firsts[0], p):
+                return self._bernoulli(dim, firsts, p, **kwargs)
         if draws is Draws.MASK:
             return self._dropout(func, dim, firsts, *args[1:])
         has_values = draws is Draws.VALUES
