@@ -1,4 +1,4 @@
-"""Adam's kernel in an unedited script: the fused one where the script leaves it to PyTorch."""
+"""Kernels of optimizers in an unedited script: the fused ones where it leaves them to PyTorch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from torch import nn
 
 from instep.process.patching import PatchHandle
-from instep.training.optimizer_shards.adam_kernel import adam
+from instep.training.optimizer_shards.fused_kernels import adam
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
 
 OPEN = [
     (torch.optim.Adam, {}),
     (torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
     (torch.optim.AdamW, {"maximize": True, "betas": (0.8, 0.99), "eps": 1e-6}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.8, "dampening": 0.1, "maximize": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
 ]
 DECIDED = [
     *({name: value} for name in ("foreach", "fused") for value in (True, False)),
-    *({"capturable": True}, {"lr": torch.tensor(1e-3)}),
+    {"lr": torch.tensor(1e-3)},
 ]
 
 
@@ -27,7 +30,7 @@ DECIDED = [
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Which fused kernels have run, with the replacement installed."""
     calls: list[str] = []
-    for name in ("_fused_adam_", "_fused_adamw_"):
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_"):
         original = getattr(torch, name)
 
         def kernel(*args, name=name, original=original, **kwargs):
@@ -67,20 +70,48 @@ def test_the_fused_kernel_has_the_numbers_of_the_loops(kernels, kind, options, d
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
         assert mine._version >= 5
         for name, value in reference.state[theirs].items():
-            assert torch.allclose(optimizer.state[mine][name], value, rtol=1e-6)
+            assert torch.allclose(optimizer.state[mine][name], value, rtol=1e-6, atol=1e-7)
             assert optimizer.state[mine][name]._version >= 5
     del reference.param_groups[0]["params"], optimizer.param_groups[0]["params"]
     assert optimizer.param_groups[0] == {**reference.param_groups[0], "foreach": None}
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("options", DECIDED)
-def test_a_script_that_chooses_gets_what_it_chose(kernels, options) -> None:
-    if options.get("capturable"):  # on an accelerator only
-        with pytest.raises(AssertionError, match="capturable"):
-            train(torch.optim.Adam, options, small_model())
-    else:
-        train(torch.optim.Adam, options, small_model())
+def test_a_script_that_chooses_gets_what_it_chose(kernels, kind, options) -> None:
+    momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    train(kind, {**momentum, **options}, small_model())
     assert bool(kernels) == (options.get("fused") is True)
+
+
+def test_capturable_is_for_accelerators_as_ever(kernels) -> None:
+    with pytest.raises(AssertionError, match="capturable"):
+        train(torch.optim.Adam, {"capturable": True}, small_model())
+    assert not kernels
+
+
+def test_sgd_without_momentum_has_no_need_of_a_kernel(kernels) -> None:
+    train(torch.optim.SGD, {"weight_decay": 0.1}, small_model())
+    assert not kernels
+
+
+def test_a_parameter_that_gets_its_first_gradient_later_is_left_to_the_loops(kernels) -> None:
+    models = [small_model(), small_model()]
+    ways = ({}, {"foreach": False})
+    optimizers = []
+    for model, options in zip(models, ways, strict=True):
+        optimizers.append(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options))
+    torch.manual_seed(1)
+    for number in range(4):
+        for index, parameters in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+            gradient = torch.randn_like(parameters[0])
+            for parameter in parameters:
+                parameter.grad = gradient.clone() if number > 1 or index > 0 else None
+        for optimizer in optimizers:
+            optimizer.step()
+    assert kernels == ["_fused_sgd_"] * 3
+    for mine, theirs in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +135,11 @@ def test_what_the_kernel_would_read_wrongly_is_left_to_the_loops(kernels) -> Non
     assert len(kernels) == 5  # parameters and gradients have the same strides
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape)
-    torch.optim.Adam(model.parameters()).step()
-    train(torch.optim.Adam, {}, small_model(dtype=torch.bfloat16))
     part = nn.ParameterList([nn.Parameter(torch.randn(4, 6)[:, ::2])])
-    train(torch.optim.Adam, {}, part)
+    for kind, options in ((torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        kind(model.parameters(), **options).step()
+        train(kind, options, small_model(dtype=torch.bfloat16))
+        train(kind, options, part)
     assert len(kernels) == 5
 
 
