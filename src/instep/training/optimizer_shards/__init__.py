@@ -1,3 +1,3 @@
 """An optimizer's step divided between the ranks (ZeRO stage 1): each rank keeps the state of its
-part of the parameters, updates that part, and receives the others' parts. And the kernel of Adam's
-step on a CPU."""
+part of the parameters, updates that part, and receives the others' parts. And the fused kernels of
+whole steps on CPUs."""
