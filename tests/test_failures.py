@@ -363,7 +363,7 @@ WAIT = """instep: the ranks wait for each other in different collectives:
 """
 DISAGREE = (
     "instep: the ranks disagree about which collective comes next: all_to_all at {}:10 on rank 0; "
-    "all_reduce SUM float32 [] at {}:11 on rank 1. "
+    "barrier at {}:11 on rank 1. "
 )
 
 

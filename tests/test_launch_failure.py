@@ -416,6 +416,33 @@ EARLY = (
 )
 
 
+SLOW_TO_REPORT = """
+import os, select, time, torch, instep
+class Boo(Exception):
+    def __str__(self):
+        select.select([rank_0], [], [])
+        time.sleep(0.5)  # on a busy host
+        return "boo"
+rank_0 = os.pidfd_open(int(instep.broadcast(torch.tensor(os.getpid()), 0)))
+if instep.rank == 0:
+    instep.all_reduce(torch.ones(2))
+try:
+    raise Boo
+finally:
+    instep.broadcast(torch.ones(3), 0)
+"""
+
+
+def test_a_rank_that_reports_the_cause_after_one_that_saw_only_its_effect_is_named(
+    launch: Launch,
+) -> None:
+    path = launch.folder / "train.py"
+    path.write_text(SLOW_TO_REPORT)
+    result = launch.run("-n", 2, path)
+    assert "instep: rank 1 of 2 failed (exit code 1); rank 0 was stopped\nTrace" in result.stderr
+    assert "Boo: boo\nAfter that: DisagreementError: " in result.stderr
+
+
 CHILD_ENDS = """
 import signal, subprocess
 def handle(number, frame):

@@ -16,7 +16,7 @@ from pathlib import Path
 from instep.distributed.identity.launchers import FAILURE_FILE
 from instep.launch.output import Streams
 from instep.launch.worker.control_bytes import BEGUN, GO, READY
-from instep.process.failure import RankExit
+from instep.process.failure import Failure, RankExit
 from instep.process.pending_writes import marker_path
 
 
@@ -32,7 +32,8 @@ class RankProcess:
         self.pidfd = os.pidfd_open(process.pid)
         self.end: RankExit | None = None
         self._process = process
-        self._mark = marker_path(Path(spec.environ[FAILURE_FILE]))
+        self._record = Path(spec.environ[FAILURE_FILE])
+        self._mark = marker_path(self._record)
         self._ready = False
         self.has_begun = False
         """Whether its program has begun."""
@@ -82,6 +83,13 @@ class RankProcess:
         code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
         self.end = RankExit(self.number, time.time(), code, stopped)
         return self.end
+
+    def failed_by_itself(self) -> bool:
+        """Whether it has failed, and not only because of what another rank did."""
+        if (failure := Failure.read(self._record)) is not None:
+            return not failure.is_consequence
+        # Gloo aborts a rank that receives more than it expects.
+        return self.end is not None and self.end.code not in (0, -signal.SIGABRT)
 
     def reap(self) -> None:
         """Wait for the process, and release its id."""

@@ -56,9 +56,9 @@ AFTER_FAILURE = (
     EndStep(signal.SIGTERM, 1.0),
     KILL,
 )
-ABORT_SECONDS = 2.5
-"""More until the other ranks are ended if one has aborted. Gloo aborts a rank that receives more
-than it expects; the others can still tell their watchers which collectives they have entered."""
+CAUSE_SECONDS = 2.5
+"""Until the other ranks are ended if those that have failed only know that something is wrong: on a
+busy host another may still be about to report the cause, or the collective that it has entered."""
 AFTER_INTERRUPT = (
     EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
     EndStep(signal.SIGTERM, 1.0),
@@ -147,10 +147,7 @@ def run_job(
             _run_ranks(starting, job_info, supervisor, output, files, started)
             failures = [failure for failure in map(Failure.read, files) if failure is not None]
             points = [point for point in map(ResumePoint.read, files) if point is not None]
-            ends = [
-                _add_details(end, LastPosition(file))
-                for end, file in zip(supervisor.ends, files, strict=True)
-            ]
+            ends = [*map(_add_details, supervisor.ends, map(LastPosition, files))]
         signal_queue.restore_defaults()
         output.finish(failures)
         result = supervisor.connections.exchange_results(
@@ -243,9 +240,7 @@ def _conclude(job: Job, job_info: JobInfo, supervisor: Supervisor, result: HostR
         return known
     text = format_report(first, result.ends, job_info.size)
     is_here = job_info.first <= first.rank < job_info.first + job.size
-    if not (
-        is_here or job.hosts.has_own_terminal
-    ):  # the launcher's one terminal shows the traceback once
+    if not (is_here or job.hosts.has_own_terminal):  # one terminal shows the traceback once
         text = text.split("\n")[0] + "\n"
     return replace(known, code=first.exit_code, first=first, report=text)
 
@@ -301,9 +296,9 @@ class Supervisor:
             self._notice_time = float("inf")
         elif time.monotonic() >= self._notice_time:
             self._notice_time = float("inf")
-            line = f"still starting: {waiting} of {len(self._ranks)} ranks on this host"
+            ranks = f"{waiting} of {len(self._ranks)} ranks on this host"
             why = "they import PyTorch, or wait for other ranks"
-            print(f"instep: {line} ({why}).", file=sys.stderr, flush=True)
+            print(f"instep: still starting: {ranks} ({why}).", file=sys.stderr, flush=True)
 
     def _waits_for_file(self) -> bool:
         """Whether the next step waits because a rank is writing a file."""
@@ -317,22 +312,20 @@ class Supervisor:
         self._selector.register(source, selectors.EVENT_READ, react)
 
     def _time_left(self) -> float | None:
-        next_time = min(self._deadline, self._notice_time)
-        return None if next_time == float("inf") else max(0.0, next_time - time.monotonic())
+        left = min(self._deadline, self._notice_time) - time.monotonic()
+        return None if left == float("inf") else max(0.0, left)
 
     def _on_rank_end(self, rank: RankProcess) -> None:
         self._selector.unregister(rank.pidfd)
         if (code := rank.record_end(stopped=self._stopping).code) != 0:
-            self._on_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
-            if code == -signal.SIGABRT:
-                self._deadline += ABORT_SECONDS
+            self._on_rank_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
 
     def _on_rank_message(self, rank: RankProcess) -> None:
         encode_message = rank.receive()
         if not encode_message:
             self._selector.unregister(rank.line)
         if FAILED in encode_message:
-            self._on_failure(AFTER_INTERRUPT)
+            self._on_rank_failure(AFTER_INTERRUPT)
 
     def _on_supervisor_message(self, node: int, line: socket.socket) -> None:
         messages = self.connections.receive(node)
@@ -359,9 +352,8 @@ class Supervisor:
     def _start_report(self, *, status: bool) -> None:
         """Print a report on the ranks, in a thread: it takes seconds."""
         pids = [rank.pid for rank in self._ranks if rank.end is None]
-        threading.Thread(
-            target=print_report, args=(pids,), kwargs={"status": status}, daemon=True
-        ).start()
+        report = partial(print_report, pids, status=status)
+        threading.Thread(target=report, daemon=True).start()
 
     def _on_end_request(self, number: signal.Signals) -> None:
         if self._steps is None:
@@ -369,6 +361,12 @@ class Supervisor:
             self._may_survive = number is signal.SIGINT
             self.signalled_again = not self._may_survive
             self._end_job(AFTER_SIGNAL[number], connections.end_request(number))
+
+    def _on_rank_failure(self, after_interrupt: Sequence[EndStep]) -> None:
+        """A rank of this host has failed."""
+        self._on_failure(after_interrupt)
+        if not self._stopping and not any(rank.failed_by_itself() for rank in self._ranks):
+            self._deadline = max(self._deadline, time.monotonic() + CAUSE_SECONDS)
 
     def _on_failure(self, after_interrupt: Sequence[EndStep]) -> None:
         """A rank has failed. If the others may have survived a SIGINT, follow these steps."""
