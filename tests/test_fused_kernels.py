@@ -70,7 +70,8 @@ def test_the_fused_kernel_has_the_numbers_of_the_loops(kernels, kind, options, d
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
         assert mine._version >= 5
         for name, value in reference.state[theirs].items():
-            assert torch.allclose(optimizer.state[mine][name], value, rtol=1e-6, atol=1e-7)
+            atol = 1e-7 if name == "momentum_buffer" else 1e-8
+            assert torch.allclose(optimizer.state[mine][name], value, rtol=1e-6, atol=atol)
             assert optimizer.state[mine][name]._version >= 5
     del reference.param_groups[0]["params"], optimizer.param_groups[0]["params"]
     assert optimizer.param_groups[0] == {**reference.param_groups[0], "foreach": None}

@@ -57,8 +57,8 @@ AFTER_FAILURE = (
     KILL,
 )
 CAUSE_SECONDS = 2.5
-"""Until the other ranks are ended if those that have failed only know that something is wrong: on a
-busy host another may still be about to report the cause, or the collective that it has entered."""
+"""The first step lasts this long while no rank has failed by itself: on a busy host the rank with
+the cause may still be about to report it, or its watcher the collective that it has entered."""
 AFTER_INTERRUPT = (
     EndStep(None, 30.0),  # one rank has ended by it; another may be writing a checkpoint
     EndStep(signal.SIGTERM, 1.0),

@@ -28,12 +28,9 @@ _NUMBERS = ("lr", "beta1", "beta2", "momentum", "weight_decay", "eps")
 def adam(original: Function, *lists: Sequence[Tensor], **options: Any) -> Any:
     """torch.optim.adam.adam, which Adam and AdamW call in a step with the lists of parameters,
     gradients, their means, the means of their squares, the maxima of these, and steps."""
-    if torch.compiler.is_compiling() or not (_is_open(options) and _has_adam_kernel(lists)):
+    if not (_is_open(options) and _has_adam_kernel(lists)):
         return original(*lists, **options)
-    result = original(*lists, **{**options, "fused": True})
-    for changed in (lists[0], *lists[2:5]):
-        increment_version(changed)  # which the kernel does not; the loops do
-    return result
+    return _step_fused(original, lists, options, (lists[0], *lists[2:5]))
 
 
 def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
@@ -42,18 +39,30 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
 
     Without momentum the loop goes through memory as often as the kernel.
     """
-    if torch.compiler.is_compiling() or not (_is_open(options) and _has_sgd_kernel(lists, options)):
+    if not (_is_open(options) and _has_sgd_kernel(lists, options)):
         return original(*lists, **options)
+    return _step_fused(original, lists, options, (lists[0], lists[2]))
+
+
+def _step_fused(
+    original: Function,
+    lists: Sequence[Sequence[Tensor | None]],
+    options: dict[str, Any],
+    changed: Sequence[Sequence[Tensor | None]],
+) -> Any:
+    """`original` with its fused kernel, which leaves the version counters of `changed` as they are;
+    the loops do not."""
     result = original(*lists, **{**options, "fused": True})
-    for changed in (lists[0], lists[2]):
-        increment_version([tensor for tensor in changed if tensor is not None])
+    for tensors in changed:
+        increment_version([tensor for tensor in tensors if tensor is not None])
     return result
 
 
 def _is_open(options: dict[str, Any]) -> bool:
     """Whether the script leaves the kernel to PyTorch, and its options are those of the kernels."""
     return (
-        all(options.get(name) is None for name in _DECIDES)
+        not torch.compiler.is_compiling()
+        and all(options.get(name) is None for name in _DECIDES)
         and not any(options.get(name) for name in _FLAGS)
         and not any(isinstance(options.get(name), Tensor) for name in _NUMBERS)
     )
