@@ -6,7 +6,7 @@ AT_ONCE := -n 2 --dist worksteal
 # Tests start a thousand processes; each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick nightly mutants suites bench unedited compat docs dist lint clean
+.PHONY: demo test quick nightly gpu mutants suites bench unedited compat docs dist lint clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ nightly: .venv/ready
 
 quick: .venv/ready
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not launch and not nightly" -x -q
+
+# On a machine with an NVIDIA GPU, which the ranks of its tests share.
+gpu: .venv/ready
+	$(BIN)/python -m pytest -n 8 tests/test_gpu.py
 
 # The map of build/mutants is made once, in the time of the whole suite; with --map, anew.
 mutants: .venv/ready

@@ -2,7 +2,8 @@
 
     instep run -n 1 benchmarks/gpu.py --json gpu.json
 
-On several GPUs (-n N) also over PyTorch's DDP, with the same batch on each GPU.
+`sharded` is instep with `instep.shard(optimizer)`. On several GPUs (-n N) also over PyTorch's DDP,
+with the same batch on each GPU.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ def step_of(name: str, args: argparse.Namespace, device: torch.device) -> Callab
     torch.manual_seed(0)
     model: nn.Module = resnet50().to(device, memory_format=torch.channels_last)
     backward = engine
-    if name == "instep":
+    if name in ("instep", "sharded"):
         instep.replicate(model)
         backward = Tensor.backward
     elif name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    if name == "sharded":
+        instep.shard(optimizer)
     x = torch.randn(args.batch, 3, args.pixels, args.pixels, device=device)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 1000, (args.batch,), device=device)
@@ -88,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     world = instep.init()
     device = torch.device(args.device)
-    names = ["plain", "instep"] + ["ddp"] * (world.size > 1)
+    names = ["plain", "instep", "sharded"] + ["ddp"] * (world.size > 1)
     steps = {name: step_of(name, args, device) for name in names}
     for step in steps.values():
         timed(step, args.steps, device)

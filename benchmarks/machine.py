@@ -7,11 +7,12 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import instep.version
 
 
 def machine() -> dict[str, Any]:
@@ -24,7 +25,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "instep": metadata.version("instep"),
+        "instep": instep.version.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 

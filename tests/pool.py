@@ -31,6 +31,8 @@ _processes.set_forkserver_preload(
 _pools: dict[tuple[int, str], Pool] = {}
 _backend = "auto"
 _SIMULATED = ("sim", "cuda")
+GPU = "gpu"
+_ON_DEVICES = (*_SIMULATED, GPU)
 
 
 class RankError(AssertionError):
@@ -57,7 +59,8 @@ def ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @contextmanager
 def talking_over(backend: str) -> Iterator[None]:
     """Inside, ranks are those of pools that talk over this INSTEP_BACKEND. With "sim" or
-    "cuda", each rank has a simulated accelerator of that name (simulated.py)."""
+    "cuda", each rank has a simulated accelerator of that name (simulated.py); with "gpu" they share
+    this host's GPU (shared_gpu.py)."""
     global _backend
     before, _backend = _backend, backend
     try:
@@ -71,7 +74,7 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
     `body` is a module-level function, or a test decorated by `ranks`. Raises RankError.
     """
-    which = (size, _backend if size > 1 or _backend in _SIMULATED else "auto")
+    which = (size, _backend if size > 1 or _backend in _ON_DEVICES else "auto")
     if which not in _pools:
         _pools[which] = Pool(*which)
     try:
@@ -81,10 +84,15 @@ def run(size: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
         raise
 
 
+def accelerator() -> Any:
+    """The module of this rank's accelerator, simulated.py or shared_gpu.py; None on the CPU."""
+    return sys.modules.get("simulated") or sys.modules.get("shared_gpu")
+
+
 def device() -> str:
-    """The device of this rank: the simulated accelerator, where its pool has one, or the CPU."""
-    simulated = sys.modules.get("simulated")
-    return "cpu" if simulated is None else str(simulated.NAME)
+    """torch's name of this rank's device."""
+    module = accelerator()
+    return "cpu" if module is None else str(module.NAME)
 
 
 class Pool:
@@ -156,6 +164,8 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
         os.environ["SIM_NAME"] = backend
         simulated_group = importlib.import_module("simulated_group")
         simulated_group.install(device=rank)
+    elif backend == GPU:
+        importlib.import_module("shared_gpu").install(rank)
     else:
         os.environ["INSTEP_BACKEND"] = backend
     import torch

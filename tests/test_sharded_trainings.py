@@ -1255,30 +1255,34 @@ def legacy(scores: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(scores, y, size_average=False)
 
 
-WEIGHT = torch.tensor([0.5, 2.0, 1.0]).double()
+def weight(y: Tensor) -> Tensor:
+    """Of the classes, where the targets are."""
+    return torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64, device=y.device)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda scores, y: F.cross_entropy(scores, y),
     "sum": lambda scores, y: F.cross_entropy(scores, y, reduction="sum"),
     "none": lambda scores, y: F.cross_entropy(scores, y, reduction="none").square().mean(),
     "ignored": lambda scores, y: F.cross_entropy(scores, y, ignore_index=0),
-    "weighted": lambda scores, y: F.cross_entropy(scores, y, WEIGHT, ignore_index=0),
-    "likelihood": lambda scores, y: F.nll_loss(scores.log_softmax(1), y, WEIGHT),
+    "weighted": lambda scores, y: F.cross_entropy(scores, y, weight(y), ignore_index=0),
+    "likelihood": lambda scores, y: F.nll_loss(scores.log_softmax(1), y, weight(y)),
     "probabilities": lambda scores, y: F.cross_entropy(scores, F.one_hot(y, 3).double()),
     "positions": lambda scores, y: F.cross_entropy(
-        scores[:, :, None] * WEIGHT[:2], torch.stack((y, 2 - y), 1)
+        scores[:, :, None] * weight(y)[:2], torch.stack((y, 2 - y), 1)
     ),
     "batchmean": lambda scores, y: F.kl_div(
         scores.log_softmax(1), (F.one_hot(y, 3) + 1.0).double() / 6, reduction="batchmean"
     ),
     "elements": lambda scores, y: F.mse_loss(scores, F.one_hot(y, 3).double()),
     "for each class": lambda scores, y: F.binary_cross_entropy_with_logits(
-        scores, F.one_hot(y, 3).double(), pos_weight=WEIGHT
+        scores, F.one_hot(y, 3).double(), pos_weight=weight(y)
     ),
     "pairs": lambda scores, y: F.cosine_embedding_loss(scores, scores.roll(1, 1), y.sign() * 2 - 1),
     "triples": lambda scores, y: F.triplet_margin_loss(scores, scores * 2, scores.roll(1, 1)),
     "labels": lambda scores, y: F.multilabel_soft_margin_loss(scores, F.one_hot(y, 3).double()),
     "labels by index": lambda scores, y: F.multilabel_margin_loss(scores, F.one_hot(y, 3)),
-    "ranked": lambda scores, y: F.multi_margin_loss(scores, y, weight=WEIGHT),
+    "ranked": lambda scores, y: F.multi_margin_loss(scores, y, weight=weight(y)),
     "legacy": legacy,
 }
 
@@ -1315,7 +1319,7 @@ def losses_of_large_outputs_one_by_one(log: Log) -> None:
     model = mlp()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        total = torch.zeros(()).double()
+        total = torch.zeros((), device=y.device).double()
         for name, loss in LOSSES.items():
             scores = model(x)
             total = total + loss(scores, y)

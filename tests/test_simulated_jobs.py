@@ -52,20 +52,19 @@ def every_collective() -> None:
 
 
 def tensors_of_another_device() -> None:
-    with pytest.raises(instep.errors.WrongDeviceError, match=r"on cpu and sim:0, .* on meta"):
+    told = rf"on cpu and {pool.device()}:0, .* on meta"
+    with pytest.raises(instep.errors.WrongDeviceError, match=told):
         instep.all_reduce(torch.ones(2, device="meta"))
-    noise = instep.gather_rows(torch.full((2,), float(instep.rank), device="sim"))
-    assert (noise.device.type, noise.tolist()) == ("sim", [0.0, 0.0, 1.0, 1.0])
+    noise = instep.gather_rows(torch.full((2,), float(instep.rank), device=pool.device()))
+    assert (noise.device.type, noise.tolist()) == (pool.device(), [0.0, 0.0, 1.0, 1.0])
 
 
 def metrics_stay_on_the_device() -> None:
-    import simulated
-
     accuracy, mean = instep.Accuracy(), instep.Mean()
-    scores = torch.eye(4, device="sim")[: 2 + instep.rank]
-    target = torch.zeros(len(scores), dtype=torch.int64, device="sim")
+    scores = torch.eye(4, device=pool.device())[: 2 + instep.rank]
+    target = torch.zeros(len(scores), dtype=torch.int64, device=pool.device())
     for _ in range(2):  # at first the totals go to the device
-        with simulated.counted() as host:
+        with pool.accelerator().counted() as host:
             accuracy.update(scores, target)
             mean.update(scores.sum(), len(scores))
     assert (host.reads, host.uploads) == ([], [])
@@ -78,7 +77,7 @@ def collectives_by_name() -> None:
     from instep.compat import horovod as hvd
 
     hvd.init()
-    x = torch.full((3,), instep.rank + 1.0, device="sim")
+    x = torch.full((3,), instep.rank + 1.0, device=pool.device())
     handles = [hvd.allreduce_async(x * k, name=f"x{k}", op=hvd.Sum) for k in (1, 2)]
     assert [hvd.synchronize(handle).tolist() for handle in handles] == [[3.0] * 3, [6.0] * 3]
     hvd.shutdown()
@@ -86,20 +85,18 @@ def collectives_by_name() -> None:
 
 def scaled_by_levels() -> None:
     """O1 and O2 cast and scale; beside the scale itself nothing is read back."""
-    import simulated
-
     os.environ["INSTEP_DRIFT_STEPS"] = "0"
     for level in ("O1", "O2"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to("sim")
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(pool.device())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         amp = precision.prepare(model, optimizer, level)
         model = instep.replicate(model)
         x = torch.randn(24, 6)
         with nothing_cast_afterwards():
             for rows, y in instep.shard(DataLoader(TensorDataset(x, torch.arange(24) % 3), 6)):
-                rows, y = rows.to("sim"), y.to("sim")
-                with simulated.counted() as host:
+                rows, y = rows.to(pool.device()), y.to(pool.device())
+                with pool.accelerator().counted() as host:
                     optimizer.zero_grad()
                     loss = F.cross_entropy(model(rows), y)
                     with amp.scale(loss) as scaled:
@@ -114,14 +111,14 @@ def scaled_by_levels() -> None:
 def a_divergence_is_found() -> None:
     """Parameters that one rank has changed."""
     os.environ["INSTEP_DRIFT_STEPS"] = "1"
-    model = instep.replicate(nn.Linear(2, 2).to("sim"))
+    model = instep.replicate(nn.Linear(2, 2).to(pool.device()))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if instep.rank == 1:
         model.weight.data.add_(1)
 
     def train() -> None:
         for _ in range(3):
-            model(torch.ones(2, 2, device="sim")).sum().backward()
+            model(torch.ones(2, 2, device=pool.device())).sum().backward()
             optimizer.step()
 
     try:
@@ -146,7 +143,7 @@ def test_on_two_ranks(body: Callable[[], None]) -> None:
 def trained(folder: str, steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parameters after so many steps in all, and what the device's generator draws then."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to("sim")
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(pool.device())
     model = instep.replicate(model)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     loader = instep.shard(DataLoader(TensorDataset(torch.randn(40, 6)), 8))
@@ -154,15 +151,15 @@ def trained(folder: str, steps: int) -> tuple[list[torch.Tensor], list[torch.Ten
     checkpoint.resume()
     for (x,) in loader:
         optimizer.zero_grad()
-        model(x.to("sim")).square().mean().backward()
+        model(x.to(pool.device())).square().mean().backward()
         optimizer.step()
-        torch.randn(3, device="sim")
+        torch.randn(3, device=pool.device())
         checkpoint.step()
         if checkpoint.steps == steps:
             break
     checkpoint.save()
     checkpoint.close()
-    return on_cpu(model.parameters()), on_cpu([torch.randn(4, device="sim")])
+    return on_cpu(model.parameters()), on_cpu([torch.randn(4, device=pool.device())])
 
 
 def test_a_checkpoint_has_the_devices_generator_and_resumes_to_the_bit(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def what_does_not_wait_for_a_stream() -> None:
 
 def backward_of_several_streams() -> None:
     """autograd computes each gradient in the stream of its forward, and joins them."""
-    side, x = torch.Stream(device="sim"), torch.ones(3, device="sim").requires_grad_() * 1
+    side = torch.Stream(device=pool.device())
+    x = torch.ones(3, device=pool.device()).requires_grad_() * 1
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         y = x * 2
@@ -82,9 +83,9 @@ def submitted_by_name_from_a_stream() -> None:
     from instep.compat import horovod as hvd
 
     hvd.init()
-    side = torch.Stream(device="sim")
+    side = torch.Stream(device=pool.device())
     with side:
-        x = torch.full((3,), instep.rank + 1.0, device="sim")
+        x = torch.full((3,), instep.rank + 1.0, device=pool.device())
         handle = hvd.allreduce_async(x * 2, name="x", op=hvd.Sum)
         assert (hvd.synchronize(handle) + 1).tolist() == [7.0] * 3
     hvd.shutdown()
@@ -113,7 +114,7 @@ class Branches(nn.Module):
         # That a parameter's node was made in another stream than it is used in, as under DDP.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self.one, self.other = mlp(nn.BatchNorm1d(8)), mlp(nn.BatchNorm1d(8))
-        self.side = torch.Stream(device="sim")
+        self.side = torch.Stream(device=pool.device())
 
     def forward(self, x: Tensor) -> Tensor:
         main = torch.accelerator.current_stream()
@@ -129,7 +130,7 @@ class In:
     """Inside, everything is computed in a stream of its own."""
 
     def __enter__(self) -> None:
-        self.side = torch.Stream(device="sim")
+        self.side = torch.Stream(device=pool.device())
         self.side.wait_stream(torch.accelerator.current_stream())
         self.side.__enter__()
 
@@ -140,14 +141,14 @@ class In:
 
 def explicit(log: Log, make: Callable[[], nn.Module]) -> None:
     """Batches come through pinned memory, in a stream of their own, one step ahead."""
-    model = instep.replicate(make().double().to("sim"))
+    model = instep.replicate(make().double().to(pool.device()))
     log.begin(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    copying, main = torch.Stream(device="sim"), torch.accelerator.current_stream()
+    copying, main = torch.Stream(device=pool.device()), torch.accelerator.current_stream()
     loader = instep.shard(DataLoader(test_exactness.rows(31), 7, pin_memory=True))
     for x, y in log.batches(loader):
         with copying:
-            x, y = x.to("sim", non_blocking=True), y.to("sim", non_blocking=True)
+            x, y = x.to(pool.device(), non_blocking=True), y.to(pool.device(), non_blocking=True)
         main.wait_stream(copying)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -170,7 +171,7 @@ class Branches4(Branches):
 
 
 def of_a_script(log: Log, model: nn.Module) -> None:
-    model.double().to("sim")
+    model.double().to(pool.device())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     log.begin(model)
     for x, y in batches():

@@ -47,6 +47,7 @@ InstepError
     ├── NonFiniteGradError        a gradient that is infinite or not a number
     ├── MixedSumsError            gradients of different parameters summed by different ranks
     ├── UnknownBatchError         the batch of a forward is not known
+    ├── CapturedStepError         a CUDA graph captures the forward of a replica in training
     ├── MixedBatchesError         two batches of different weights in one backward
     ├── OtherDataError            a loader's data are not those of the checkpoint
     ├── CheckpointError           a checkpoint cannot be written, read or loaded
@@ -123,8 +124,9 @@ _DEFINED_IN = {
         CannotSaveError CheckpointError DamagedCheckpointError FolderInUseError NewerFormatError
         OtherModelError""",
     "training.errors": """
-        CannotShardError DriftError MixedBatchesError MixedSumsError NonFiniteGradError
-        OtherDataError ReplicatedTwiceError ShardedTwiceError UnknownBatchError""",
+        CannotShardError CapturedStepError DriftError MixedBatchesError MixedSumsError
+        NonFiniteGradError OtherDataError ReplicatedTwiceError ShardedTwiceError
+        UnknownBatchError""",
     "unedited.errors": "LoadingError ShardedCallError UneditedError",
     "verify.errors": "ScriptFailedError ScriptLateError StepsError",
 }

@@ -219,6 +219,17 @@ class OtherDataError(TrainingError):
         )
 
 
+class CapturedStepError(TrainingError):
+    """A CUDA graph captures the forward of a replica in training."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"a CUDA graph captures the forward of the replicated {name} in training. Which units "
+            "it drops and what its batch weighs is decided anew in each step, which a replay does "
+            'not. Leave the capture out, or use torch.compile(mode="reduce-overhead").'
+        )
+
+
 class MixedBatchesError(TrainingError):
     """One backward through two batches of which this rank holds different fractions."""
 

@@ -24,6 +24,7 @@ from instep.distributed.communication.objects import check_same_on_all_ranks
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import set_phase
+from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
@@ -34,7 +35,7 @@ from instep.training.buckets.reducer import Reducer
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
 from instep.training.drift.comparison import DriftCheck, drift_check_of
-from instep.training.errors import ReplicatedTwiceError, check_bitwise
+from instep.training.errors import CapturedStepError, ReplicatedTwiceError, check_bitwise
 from instep.training.forward_calls import ForwardCall, Scope, replica_of_part
 from instep.training.random_ops import REPLACED_FUNCTIONS, draw_token
 from instep.training.random_streams import (
@@ -238,6 +239,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     replica = _replica_of.get(module)
     if replica is None:
         return
+    if module.training and is_capturing_graph():
+        raise CapturedStepError(type(module).__name__)
     if replica.has_new_parts:
         _add_new_parts(module, replica)
     replica.steps += module.training

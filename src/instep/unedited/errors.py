@@ -21,6 +21,14 @@ class ShardedCallError(TrainingError):
             "Run this script with --plain, or let it return what is new instead."
         )
 
+    @classmethod
+    def draws_inside_of_kernel(cls, kernel: str) -> ShardedCallError:
+        """Attention with dropout in one kernel, in which the rows of a batch are numbered."""
+        return cls(
+            f"{kernel} drops out by a row's place in the batch, inside of the kernel (with "
+            'SDPBackend.MATH, in transformers attn_implementation="eager", it is divided)'
+        )
+
 
 class LoadingError(TrainingError, RuntimeError):
     """A rank could not load its rows, and its exception cannot be sent to the other ranks."""

@@ -29,8 +29,10 @@ REPEATABLE = {
     settings.DIVIDE.name: "always",  # not by time
     settings.DRIFT_STEPS.name: "0",  # a verdict compares the ranks itself, and goes on
     "PYTHONHASHSEED": "0",
+    "NVIDIA_TF32_OVERRIDE": "0",  # whether an algorithm of cuDNN's uses TF32 depends on the rows
 }
-"""Seeds that every run of an unseeded script would draw anew, no choice by time, and no end."""
+"""Seeds that every run of an unseeded script would draw anew, no choice by time, no end, and
+float32 as such."""
 BASE_TIMEOUT = 60.0
 TIMEOUT_FACTOR = 20.0
 """A run may take the first in seconds, plus the second times the time of one process."""

@@ -107,6 +107,12 @@ def in_stream(stream: Any) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else stream
 
 
+def is_capturing_graph() -> bool:
+    """Whether a CUDA graph is captured in the current stream: nothing is computed before the graph
+    is replayed, and nothing may be read back."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class StreamSet:
     """The streams in which work on the same memory was queued, for the one that needs all of it.
 

@@ -57,6 +57,9 @@ _joined: list[World] = []
 """The world that `init` has joined: the launcher's variables need not be there any more."""
 _watched: list[weakref.ref[dist.ProcessGroup]] = []
 """The last process group in which this rank is watched."""
+_P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Without it torch warns at a rank's first message that messages keep the order of all else that it
+sends by NCCL. `instep.send` means that."""
 _is_making_group = False
 """Whether `init` makes the process group of torch."""
 
@@ -137,6 +140,8 @@ def _init(
     backend = _backend(world, device)
     joined = open_store(method, world, timeout)
     _export_interface(joined.interface)
+    if device.type == "cuda":
+        os.environ.setdefault(_P2P_WARNING, "false")
     bare = dist.PrefixStore(prefix, joined.store) if prefix else joined.store
     store = bare if joined.key is None else VerifiedStore(bare, joined.key)
     one_host = joined.interface == interfaces.LOOPBACK

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.flight_record.recorder import phase
+from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function
 from instep.process.torch_private import peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
@@ -26,6 +27,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, max_rows
 from instep.unedited.sharded_call.plan.module_properties import (
+    find_gpu_state,
     find_hooks,
     has_parameters,
     has_work,
@@ -52,6 +54,7 @@ _CHECKPOINTED = (
     "torch.utils.checkpoint(use_reentrant=False) calls it outside of a divided call, and must find "
     "the same tensors again"
 )
+_CAPTURED = "a CUDA graph captures it, which is replayed without Python"
 
 
 @dataclass
@@ -118,8 +121,8 @@ def _call_unknown(
 def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     """Plan the call, compare it with the whole one where that is due, and run it."""
     whole_calls.undecided += 1
-    if call_state.is_checkpointed:
-        _report_whole(call.module, _CHECKPOINTED)
+    if call_state.is_checkpointed or is_capturing_graph():
+        _report_whole(call.module, _CHECKPOINTED if call_state.is_checkpointed else _CAPTURED)
         _count_whole(call)
         return call.run_whole()
     entry = plan_cache.lookup(call, group.size)
@@ -127,6 +130,8 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
     if entry.plan is not None and not all(each.is_current() for each in entry.plan.stored):
         entry.plan, entry.why_whole = None, MOVED
     hooked, hooks = find_hooks(call.module, call.parts)
+    if entry.plan is None and not entry.why_whole:
+        entry.why_whole = find_gpu_state(call.parts)
     if why := entry.why_whole or hooked:
         _report_whole(call.module, why)
         _count_whole(call)

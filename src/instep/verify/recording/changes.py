@@ -52,17 +52,20 @@ def load_state(
                     tensor.copy_(saved[kind][name])
     for name, state in saved.get("optimizer", {}).items():
         if name in parameters:
-            optimizer.state[parameters[name]] = _on(parameters[name].device, state)
+            p = parameters[name]
+            optimizer.state[p] = _on_devices_of(optimizer.state.get(p, {}), state, p.device)
 
 
-def _on(device: torch.device, state: Any) -> Any:
-    if device.type == "cpu":
-        return state
-    return tree_map(
-        # "step" is a counter: Adam leaves it on the CPU
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() else leaf,
-        state,
-    )
+def _on_devices_of(current: dict[str, Any], state: dict[str, Any], device: torch.device) -> Any:
+    """`state`, which is on the CPU, with each tensor where `current` has it; those that it does not
+    have, on `device`. A count of steps is on the CPU, but for fused and capturable optimizers."""
+
+    def place(key: str, value: Any) -> Any:
+        now = current.get(key)
+        there = now.device if isinstance(now, Tensor) else device
+        return tree_map(lambda leaf: leaf.to(there) if isinstance(leaf, Tensor) else leaf, value)
+
+    return {key: place(key, value) for key, value in state.items()}
 
 
 def perturb(parameters: Iterable[Tensor], seed: int) -> None:

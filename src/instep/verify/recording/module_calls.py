@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.communication.transport import get_transport
+from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
@@ -73,7 +74,7 @@ class ModuleCallRecorder:
         PatchHandle([Patch(nn.Module, "__call__", self._outside)])
 
     def _outside(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing_graph():
             return original(module, *args, **kwargs)
         output = None
         self._enter(module, args)
@@ -85,7 +86,7 @@ class ModuleCallRecorder:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._depth += 1
-        if self._depth == 1 and torch.is_grad_enabled():
+        if self._depth == 1 and torch.is_grad_enabled() and not is_capturing_graph():
             self._on_new_parameters(self._names.register(module))
             self._before = hash_generators()
             self._work = replace(call_counts)
@@ -96,6 +97,8 @@ class ModuleCallRecorder:
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None]
         if self._depth or not outputs or next(iter(module.parameters()), None) is None:
             return
+        if is_capturing_graph():
+            return  # the values are not there yet
         kwargs = rest[0] if len(rest) == 2 else {}
         inputs, half = find_tensors((args, kwargs)), _in_half_precision(output)
         call = _call(inputs, self._used_random(), half, self._computed_rows())

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
 from instep.unedited import session
@@ -86,7 +87,7 @@ class Recorder:
     ) -> None:
         nested = current_graph_task_id() != -1  # reentrant checkpointing
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not nested:
+        if not nested and not is_capturing_graph():
             calls = find_module_calls(roots)
             shares = {call.share for call in calls}
             loss = sum(root.detach().double().sum().item() for root in roots)
@@ -102,6 +103,8 @@ class Recorder:
             return None
         if self._stopped:
             raise SystemExit
+        if is_capturing_graph():  # the final parameters tell what its replays have done
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._record_step(optimizer)
@@ -126,7 +129,7 @@ class Recorder:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._depth -= 1
-        if self._depth:
+        if self._depth or is_capturing_graph():
             return
         if self._step_record is None:
             self._record_step(optimizer)

@@ -9,6 +9,7 @@ parameters are one rounding error away (`perturbed`).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,13 +167,16 @@ class VectorJacobianProduct:
             return []
         roots = tuple(outputs[k] for k in self.indices)
         keep_graph, create_graph, allow_unused = True, False, True
-        found = run_backward(
-            roots,
-            tuple(self.cotangents),
-            keep_graph,
-            create_graph,
-            tuple(self.targets),
-            allow_unused,
-            accumulate_grad=False,
-        )
+        with warnings.catch_warnings():
+            # Said where the first work of autograd's thread for a GPU is a product of matrices.
+            warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+            found = run_backward(
+                roots,
+                tuple(self.cotangents),
+                keep_graph,
+                create_graph,
+                tuple(self.targets),
+                allow_unused,
+                accumulate_grad=False,
+            )
         return [None if grad is None else grad.to_dense() for grad in found]

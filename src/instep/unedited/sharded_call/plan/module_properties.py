@@ -1,4 +1,4 @@
-"""Properties of a module that bear on its calls: hooks on its parts, and torch.compile."""
+"""Properties of a module that bear on its calls: hooks, state on a GPU, torch.compile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy as is_uninitialized
 
@@ -164,6 +165,38 @@ def is_lazy(module: nn.Module) -> bool:
         for part in module.modules()
         for tensor in (*part._parameters.values(), *part._buffers.values())
     )
+
+
+def find_gpu_state(parts: Iterable[nn.Module]) -> str:
+    """The state on a GPU, of a module with these parts, that a trial would change and cannot set
+    back; "" if there is none."""
+    for part in parts:
+        if _draws_in_cudnn(part):
+            kind = type(part).__name__
+            return f"cuDNN draws the dropout of its {kind} from a state that no trial can set back"
+        if _runs_as_graphs(part):
+            return "torch.compile runs it as CUDA graphs, whose next run overwrites its outputs"
+    return ""
+
+
+def _draws_in_cudnn(part: nn.Module) -> bool:
+    return (
+        isinstance(part, nn.RNNBase)
+        and bool(part.training and part.dropout and part.num_layers > 1)
+        and cudnn.enabled
+        and _is_on_gpu(part)
+    )
+
+
+def _runs_as_graphs(part: nn.Module) -> bool:
+    """Whether it is compiled with the mode "reduce-overhead", or another of its kind."""
+    compiled = part if "dynamo_ctx" in part.__dict__ else part._compiled_call_impl
+    config = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool((config or {}).get("triton.cudagraphs")) and _is_on_gpu(part)
+
+
+def _is_on_gpu(part: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in nn.Module.parameters(part))
 
 
 def is_compiled(parts: Iterable[nn.Module]) -> bool:

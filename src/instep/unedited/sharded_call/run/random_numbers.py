@@ -20,10 +20,17 @@ from instep.training.draws import bernoulli
 from instep.training.draws.kernels import intercepted_draws
 from instep.training.random_ops import Draws, draws_of
 from instep.training.random_streams import default_generators
+from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint
+
+_FUSED_ATTENTION = (
+    *("_scaled_dot_product_flash", "_scaled_dot_product_efficient", "_scaled_dot_product_cudnn"),
+    *("_flash_attention", "_efficient_attention", "_cudnn_attention"),
+)
+"""How the names of attention's kernels for GPUs begin."""
 
 
 class TorchGeneratorStates:
@@ -146,6 +153,8 @@ class GlobalBatchRandomMode(_RandomMode):
         self._row_dims = row_dims
 
     def _run_random(self, call: _RandomCall) -> Any:
+        if call.draw.op.startswith(_FUSED_ATTENTION):
+            raise ShardedCallError.draws_inside_of_kernel(call.draw.op)
         return self._meet(call, self._draw)
 
     def _draw(self, calls: Sequence[_RandomCall]) -> Sequence[Any]:

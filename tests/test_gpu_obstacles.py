@@ -1,0 +1,119 @@
+"""What only happens on a GPU, as far as it can be tried without one; test_gpu.py needs one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import CapturedStepError, ShardedCallError
+from instep.training import replicas
+from instep.training.blocks import Block
+from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.plan import module_properties
+from instep.unedited.sharded_call.run import random_numbers
+from instep.verify.recording import changes, recorder
+from pool import ranks
+from sharded_training import sharding
+
+
+def compiled(mode: str) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # of what inductor imports
+        return torch.compile(nn.Linear(4, 3), mode=mode)
+
+
+@ranks(2)
+def test_what_a_trial_would_change_on_a_gpu_is_computed_whole_at_once() -> None:
+    """The dropout of cuDNN's recurrent layers and compiled CUDA graphs have state of their own."""
+    rnn = nn.LSTM(4, 3, 2, dropout=0.5)
+    for model, why in (
+        (nn.Sequential(rnn), "cuDNN draws the dropout of its LSTM"),
+        (compiled("reduce-overhead"), "CUDA graphs, whose next run"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, sharding() as log:
+            patch.setattr(module_properties, "_is_on_gpu", lambda part: True)
+            patch.setattr(modules, "find_plan", None)  # no trial
+            with torch.compiler.set_stance("force_eager"):
+                model(torch.randn(6, 4))
+                model(torch.randn(6, 4))
+            assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 2)
+            assert (why in log.getvalue()) == (instep.rank == 0)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.LSTM(4, 3, 2, dropout=0.5).eval(), nn.LSTM(4, 3, 2), nn.LSTM(4, 3), nn.Linear(4, 3)],
+)
+def test_other_modules_are_tried_on_a_gpu(
+    module: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_properties, "_is_on_gpu", lambda part: True)
+    assert module_properties.find_gpu_state([module, compiled("default")]) == ""
+
+
+def test_recurrent_layers_without_cudnn_are_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_properties, "_is_on_gpu", lambda part: True)
+    layers = [nn.GRU(4, 3, 2, dropout=0.5)]
+    assert "GRU" in module_properties.find_gpu_state(layers)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert module_properties.find_gpu_state(layers) == ""
+
+
+@ranks(2)
+def test_a_call_that_a_graph_captures_is_whole_though_others_are_divided() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    with sharding() as log, pytest.MonkeyPatch.context() as patch:
+        model(x)
+        patch.setattr(modules, "is_capturing_graph", lambda: True)
+        model(x)
+        patch.undo()
+        model(x)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (2, 1)
+    assert ("a CUDA graph captures it" in log.getvalue()) == (instep.rank == 0)
+
+
+def test_a_captured_step_of_a_replica_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = instep.replicate(nn.Linear(4, 3)), torch.randn(6, 4)
+    monkeypatch.setattr(replicas, "is_capturing_graph", lambda: True)
+    with pytest.raises(CapturedStepError, match="forward of the replicated Linear in training"):
+        model(x)
+    assert model.eval()(x).shape == (6, 3)
+    monkeypatch.undo()
+    assert model.train()(x).shape == (6, 3)
+
+
+def test_attention_that_draws_in_a_kernel_of_a_gpu_is_told_by_name() -> None:
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    anything: Any = None
+    mode = random_numbers.GlobalBatchRandomMode([Block(0, 2, 6)], 0, anything, anything, anything)
+    with pytest.raises(ShardedCallError, match=r"_scaled_dot_product_efficient.*SDPBackend.MATH"):
+        mode._number(op, (torch.ones(3, 2, 4, 4),), {"dropout_p": 0.5})
+
+
+# ------------------------------------------------------------------------------------ verify
+
+
+def test_a_pinned_state_has_each_tensor_on_the_device_where_it_was() -> None:
+    """`step` is on the GPU for fused and capturable optimizers, else on the CPU."""
+    now = {"step": torch.ones((), device="meta"), "exp_avg": torch.ones(2), "best": 1}
+    saved = {"step": torch.ones(()), "exp_avg": torch.ones(2), "best": 2, "new": [torch.ones(1)]}
+    placed = changes._on_devices_of(now, saved, torch.device("meta"))
+    assert placed["step"].is_meta
+    assert placed["exp_avg"].device.type == "cpu"
+    assert placed["best"] == 2
+    assert placed["new"][0].is_meta
+
+
+def test_steps_that_a_graph_captures_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are not there yet."""
+    monkeypatch.setattr(recorder, "is_capturing_graph", lambda: True)
+    watching = recorder.Recorder.__new__(recorder.Recorder)
+    watching._depth, watching._stopped = 0, False
+    optimizer: Any = None  # nothing is read of it
+    assert watching._before_step(optimizer, (), {}) is None
+    watching._after_step(optimizer, (), {})
+    assert watching._depth == 0
