@@ -766,6 +766,7 @@ def _replace_in_torch_cuda(module: Module) -> None:
     for name in vars(Module):
         if not name.startswith("__"):
             setattr(torch.cuda, name, getattr(module, name))
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # type: ignore[assignment]
 
 
