@@ -88,7 +88,12 @@ def launched(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "gpus"), [("torch.distributed.launch", 2), ("torchrun", 1), ("instep run", 2)]
+    ("launcher", "gpus"),
+    [
+        pytest.param("torch.distributed.launch", 2, marks=pytest.mark.nightly),
+        ("torchrun", 1),
+        ("instep run", 2),
+    ],
 )
 def test_two_ranks_take_one_step_together(tmp_path: Path, launcher: str, gpus: int) -> None:
     done = launched(tmp_path, launcher, 5, gpus)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 import instep
 from instep.errors import CapturedStepError, ShardedCallError
@@ -15,9 +18,10 @@ from instep.training import replicas
 from instep.training.blocks import Block
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.plan import module_properties
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run import random_numbers
 from instep.verify.recording import changes, recorder
-from pool import ranks
+from pool import ranks, run
 from sharded_training import sharding
 
 
@@ -92,6 +96,99 @@ def test_attention_that_draws_in_a_kernel_of_a_gpu_is_told_by_name() -> None:
     mode = random_numbers.GlobalBatchRandomMode([Block(0, 2, 6)], 0, anything, anything, anything)
     with pytest.raises(ShardedCallError, match=r"_scaled_dot_product_efficient.*SDPBackend.MATH"):
         mode._number(op, (torch.ones(3, 2, 4, 4),), {"dropout_p": 0.5})
+
+
+# ------------------------------------------------------------------------- memory of a trial
+
+
+class Held:
+    """Lives as long as the graph of a forward."""
+
+
+alive: weakref.WeakSet[Held] = weakref.WeakSet()
+at_start: list[int] = []
+"""How many were alive when each forward began."""
+
+
+def note(held: Held) -> None:
+    at_start.append(len(alive))
+    alive.add(held)
+
+
+sys.note_graph = note  # type: ignore[attr-defined]  # a trial sets back what a forward names
+
+
+class Holding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Counting(nn.Linear):
+    def __init__(self, *, couples: bool = False, has_loss: bool = False) -> None:
+        super().__init__(4, 3)
+        self.couples, self.has_loss = couples, has_loss
+
+    def forward(self, x: Tensor) -> Any:
+        sys.note_graph(held := Held())  # type: ignore[attr-defined]
+        y = F.dropout(Holding.apply(super().forward(x), held), 0.5)
+        y = y.cumsum(0) if self.couples else y
+        return (y.square().mean(), y) if self.has_loss else y
+
+
+def counted(model: nn.Module, x: Tensor) -> tuple[Any, Tensor, list[int]]:
+    """What a call returns, what is drawn after it, and the graphs alive at each forward of it."""
+    alive.clear()
+    at_start.clear()
+    torch.manual_seed(0)
+    return model(x), torch.rand(2), list(at_start)
+
+
+@pytest.mark.parametrize(
+    ("has_loss", "on_accelerator", "expected"),
+    [
+        (False, False, [0, 1]),
+        (False, True, [0, 0]),
+        (True, False, [0, 1, 2, 3]),
+        (True, True, [0, 0, 1, 1]),  # that of this rank's rows, beside the trial of other values
+    ],
+)
+def test_on_an_accelerator_a_trial_begins_without_the_graph_of_the_whole_forward(
+    has_loss: bool, on_accelerator: bool, expected: list[int]
+) -> None:
+    assert run(2, graphs_of_a_trial, has_loss, on_accelerator) == [expected] * 2
+
+
+def graphs_of_a_trial(has_loss: bool, on_accelerator: bool) -> list[int]:
+    model, x = Counting(has_loss=has_loss), torch.randn(6, 4)
+    whole, drawn, _ = counted(model, x)
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundCall, "is_on_accelerator", on_accelerator)
+        found, drawn_then, seen = counted(model, x)
+    assert modules.call_counts.sharded == 1
+    torch.testing.assert_close(found, whole)
+    assert torch.equal(drawn_then, drawn)
+    return seen
+
+
+@ranks(2)
+def test_on_an_accelerator_a_whole_call_gives_what_one_forward_would() -> None:
+    model, x = Counting(couples=True), torch.randn(6, 4)
+    whole, drawn, _ = counted(model, x)
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundCall, "is_on_accelerator", True)
+        found, drawn_then, seen = counted(model, x)
+        found.sum().backward()
+    assert modules.call_counts.whole == 1
+    assert torch.equal(found, whole)
+    assert torch.equal(drawn_then, drawn)
+    assert set(seen) == {0}
+    assert model.weight.grad is not None
 
 
 # ------------------------------------------------------------------------------------ verify

@@ -504,6 +504,7 @@ signal.pause()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_two_nodes_on_one_host_listen_on_loopback_only(tmp_path):
     (tmp_path / "train.py").write_text(LISTENING)

@@ -62,6 +62,7 @@ def run_python(*arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.launch
 def test_no_optimizer_imports_it_and_results_and_graphs_are_those_of_plain_python(tmp_path):
     script = tmp_path / "train.py"

@@ -230,7 +230,7 @@ def at_night(*texts: str):
     return [pytest.param(text, marks=pytest.mark.nightly) for text in texts]
 
 
-@pytest.mark.parametrize("text", [MODULE_LEVEL, IN_FUNCTIONS, *at_night(NANOGPT, FOLDS)])
+@pytest.mark.parametrize("text", [MODULE_LEVEL, *at_night(IN_FUNCTIONS, NANOGPT, FOLDS)])
 def test_a_killed_script_goes_on_bit_for_bit(tmp_path, text) -> None:
     alone, killed = place(tmp_path / "alone", text), place(tmp_path / "killed", text)
     assert run(alone) == 0

@@ -5,6 +5,7 @@ same state, and their outputs, the state that they leave, and their gradients ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -64,7 +65,7 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     call = gather_arguments(call)
     reference = Reference(call)
     if why := mismatch or reference.check_supported():
-        return None, reference.value, why
+        return None, reference.value_of(call), why
     reasons = []
     sums = [False]
     if not group.is_virtual and any(group.transport.all_gather_object(reference.sums_rows)):
@@ -77,7 +78,8 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
                 return *found, ""
             if not reference.sums_all_rows:
                 reasons.append(why)
-    return None, reference.value, reasons[0] if reasons else "no batch among its arguments"
+    why = reasons[0] if reasons else "no batch among its arguments"
+    return None, reference.value_of(call), why
 
 
 def verify_plan(
@@ -98,7 +100,7 @@ def verify_plan(
         found, why = _try(call, plan.division, reference, group)
         if found is not None:
             return found[1], ""
-    return reference.value, why
+    return reference.value_of(call), why
 
 
 def _try(
@@ -159,7 +161,7 @@ def _compare(
     reference.has_foreign_leaf = (group.is_virtual and reference.uses_older(call)) or (
         find_leaves(own, start) != []  # then the leaves are looked at in each call
         if reference.stored
-        else _has_foreign_leaf(own, start, call, reference.outputs)
+        else _has_foreign_leaf(own, start, call, reference)
     )
     if reference.has_foreign_leaf:
         raise ShardedCallError("its forward uses a tensor from outside that requires a gradient")
@@ -185,7 +187,7 @@ def _compare(
     if not reference.matches_gradients(_join(local, plan, region)):
         raise ShardedCallError("its gradients are not those of the whole batch")
     joined = _join(local, plan, region)
-    if plan.has_reductions and not _holds_for_others(call, plan, reference.before, group):
+    if plan.has_reductions and not _holds_for_others(call, plan, reference, group):
         raise ShardedCallError("it divides by something else than its rows")
     after.restore()  # what was computed since has left traces
     return plan, joined
@@ -196,7 +198,7 @@ def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:
 
 
 def _holds_for_others(
-    call: BoundCall, plan: ShardingPlan, before: Snapshot, group: ShardGroup
+    call: BoundCall, plan: ShardingPlan, reference: Reference, group: ShardGroup
 ) -> bool:
     """Whether a plan with means or sums over rows also holds for other arguments.
 
@@ -204,7 +206,7 @@ def _holds_for_others(
     arguments' elements are set to zero, which is as good a class, token or mask as any; or, where
     the whole forward refuses that, the ends of its rows.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, before = torch.Generator().manual_seed(0), reference.before
     for kept in (_half, _beginnings):
         leaves = [
             _zeroed(leaf, dim, kept, generator)
@@ -213,7 +215,7 @@ def _holds_for_others(
         other = call.with_leaves(leaves)
         before.restore()
         try:
-            wholes, structure = flatten(run_whole(other))
+            wholes, structure = flatten(_values_of(other, reference))
             break
         except Exception:
             if kept is _beginnings:
@@ -226,6 +228,15 @@ def _holds_for_others(
         <= output_tolerance(whole)
         for parts, how, whole in zip(local, plan.outputs, wholes, strict=True)
     )
+
+
+def _values_of(call: BoundCall, reference: Reference) -> Any:
+    """What the whole forward returns for the arguments of `call`, from the state before it."""
+    if reference.is_released and call.module.training:  # save the memory of another graph
+        with suppress(RuntimeError), torch.no_grad():  # a forward may compute gradients itself
+            return run_whole(call)
+        reference.before.restore()
+    return run_whole(call)
 
 
 Kept = Callable[[Sequence[int], int, torch.Generator], Tensor]
@@ -299,17 +310,16 @@ def _is_concatenated(parts: Sequence[Any], whole: Any, region: Region) -> bool:
 
 
 def _has_foreign_leaf(
-    outputs: Sequence[Any], start: int, call: BoundCall, whole: Sequence[Any]
+    outputs: Sequence[Any], start: int, call: BoundCall, reference: Reference
 ) -> bool:
     """Whether these were computed from something that requires a gradient and is neither an
     argument nor a parameter of the module, nor made by the forward.
 
-    The forward makes another tensor each time. `whole`: what the whole forward has returned.
+    The forward makes another tensor each time.
     """
     leaves = find_leaves(outputs, start)
     if not leaves:
         return leaves is None
     known = {id(t) for t in (*nn.Module.parameters(call.module), *call.leaves)}
-    reference = find_leaves(whole, 0) or []
-    others = {id(leaf) for leaf in reference} - known
+    others = {id(leaf) for leaf in reference.leaves()} - known
     return len(leaves) != len(others) or any(id(leaf) in others | known for leaf in leaves)

@@ -28,9 +28,10 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
 from instep.unedited.sharded_call.plan.sharding_plan import Draw
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
-from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, run_whole
+from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Written, run_whole
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
+from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
 from instep.unedited.sharded_call.shards.batch_sums import SumCount
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
@@ -64,7 +65,8 @@ class Noise:
         for key, error in after.buffer_errors(reference.after).items():
             self.buffers[key] = max(self.buffers.get(key, 0.0), error.to_spread)
         if reference.vjp is not None:
-            grads = gradient_errors(reference.vjp.grads(outputs), reference.gradients)
+            found = reference.vjp.grads(outputs, keep_graph=False)
+            grads = gradient_errors(found, reference.gradients)
             self.gradients = list(map(max, self.gradients or grads, grads))
 
 
@@ -84,7 +86,11 @@ class Reference:
         self.side_effect = "" if compiles else effects.description
         """What it does that cannot be undone."""
         self.after = Snapshot(call.module, call.leaves)
-        self.outputs, self.structure = flatten(watch.result(self.value))
+        result = watch.result(self.value)
+        self.outputs, self.structure = flatten(result)
+        is_plain = not (isinstance(result, Written) or any(map(is_subclass, self.outputs)))
+        self._can_release = call.is_on_accelerator and is_plain
+        self._leaves: list[Tensor] | None = None
         asks = requires_gradients != _require_gradients(call)
         self.changes_arguments = asks or watch.has_other_changes()
         self.changes_attributes = self.before.has_other_values(self.after)
@@ -136,10 +142,38 @@ class Reference:
         return find_leaves(self.outputs, self._start, call.leaves) is None
 
     def compute_gradients(self, call: BoundCall) -> None:
-        """Compute its gradients now, while what autograd has saved is as it was."""
-        if self.vjp is None:
-            self.vjp = VectorJacobianProduct.of(call, self.outputs)
+        """Compute its gradients now, while what autograd has saved is as it was.
+
+        On an accelerator that is released with them: a script may fill the memory of its device
+        with one forward, beside which a sharded one would find no room.
+        """
+        if self.vjp is not None:
+            return
+        self.vjp = VectorJacobianProduct.of(call, self.outputs)
+        if not (self._can_release and self.vjp.indices):
             self.gradients = self.vjp.grads(self.outputs)
+            return
+        self._leaves = self.leaves()
+        self.gradients = self.vjp.grads(self.outputs, keep_graph=False)
+        self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in self.outputs]
+        self.value = None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its graph is gone, and the whole forward has to run again for its value."""
+        return self._leaves is not None
+
+    def leaves(self) -> list[Tensor]:
+        """The leaves of its graph."""
+        return find_leaves(self.outputs, 0) or [] if self._leaves is None else self._leaves
+
+    def value_of(self, call: BoundCall) -> Any:
+        """What the call returns to the script where it is computed whole."""
+        if not self.is_released:
+            return self.value
+        self.before.restore()
+        with observed(is_silent=True):
+            return call.run_whole()
 
     def note_draws(self, call: BoundCall) -> None:
         """Find the shapes of what it draws."""

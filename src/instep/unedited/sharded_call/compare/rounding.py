@@ -161,12 +161,12 @@ class VectorJacobianProduct:
         inputs = [x for x in call.leaves if isinstance(x, Tensor) and x.requires_grad]
         return cls(indices, cotangents, list({id(t): t for t in (*parameters, *inputs)}.values()))
 
-    def grads(self, outputs: Sequence[Any]) -> list[Tensor | None]:
-        """The gradients of the targets through these outputs; their graph is kept."""
+    def grads(self, outputs: Sequence[Any], *, keep_graph: bool = True) -> list[Tensor | None]:
+        """The gradients of the targets through these outputs."""
         if not self.indices:
             return []
         roots = tuple(outputs[k] for k in self.indices)
-        keep_graph, create_graph, allow_unused = True, False, True
+        create_graph, allow_unused = False, True
         with warnings.catch_warnings():
             # Said where the first work of autograd's thread for a GPU is a product of matrices.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from instep.process.patching import Function
 from instep.training.pytree import Structure, flatten_arguments, unflatten
@@ -37,6 +37,12 @@ class BoundCall:
     def parts(self) -> list[nn.Module]:
         """The module and its parts, as they were before the call."""
         return parts_of(self.module)
+
+    @cached_property
+    def is_on_accelerator(self) -> bool:
+        """Whether any of its arguments or the module's parameters is not on the CPU."""
+        tensors = [x for x in self.leaves if isinstance(x, Tensor)]
+        return any(not x.is_cpu for x in (*tensors, *nn.Module.parameters(self.module)))
 
     def run_whole(self) -> Any:
         """Run it on the whole batch, with the script's own arguments, which it may change."""
