@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from instep.unedited.sharded_call.shards.batch_sums import SumCount, over_all_rows, replaced_sums
+from instep.unedited.sharded_call.shards.batch_sums import (
+    RowSums,
+    SumLengths,
+    over_all_rows,
+    replaced_sums,
+)
 
 
 def twice(part: Tensor) -> Tensor:
@@ -19,7 +24,7 @@ def twice(part: Tensor) -> Tensor:
 
 def test_sums_over_rows_go_over_all_ranks_and_others_do_not() -> None:
     x = torch.arange(6.0).view(3, 2)
-    with replaced_sums(over_all_rows(twice)):
+    with replaced_sums(over_all_rows(twice, RowSums())):
         found = [x.sum(), x.sum(0), torch.sum(x, dim=-2), x.sum((0, 1), keepdim=True)]
         same = [x.sum(1), x.sum(-1), x[0, 0].sum(), torch.mean(x, 1), x.mean(), x.mean(dim=0)]
     expected = [x.sum(), x.sum(0), x.sum(0), x.sum((0, 1), keepdim=True)]
@@ -31,28 +36,28 @@ def test_sums_over_rows_go_over_all_ranks_and_others_do_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_mean_has_its_dtype_and_no_overflow(dtype: torch.dtype) -> None:
     x = torch.full((4096,), 100, dtype=dtype)
-    with replaced_sums(over_all_rows(twice)):
+    with replaced_sums(over_all_rows(twice, RowSums())):
         means = [x.mean(), x.mean(dtype=torch.float64)]
     assert [(mean.item(), mean.dtype) for mean in means] == [(100, dtype), (100, torch.float64)]
 
 
 def test_a_mean_over_no_rows_of_this_rank_is_that_of_the_others() -> None:
-    with replaced_sums(over_all_rows(lambda part: part + 2)):
+    with replaced_sums(over_all_rows(lambda part: part + 2, RowSums())):
         assert torch.ones(0).mean().item() == 1
 
 
 def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> None:
     before = torch.sum, torch.mean, vars(Tensor).get("sum")
-    count, x = SumCount(), torch.ones(3)
+    noted, x = SumLengths(), torch.ones(3)
     library: dict[str, Any] = {"__name__": "torch.nn.functional"}
     exec("def add_up(x): return x.sum()", library)
-    with count.counting():
+    with noted.noted():
         library["add_up"](x)
         thread = threading.Thread(target=lambda: x.sum())
         thread.start()
         thread.join()
-        assert count.found == 0
+        assert not noted.found
         x.sum()
     x.sum()
-    assert count.found == 1
+    assert [*noted.found.values()] == [{3}]
     assert before == (torch.sum, torch.mean, vars(Tensor).get("sum"))

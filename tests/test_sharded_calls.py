@@ -347,6 +347,33 @@ def test_a_gradient_may_be_as_far_off_as_rounding_moves_another(
             assert (why in log.getvalue()) is not is_sharded
 
 
+class HasSmallErrors(nn.Module):
+    """A gradient that is another where there are few rows: always, or at its first value alone."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.weight, self.always = nn.Parameter(torch.ones(1)), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_on = len(x) < 6 and (self.always or self.weight.item() == 1)
+        result: Tensor = x * ScaledGradient.apply(self.weight, 1 + 1e-3 * is_on)
+        return result
+
+
+@ranks(2)
+@pytest.mark.parametrize("always", [True, False])
+def test_a_small_error_of_a_gradient_is_an_error_unless_another_rounding_has_none(
+    always: bool,
+) -> None:
+    """As that of a term with a small weight, or of a unit that flips."""
+    model, x = HasSmallErrors(always=always), torch.arange(1.0, 7.0).view(6, 1)
+    with sharding() as log:
+        model(x).sum().backward()
+    assert modules.call_counts.sharded == (not always)
+    if instep.rank == 0:
+        assert ("its gradients are not those of the whole batch" in log.getvalue()) is always
+
+
 @ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
@@ -226,6 +227,35 @@ def language_model_with_carried_state(log: Log) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         log.loss(loss)
         log.step(optimizer, model)
+
+
+@sharded
+def packed_sequences(log: Log) -> None:
+    """The longest one is in the last row: those of other ranks are padded to it, too."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(2, 4, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+            packed = pack_padded_sequence(
+                x.view(len(x), 3, 2), lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
+            rows, found = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+            assert rows.shape[1] == 3
+            return self.head(rows), found
+
+    model = Tagger()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        lengths = torch.where(torch.arange(len(y), device=y.device) == len(y) - 1, 3, 1 + y % 2)
+        scores, found = model(x, lengths)
+        assert torch.equal(found.cpu(), lengths.cpu())
+        return F.cross_entropy(scores.sum(1), y)
+
+    train(log, model, step)
 
 
 @sharded

@@ -14,6 +14,7 @@ from torch import nn
 
 from instep.distributed.watchdog import interrupts
 from instep.process.patching import Patch, PatchHandle, patches
+from instep.process.torch_private import VF
 from instep.training.optimizer_shards import fused_kernels
 from instep.unedited import bitwise
 from instep.unedited.devices import DEVICE_PATCHES
@@ -49,6 +50,11 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
     *patches(
         "in a sharded call the batch statistics are those of the whole batch",
         (nn.functional, "batch_norm", overrides.batch_norm),
+        compile="break",
+    ),
+    *patches(
+        "in a sharded call sequences are as long as the longest of the whole batch",
+        (VF, "_pad_packed_sequence", overrides.pad_packed_sequence),
         compile="break",
     ),
     *patches(

@@ -173,7 +173,7 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             temporary_modules.note(call.module, entry.why_whole)
     elif is_new or entry.is_sampled():
         output, entry.why_whole = verify_plan(call, entry.plan, group, gradients=is_new)
-        if entry.why_whole:
+        if entry.why_whole and entry.last_compared + 1 < entry.calls:
             entry.why_whole += (
                 f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided): what they "
                 "returned may differ from one process already"

@@ -19,7 +19,12 @@ from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.reference import Reference
-from instep.unedited.sharded_call.compare.rounding import output_tolerance, relative_error
+from instep.unedited.sharded_call.compare.rounding import (
+    PERTURBATIONS,
+    output_tolerance,
+    perturbed,
+    relative_error,
+)
 from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -49,6 +54,7 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_equal,
     is_subclass,
 )
+from instep.unedited.sharded_call.shards.batch_sums import Place, RowSums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
 
@@ -67,16 +73,17 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     if why := mismatch or reference.check_supported():
         return None, reference.value_of(call), why
     reasons = []
-    sums = [False]
-    if not group.is_virtual and any(group.transport.all_gather_object(reference.sums_rows)):
-        sums = [True, False] if reference.returns_scalar else [False, True]
+    sums_all_rows = [False]
+    if not group.is_virtual and any(group.transport.all_gather_object(bool(reference.sum_lengths))):
+        sums_all_rows = [True, False] if reference.returns_scalar else [False, True]
     for division in candidate_divisions(call.leaves, at_least=group.size):
         reference.compute_gradients(call)
-        for reference.sums_all_rows in sums:
+        for sums_all in sums_all_rows:
+            reference.sums = RowSums(reference.sum_lengths) if sums_all else None
             found, why = _try(call, division, reference, group)
             if found is not None:
                 return *found, ""
-            if not reference.sums_all_rows:
+            if not sums_all:
                 reasons.append(why)
     why = reasons[0] if reasons else "no batch among its arguments"
     return None, reference.value_of(call), why
@@ -93,7 +100,9 @@ def verify_plan(
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
-    reference.stored, reference.sums_all_rows = plan.stored, plan.sums_all_rows
+    reference.stored = plan.stored
+    if plan.sums_without_rows is not None:
+        reference.sums = RowSums(None, plan.sums_without_rows)
     if not why:
         if gradients:
             reference.compute_gradients(call)
@@ -128,8 +137,32 @@ def _try(
     if any(transport.all_gather_object(reference.in_doubt)):
         reference.measure_noise(call)
         return _try(call, division, reference, group)
+    if not reference.flips and any(transport.all_gather_object(reference.may_flip)):
+        reference.flips = _is_same_in_another_rounding(call, division, reference, group)
+        if reference.flips:
+            return _try(call, division, reference, group)
     reference.after.restore()
     return None, why
+
+
+def _is_same_in_another_rounding(
+    call: BoundCall, division: Division, reference: Reference, group: ShardGroup
+) -> bool:
+    """Whether the sharded call has the gradients of the whole one if its parameters are one
+    rounding error away. Units that flip do not flip in each rounding; a wrong sum is always wrong.
+    """
+    for seed in range(PERTURBATIONS, 2 * PERTURBATIONS):  # not those that the noise is known from
+        reference.before.restore()
+        with observed(is_silent=True), perturbed(call.module, seed):
+            found, _ = attempt(
+                lambda checked: _compare(
+                    call, division, reference, replace(group, transport=checked)
+                ),
+                group.transport,
+            )
+        if found is not None:
+            return True
+    return False
 
 
 def _compare(
@@ -145,7 +178,7 @@ def _compare(
             is_random=reference.is_random,
             row_dims=DrawRowDims(reference.drawn),
             stored=reference.stored or (),
-            sums_all_rows=reference.sums_all_rows,
+            sums=reference.sums,
         )
     compiles = is_compiled(call.parts)  # which logs what it compiles
     if effects.description == "its forward prints" and not compiles:
@@ -181,7 +214,7 @@ def _compare(
         region.row_dims.found,
         reference.changes_attributes,
         reference.stored or (),
-        reference.sums_all_rows,
+        _agreed_sums(reference, group),
     )
     tag_outputs(chain(*local), region)
     if not reference.matches_gradients(_join(local, plan, region)):
@@ -191,6 +224,19 @@ def _compare(
         raise ShardedCallError("it divides by something else than its rows")
     after.restore()  # what was computed since has left traces
     return plan, joined
+
+
+def _agreed_sums(reference: Reference, group: ShardGroup) -> frozenset[Place] | None:
+    """The places of sums without rows, if they are the same on all ranks. Collective.
+
+    Raises ShardedCallError where they are not.
+    """
+    if reference.sums is None:
+        return None
+    places = group.transport.all_gather_object(reference.sums.without_rows)
+    if places[0] is None or any(each != places[0] for each in places):
+        raise ShardedCallError("some of its sums go over rows in some calls only")
+    return places[0]
 
 
 def _join(local: LocalOutputs, plan: ShardingPlan, region: Region) -> list[Any]:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from instep.training.pytree import ValueSnapshot, find_tensors, flatten, leaves_of
 from instep.unedited.sharded_call.compare.rounding import (
+    FLIPPED_GRADIENT,
     MAX_ERROR,
     MAX_GRADIENT_ERROR,
-    VectorJacobianProduct,
+    PERTURBATIONS,
+    Products,
+    VectorJacobianProducts,
     allowed_error,
     gradient_errors,
     gradient_tolerance,
@@ -32,10 +35,8 @@ from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Writ
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawShapes
 from instep.unedited.sharded_call.run.tensor_subclasses import is_subclass
-from instep.unedited.sharded_call.shards.batch_sums import SumCount
+from instep.unedited.sharded_call.shards.batch_sums import RowSums, SumLengths
 from instep.unedited.sharded_call.shards.shard_threads import next_sequence_number
-
-_PERTURBATIONS = 3
 
 
 class Noise:
@@ -49,7 +50,7 @@ class Noise:
         self.outputs = [0.0] * len(reference.outputs)
         self.buffers: dict[BufferKey, float] = {}
         self.gradients: list[float] = []
-        for seed in range(_PERTURBATIONS):
+        for seed in range(PERTURBATIONS):
             reference.before.restore()
             with perturbed(call.module, seed):
                 self._add(call, reference)
@@ -80,8 +81,8 @@ class Reference:
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}
         self._start = next_sequence_number()
         compiles = is_compiled(call.parts)
-        sums = SumCount()
-        with observed() as effects, nullcontext() if compiles else sums.counting():
+        sums = SumLengths()
+        with observed() as effects, nullcontext() if compiles else sums.noted():
             self.value = call.run_whole()
         self.side_effect = "" if compiles else effects.description
         """What it does that cannot be undone."""
@@ -96,19 +97,24 @@ class Reference:
         self.changes_attributes = self.before.has_other_values(self.after)
         self.keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""
-        self.sums_rows = sums.found > 0
-        """Whether it has computed sums or means over rows by functions that are no losses."""
-        self.sums_all_rows = False
-        """Whether these are to be those of the whole batch in a sharded call."""
+        self.sum_lengths = sums.found
+        """Of sums and means by functions that are no losses."""
+        self.sums: RowSums | None = None
+        """Which of these are to be those of the whole batch in a sharded call; None: none is."""
         self.is_random = self.before.is_random(self.after)
         """Whether it drew random numbers."""
-        self.vjp: VectorJacobianProduct | None = None
-        self.gradients: list[Tensor | None] = []
+        self.vjp: VectorJacobianProducts | None = None
+        self.gradients: Products = []
         self.noise: Noise | None = None
         self.drawn: Mapping[Draw, Sequence[int]] = {}
         """The shapes of what it draws, where they were asked for."""
         self.in_doubt = False
         """Whether a sharded call was so near that rounding may be what separates them."""
+        self.may_flip = False
+        """Whether gradients differ by more than rounding explains, and by no more than units that
+        flip would."""
+        self.flips = False
+        """Whether they are known to flip."""
         self.has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
         self.stored: tuple[StoredParameter, ...] | None = None
@@ -149,8 +155,8 @@ class Reference:
         """
         if self.vjp is not None:
             return
-        self.vjp = VectorJacobianProduct.of(call, self.outputs)
-        if not (self._can_release and self.vjp.indices):
+        self.vjp = VectorJacobianProducts.of(call, self.outputs)
+        if not (self._can_release and self.vjp.cotangents):
             self.gradients = self.vjp.grads(self.outputs)
             return
         self._leaves = self.leaves()
@@ -216,11 +222,12 @@ class Reference:
         noises = self.noise.gradients if self.noise else [0.0] * len(errors)
         # For another rounding another unit flips: it moves other gradients, by as much at most.
         largest = min(max(noises, default=0.0), MAX_GRADIENT_ERROR)
-        limit = max(gradient_tolerance(outputs), largest)
+        limit = max(gradient_tolerance(outputs, flips=self.flips), largest)
         close = [
             self._is_close(error, limit, noise, MAX_GRADIENT_ERROR)
             for error, noise in zip(errors, noises, strict=True)
         ]
+        self.may_flip = self.noise is not None and max(errors, default=0.0) <= FLIPPED_GRADIENT
         return all(close)
 
     def _is_close(self, error: float, limit: float, noise: float, max_error: float) -> bool:

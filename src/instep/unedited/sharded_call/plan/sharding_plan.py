@@ -57,8 +57,9 @@ class ShardingPlan:
     stored: tuple[StoredParameter, ...] = ()
     """Its parameters in lists and objects, if its forward uses some from there."""
 
-    sums_all_rows: bool = False
-    """Whether its own sums and means go over the rows of all ranks."""
+    sums_without_rows: frozenset[tuple[str, int, int]] | None = None
+    """Where its own sums and means go over the rows of all ranks: the places of those that do not,
+    since what they add up has no rows. None: all go over this rank's rows."""
 
     @property
     def has_reductions(self) -> bool:

@@ -38,6 +38,7 @@ from instep.unedited.sharded_call.run.tensor_subclasses import (
     is_subclass,
     with_attributes_of,
 )
+from instep.unedited.sharded_call.shards.batch_sums import RowSums
 from instep.unedited.sharded_call.shards.module_tables import ModuleTables
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import (
@@ -105,7 +106,7 @@ def run_planned(
         is_random=plan.is_random,
         row_dims=DrawRowDims(found=plan.row_dims),
         stored=plan.stored,
-        sums_all_rows=plan.sums_all_rows,
+        sums=None if plan.sums_without_rows is None else RowSums(None, plan.sums_without_rows),
     )
 
 
@@ -117,7 +118,7 @@ def run_local(
     is_random: bool,
     row_dims: DrawRowDims,
     stored: Sequence[StoredParameter],
-    sums_all_rows: bool,
+    sums: RowSums | None,
 ) -> tuple[Region, LocalOutputs, Structure]:
     """Call the module with the rows of each of this rank's shards; returns its outputs, flat, and
     their structure.
@@ -127,7 +128,7 @@ def run_local(
     """
     total = division.count_rows(call.leaves)
     assert total is not None
-    region = Region(group.blocks(total), division, group, is_random, row_dims, sums_all_rows)
+    region = Region(group.blocks(total), division, group, is_random, row_dims, sums)
     region.gradients.module = weakref.ref(call.module)
     if len(region.blocks) == 1:
         region.gradients.block = region.blocks[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from instep.unedited.sharded_call.shards.large_weights import (
     outputs_of_shards,
     rows_of,
 )
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.weighted_layers import Convolution, Linear
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -59,6 +60,29 @@ def _global_batch_norm(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         partial(batchnorm.batch_norm_of_shards, collectives=region.group),
     )
     return with_attributes_of(rows, output) if is_subclass(rows) else output
+
+
+def pad_packed_sequence(
+    original: Function,
+    data: Tensor,
+    batch_sizes: Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> Any:
+    """What torch.nn.utils.rnn.pad_packed_sequence calls: inside of a sharded call, the sequences
+    are padded to the longest one of the whole batch."""
+    region = current_region()
+    if region is not None:
+        total_length = region.meet(total_length, partial(_longest, group=region.group))
+    return original(data, batch_sizes, batch_first, padding_value, total_length)
+
+
+@disable_compile
+def _longest(lengths: Sequence[int], group: ShardGroup) -> Sequence[int]:
+    device = group.transport.control_device
+    told = group.all_gather([torch.tensor([length], device=device) for length in lengths])
+    return [max(map(int, told))] * len(lengths)
 
 
 def linear(

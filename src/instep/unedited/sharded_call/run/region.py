@@ -19,7 +19,7 @@ from instep.unedited.sharded_call.plan.division import Division
 from instep.unedited.sharded_call.run.grad_sums import CallGradients
 from instep.unedited.sharded_call.run.mappings import reduce_in_region
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims, GlobalBatchRandomMode
-from instep.unedited.sharded_call.shards.batch_sums import over_all_rows, replaced_sums
+from instep.unedited.sharded_call.shards.batch_sums import RowSums, over_all_rows, replaced_sums
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 from instep.unedited.sharded_call.shards.shard_threads import Joint, ShardThreads
 
@@ -36,8 +36,8 @@ class Region:
     """Whether random numbers are drawn for the whole batch; slower by some microseconds for every
     operation."""
     row_dims: DrawRowDims = field(default_factory=DrawRowDims)
-    sums_all_rows: bool = False
-    """Whether the sums and means of the forward's own go over the rows of all ranks."""
+    sums: RowSums | None = None
+    """Which sums and means of the forward's own go over the rows of all ranks; None: none does."""
     inputs: list[Tensor] = field(default_factory=list)
     """The arguments from the script that require a gradient."""
     gradients: CallGradients = field(default_factory=CallGradients)
@@ -70,8 +70,8 @@ class Region:
             mode = GlobalBatchRandomMode(
                 self.blocks, self.division.batch_dim, self.group, self.row_dims, self.meet
             )
-        sums = replaced_sums(over_all_rows(self.sum)) if self.sums_all_rows else nullcontext()
-        with rank_local(), mode or nullcontext(), sums:
+        sums = self.sums and replaced_sums(over_all_rows(self.sum, self.sums))
+        with rank_local(), mode or nullcontext(), sums or nullcontext():
             yield
 
     @contextmanager

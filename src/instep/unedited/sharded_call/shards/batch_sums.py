@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from instep.process.patching import Function
 
-Answer = Callable[[Function, Tensor, tuple[Any, ...], dict[str, Any]], Any]
-"""What is called in place of a sum or a mean: with the function, the tensor and what else it was
-given."""
+Place = tuple[str, int, int]
+"""Where a sum stands: the file, the first line of its function, and the instruction."""
+Answer = Callable[[Place, Function, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+"""What is called in place of a sum or a mean: with its place, the function, the tensor and what
+else it was given."""
 
 _PLACES: tuple[tuple[Any, str], ...] = (
     (torch, "sum"),
@@ -54,7 +56,8 @@ def replaced_sums(answer: Answer) -> Iterator[None]:
 def _replacement(original: Function, answer: Answer, thread: int) -> Function:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        frame = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "").partition(".")[0]
         tensor, *others = args or (None,)
         if (
             not isinstance(tensor, Tensor)
@@ -62,31 +65,71 @@ def _replacement(original: Function, answer: Answer, thread: int) -> Function:
             or threading.get_ident() != thread
         ):
             return original(*args, **kwargs)
-        return answer(original, tensor, tuple(others), kwargs)
+        place = frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti
+        return answer(place, original, tensor, tuple(others), kwargs)
 
     return replacement
 
 
-class SumCount:
-    """Counts the sums and means of a forward that go over the first dimension."""
+class SumLengths:
+    """The lengths of the first dimension of all tensors of which a whole forward computes a sum or
+    mean over this dimension, by place."""
 
     def __init__(self) -> None:
-        self.found = 0
+        self.found: dict[Place, set[int]] = {}
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Inside, they are counted."""
+    def noted(self) -> Iterator[None]:
+        """Inside, they are noted."""
         with replaced_sums(self._answer):
             yield
 
     def _answer(
-        self, original: Function, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        place: Place,
+        original: Function,
+        tensor: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        self.found += is_over_rows(tensor, args, kwargs)
+        if _is_over_first_dim(tensor, args, kwargs):
+            self.found.setdefault(place, set()).add(len(tensor))
         return original(tensor, *args, **kwargs)
 
 
-def is_over_rows(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+class RowSums:
+    """Which sums and means over a first dimension go over the rows of the batch: not those of a
+    vector with an entry for each class, say. Where the whole forward is known, its tensor there is
+    as long as that of the sharded one."""
+
+    def __init__(
+        self,
+        whole_lengths: Mapping[Place, set[int]] | None = None,
+        without_rows: Iterable[Place] = (),
+    ) -> None:
+        """`whole_lengths` while a sharded forward is compared with the whole one; `without_rows`
+        afterwards."""
+        self._whole_lengths = whole_lengths
+        self._without_rows = set(without_rows)
+        self._with_rows: set[Place] = set()
+
+    def has_rows(self, place: Place, length: int) -> bool:
+        """Whether this first dimension has the rows."""
+        if self._whole_lengths is None:
+            return place not in self._without_rows
+        is_same = length in self._whole_lengths.get(place, ())
+        (self._without_rows if is_same else self._with_rows).add(place)
+        return not is_same
+
+    @property
+    def without_rows(self) -> frozenset[Place] | None:
+        """The places of those that do not; None if some of a place do and others do not."""
+        if self._without_rows & self._with_rows:
+            return None
+        return frozenset(self._without_rows)
+
+
+def _is_over_first_dim(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a sum or mean of a tensor with these arguments goes over its first dimension."""
     if "out" in kwargs or not tensor.dim():
         return False
@@ -97,13 +140,17 @@ def is_over_rows(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return isinstance(places, tuple | list) and 0 in [place % tensor.dim() for place in places]
 
 
-def over_all_rows(add_up: Callable[[Tensor], Tensor]) -> Answer:
+def over_all_rows(add_up: Callable[[Tensor], Tensor], row_sums: RowSums) -> Answer:
     """Sums and means over the rows of all ranks, if `add_up` gives the sum over ranks."""
 
     def answer(
-        original: Function, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        place: Place,
+        original: Function,
+        tensor: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        if not is_over_rows(tensor, args, kwargs):
+        if not (_is_over_first_dim(tensor, args, kwargs) and row_sums.has_rows(place, len(tensor))):
             return original(tensor, *args, **kwargs)
         if original.__name__ == "sum":
             return add_up(original(tensor, *args, **kwargs))
