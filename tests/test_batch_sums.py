@@ -61,3 +61,28 @@ def test_libraries_and_other_threads_are_left_alone_and_all_is_put_back() -> Non
     x.sum()
     assert [*noted.found.values()] == [{3}]
     assert before == (torch.sum, torch.mean, vars(Tensor).get("sum"))
+
+
+def test_what_is_as_long_as_in_the_whole_forward_has_no_rows() -> None:
+    def forward(x: Tensor) -> list[Tensor]:
+        """A sum of rows, one of features, and one of either."""
+        return [x.sum(), x.mean(0).sum(), *(each.sum() for each in (x, x[0]))]
+
+    x, noted = torch.arange(12.0).view(4, 3), SumLengths()
+    with noted.noted():
+        whole = forward(x)
+    lengths = {tuple(sorted(each)) for each in noted.found.values()}
+    assert lengths == {(4,), (3,), (3, 4)}
+    trial = RowSums(noted.found)
+    with replaced_sums(over_all_rows(twice, trial)):
+        found = forward(x[:2])
+    rows = x[:2]
+    expected = [2 * rows.sum(), rows.mean(0).sum(), 2 * rows.sum(), rows[0].sum()]
+    torch.testing.assert_close(found, expected)
+    assert len(whole) == len(found)
+    assert trial.without_rows is None  # of one place some had rows
+    one = {place: each for place, each in noted.found.items() if each == {3}}
+    known = RowSums(None, one)
+    assert known.without_rows == frozenset(one)
+    with replaced_sums(over_all_rows(twice, known)):
+        torch.testing.assert_close(forward(x[:2])[:2], expected[:2])

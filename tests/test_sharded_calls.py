@@ -374,6 +374,23 @@ def test_a_small_error_of_a_gradient_is_an_error_unless_another_rounding_has_non
         assert ("its gradients are not those of the whole batch" in log.getvalue()) is always
 
 
+class HasSmallTerm(nn.Linear):
+    """A loss beside many outputs, and a term of it that is not a sum over rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, 100 + y.mean() + 1e-3 * y.amax(0).mean()
+
+
+@ranks(2)
+def test_the_gradient_of_a_loss_is_not_lost_in_those_of_outputs() -> None:
+    with sharding() as log:
+        HasSmallTerm(4, 30)(torch.randn(60, 4))
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (0, 1)
+    if instep.rank == 0:
+        assert "its gradients are not those of the whole batch" in log.getvalue()
+
+
 @ranks(2)
 def test_a_list_that_depends_on_the_whole_batch_is_that_of_the_whole_batch() -> None:
     x = torch.tensor([[3.0], [0.0], [5.0], [1.0], [4.0], [2.0]])

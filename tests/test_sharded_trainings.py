@@ -230,6 +230,32 @@ def language_model_with_carried_state(log: Log) -> None:
 
 
 @sharded
+def experts_with_a_balanced_load(log: Log) -> None:
+    """Its means go over all rows, and the sum of their product over the experts."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(6, 4), nn.Parameter(torch.randn(4, 6, 3))
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = torch.stack((x, x * 2), 1).view(-1, 6)
+            shares = self.gate(tokens).softmax(-1)
+            chosen = shares.argmax(-1)
+            scores = tokens.new_zeros(len(tokens), 3)
+            for k, expert in enumerate(self.experts):
+                at = (chosen == k).nonzero()[:, 0]
+                scores = scores.index_add(0, at, shares[at, k, None] * (tokens[at] @ expert))
+            used = F.one_hot(chosen, 4).to(x.dtype).mean(0)
+            balance = 4 * (used * shares.mean(0)).sum()
+            scores = scores.view(len(x), 2, 3).mean(1)
+            return scores, F.cross_entropy(scores, y) + 0.01 * balance
+
+    model = Experts()
+    train(log, model, lambda x, y: model(x, y)[1])
+
+
+@sharded
 def packed_sequences(log: Log) -> None:
     """The longest one is in the last row: those of other ranks are padded to it, too."""
 
