@@ -176,6 +176,26 @@ def graphs_of_a_trial(has_loss: bool, on_accelerator: bool) -> list[int]:
     return seen
 
 
+class UsesOlder(nn.Linear):
+    """Uses what was computed from a parameter before the call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.scale = [self.weight.square().sum()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale[0]
+
+
+@ranks(2)
+def test_what_was_computed_before_a_call_is_not_released_with_its_graph() -> None:
+    model = UsesOlder()
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundCall, "is_on_accelerator", True)
+        model(torch.randn(6, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
 @ranks(2)
 def test_on_an_accelerator_a_whole_call_gives_what_one_forward_would() -> None:
     model, x = Counting(couples=True), torch.randn(6, 4)

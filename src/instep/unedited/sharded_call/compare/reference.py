@@ -66,7 +66,7 @@ class Noise:
         for key, error in after.buffer_errors(reference.after).items():
             self.buffers[key] = max(self.buffers.get(key, 0.0), error.to_spread)
         if reference.vjp is not None:
-            found = reference.vjp.grads(outputs, keep_graph=False)
+            found = reference.vjp.grads(outputs)
             grads = gradient_errors(found, reference.gradients)
             self.gradients = list(map(max, self.gradients or grads, grads))
 
@@ -156,7 +156,8 @@ class Reference:
         if self.vjp is not None:
             return
         self.vjp = VectorJacobianProducts.of(call, self.outputs)
-        if not (self._can_release and self.vjp.cotangents):
+        # What was computed before belongs to the script, which needs it once more.
+        if not (self._can_release and self.vjp.cotangents) or self.uses_older(call):
             self.gradients = self.vjp.grads(self.outputs)
             return
         self._leaves = self.leaves()
