@@ -225,8 +225,8 @@ class CapturedStepError(TrainingError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"a CUDA graph captures the forward of the replicated {name} in training. Which units "
-            "it drops and what its batch weighs is decided anew in each step, which a replay does "
-            'not. Leave the capture out, or use torch.compile(mode="reduce-overhead").'
+            "it drops and what its batch weighs is decided anew in each step, and a replay does "
+            "not. Leave the capture out."
         )
 
 

@@ -228,7 +228,8 @@ class Reference:
             self._is_close(error, limit, noise, MAX_GRADIENT_ERROR)
             for error, noise in zip(errors, noises, strict=True)
         ]
-        self.may_flip = self.noise is not None and max(errors, default=0.0) <= FLIPPED_GRADIENT
+        is_near = max(errors, default=0.0) <= FLIPPED_GRADIENT
+        self.may_flip = self.noise is not None and is_near and not all(close)
         return all(close)
 
     def _is_close(self, error: float, limit: float, noise: float, max_error: float) -> bool:
