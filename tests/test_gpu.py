@@ -183,23 +183,10 @@ def test_in_a_step_the_host_waits_for_nothing(name: str, door: str) -> None:
 # ------------------------------------------------------------------------------- what surrounds it
 
 
-def every_collective() -> None:
-    from instep.launch.env import rank_report, self_test, training_test
-
-    device = rank_report.find_device()
-    assert device == torch.device("cuda", 0)
-    found = self_test.run_collectives(device)
-    assert {verdict for _, verdict, _ in found} == {"ok"}, found
-    trained = training_test.run_trainings(device)
-    assert [(each.name, each.verdict) for each in trained] == [
-        (name, "ok") for name in training_test.TRAININGS
-    ]
-
-
 @pytest.mark.parametrize(
     "body",
     [
-        every_collective,
+        test_simulated_jobs.collectives_and_trainings_of_the_self_test,
         test_simulated_jobs.tensors_of_another_device,
         test_simulated_jobs.metrics_stay_on_the_device,
         test_simulated_jobs.collectives_by_name,
@@ -269,6 +256,18 @@ class Model(nn.Module):
         return self.head(self.encoder(self.embedding(x), mask, is_causal=True))
 net = Model()
 """
+COMPILED = (
+    IMAGES
+    + """
+net = nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.GELU(), nn.Linear(64, 3)).cuda()
+net = torch.compile(net, mode="MODE")
+optimizer = torch.optim.SGD(net.parameters(), 0.05)
+for x, y in loader:
+    optimizer.zero_grad()
+    F.cross_entropy(net(x.cuda()), y.cuda()).backward()
+    optimizer.step()
+"""
+)
 SCRIPTS = {
     "float32, with TF32": IMAGES
     + """
@@ -322,26 +321,8 @@ for batch in words.cuda():
     F.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
     optimizer.step()
 """,
-    "compiled": IMAGES
-    + """
-net = nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.GELU(), nn.Linear(64, 3)).cuda()
-net = torch.compile(net)
-optimizer = torch.optim.SGD(net.parameters(), 0.05)
-for x, y in loader:
-    optimizer.zero_grad()
-    F.cross_entropy(net(x.cuda()), y.cuda()).backward()
-    optimizer.step()
-""",
-    "compiled to graphs": IMAGES
-    + """
-net = nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.GELU(), nn.Linear(64, 3)).cuda()
-net = torch.compile(net, mode="reduce-overhead")
-optimizer = torch.optim.SGD(net.parameters(), 0.05)
-for x, y in loader:
-    optimizer.zero_grad()
-    F.cross_entropy(net(x.cuda()), y.cuda()).backward()
-    optimizer.step()
-""",
+    "compiled": COMPILED.replace("MODE", "default"),
+    "compiled to graphs": COMPILED.replace("MODE", "reduce-overhead"),
     "a graph of the step": IMAGES
     + """
 net = nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.GELU(), nn.Linear(64, 3)).cuda()

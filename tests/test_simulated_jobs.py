@@ -36,19 +36,25 @@ def on_cpu(values: Any) -> list[torch.Tensor]:
 
 
 def every_collective() -> None:
+    from instep.launch.env import rank_report
+
+    collectives_and_trainings_of_the_self_test()
+    (seen,) = rank_report.describe_rank()["accelerators"]
+    assert seen == {"visible": 0, "physical": str(instep.rank), "name": "Simulated"}
+    assert "simccl" in rank_report.describe_job()["available"]
+
+
+def collectives_and_trainings_of_the_self_test() -> None:
     from instep.launch.env import rank_report, self_test, training_test
 
     device = rank_report.find_device()
-    assert device == torch.device("sim", 0)
+    assert device == torch.device(pool.device(), 0)
     found = self_test.run_collectives(device)
     assert {verdict for _, verdict, _ in found} == {"ok"}, found
     trained = training_test.run_trainings(device)
     assert [(each.name, each.verdict) for each in trained] == [
         (name, "ok") for name in training_test.TRAININGS
     ]
-    (seen,) = rank_report.describe_rank()["accelerators"]
-    assert seen == {"visible": 0, "physical": str(instep.rank), "name": "Simulated"}
-    assert "simccl" in rank_report.describe_job()["available"]
 
 
 def tensors_of_another_device() -> None:

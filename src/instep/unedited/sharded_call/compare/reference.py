@@ -92,13 +92,14 @@ class Reference:
         is_plain = not (isinstance(result, Written) or any(map(is_subclass, self.outputs)))
         self._can_release = call.is_on_accelerator and is_plain
         self._leaves: list[Tensor] | None = None
+        """Of its graph, once that is released."""
         asks = requires_gradients != _require_gradients(call)
         self.changes_arguments = asks or watch.has_other_changes()
         self.changes_attributes = self.before.has_other_values(self.after)
         self.keeping_hooks = [where for where, kept in hooks.items() if not kept.is_current()]
         """Where libraries have hooks that keep something of what they see."""
         self.sum_lengths = sums.found
-        """Of sums and means by functions that are no losses."""
+        """Of the tensors of which it computes sums and means, by functions that are no losses."""
         self.sums: RowSums | None = None
         """Which of these are to be those of the whole batch in a sharded call; None: none is."""
         self.is_random = self.before.is_random(self.after)

@@ -26,6 +26,7 @@ FLIPPED_GRADIENT = 1e-2
 """How far gradients may differ where units flip by rounding. What is not summed, or summed twice,
 is farther off, unless its weight is small."""
 PERTURBATIONS = 3
+"""How often a call's own noise is measured, and another rounding is tried."""
 NOISE_FACTOR = 10.0
 """A sharded call may be this many times as far from the whole one as that is from itself."""
 MAX_ERROR = 1e-2
