@@ -138,6 +138,13 @@ DIVIDE = Setting(
     "every rank; always: all that can be divided are.",
     choices=("auto", "always"),
 )
+HOST_COPY = Setting(
+    "INSTEP_HOST_COPY",
+    "on",
+    "on: CPU ranks of one host keep one copy of large parameters and of their optimizer's state, "
+    "and each updates its part; off: every rank keeps all of them.",
+    choices=("on", "off"),
+)
 DIST_FILE = Setting(
     "INSTEP_DIST_FILE",
     "",
@@ -184,7 +191,7 @@ STALL_SECONDS = Setting(
 
 SETTINGS = (
     *(DEVICE, BACKEND, TIMEOUT, ARRIVAL_NOTICE, BUCKET_MIB, COMPRESSION),
-    *(SEED, CHECKPOINT, LOAD, DIVIDE, BITWISE, DIST_FILE, SECRET, WATCH),
+    *(SEED, CHECKPOINT, LOAD, DIVIDE, BITWISE, HOST_COPY, DIST_FILE, SECRET, WATCH),
     *(DRIFT_STEPS, NAN, TIMELINE, STALL_SECONDS),
 )
 """The settings for users; docs/variables.md shows them."""

@@ -39,6 +39,8 @@ set_version_counter = torch._C._autograd._unsafe_set_version_counter
 flatten_dense_tensors: Function = torch._utils._flatten_dense_tensors
 unflatten_dense_tensors: Function = torch._utils._unflatten_dense_tensors
 """One flat tensor of several, and back."""
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many references a storage has, by the address in its `_cdata`."""
 neg_view = torch._neg_view
 assert_async = torch._assert_async
 """An assertion on a device, for which the host does not wait."""

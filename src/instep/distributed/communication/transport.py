@@ -83,6 +83,13 @@ class Transport(Protocol):
     def barrier(self) -> None:
         """Return when all ranks have called this."""
 
+    def open_memory(self, size: int) -> int | None:
+        """The descriptor of `size` bytes of new memory that every rank has open; None unless the
+        ranks use the shared memory of one host.
+
+        Raises SharedMemoryError on all ranks if any of them cannot have it.
+        """
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous `tensor`."""
 
@@ -197,6 +204,9 @@ class ProcessGroupTransport:
         # what autograd has saved of the others.
         return [part.clone() for part in received.split(list(output_sizes))]
 
+    def open_memory(self, size: int) -> int | None:
+        return None
+
     def barrier(self) -> None:
         self._count()
         with leaving(self._enter("barrier", None)):
@@ -283,6 +293,10 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
         self._count()
         self._shm_group.all_gather_each_now(parts)
+
+    def open_memory(self, size: int) -> int:
+        self._count()
+        return self._shm_group.open_memory(size)
 
     @property
     def _shm_group(self) -> shm.InstepProcessGroup:

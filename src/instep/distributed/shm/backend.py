@@ -22,6 +22,7 @@ from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
+from instep.distributed.shm.memory_handover import open_on_all_ranks
 from instep.distributed.shm.over_gloo import ProcessGroupOverGloo
 from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.shared_buckets import Resident, SharedBucket
@@ -90,6 +91,19 @@ class InstepProcessGroup(ProcessGroupOverGloo):
             return queue.issue(collective, "reduce_resident", [bucket.mine], is_async)
 
         return Resident(bucket.mine, all_reduce)
+
+    def open_memory(self, size: int) -> int:
+        """The descriptor of `size` bytes of new memory that every rank has open. Collective.
+
+        Raises SharedMemoryError on all ranks if any of them cannot have it.
+        """
+        opened: list[int] = []
+        collective = Collective(
+            lambda *_: opened.append(open_on_all_ranks(self._exchange, size)),
+            signature=self._signature("open_memory", (size,), torch.uint8),
+        )
+        self._queue.run(collective, "open_memory", [])
+        return opened[0]
 
     def all_reduce_now(self, tensors: list[Tensor], op: ReduceOp.RedOpType) -> None:
         """Blocking all_reduce of each of several tensors of one dtype, without torch's dispatcher.

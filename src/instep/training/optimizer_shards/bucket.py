@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from instep.distributed.communication.transport import Transport
 from instep.training.errors import CannotShardError
+from instep.training.optimizer_shards.host_copy import HostCopy
 from instep.training.optimizer_shards.layout import Part
 
 Divide = Callable[[Sequence[Tensor], int], list[list[Part]]]
@@ -31,10 +32,46 @@ class StepBucket:
         self._own = self._parts[transport.rank]
         self._layouts = [_layout(parameter) for parameter in self.parameters]
         self._addresses: list[int] = []
+        self._copy = HostCopy()
         self.slices: list[Tensor] = []
 
+    def cut(self, state: dict[Tensor, State]) -> None:
+        """Let the slices have the parameters' memory; `state`: the slices' state."""
+        self._check()
+        if not self._copy.slices:
+            addresses = [part.parameter.data_ptr() for part in self._own]
+            if addresses != self._addresses:  # the first step, or somebody has assigned `.data`
+                self._addresses = addresses
+                self._replace_slices([self._slice(p, p.parameter) for p in self._own], state)
+
     def prepare(self, state: dict[Tensor, State]) -> None:
-        """Let the slices have the parameters' memory and gradients; `state`: the slices' state."""
+        """Let the slices have the parameters' memory and gradients for a step. Collective."""
+        self._check()
+        self._share(state)
+        self.cut(state)
+        for part, each in zip(self._own, self.slices, strict=True):
+            grad = part.parameter.grad
+            each.grad = None if grad is None else self._slice(part, self._dense(part, grad))
+
+    def gather(self) -> None:
+        """Let each parameter that has a gradient have its new value on every rank. Collective.
+
+        A backward through what was computed from the old value is an error, as in one process.
+        """
+        for own in self.slices:
+            own.grad = None
+        if self._copy.slices:
+            self._copy.publish()
+        else:
+            self._transport.all_gather_each(
+                [
+                    [part.view(part.parameter) for part in parts if part.parameter.grad is not None]
+                    for parts in self._parts
+                ]
+            )
+        increment_version([each for each in self.parameters if each.grad is not None])
+
+    def _check(self) -> None:
         for parameter, layout in zip(self.parameters, self._layouts, strict=True):  # on all ranks
             if _layout(parameter) != layout:
                 raise CannotShardError(
@@ -47,31 +84,23 @@ class StepBucket:
                     "a parameter has a sparse gradient, of which instep.shard(optimizer) cannot "
                     "tell the ranks' parts. Use sparse=False, or leave this optimizer undivided."
                 )
-        addresses = [part.parameter.data_ptr() for part in self._own]
-        if addresses != self._addresses:  # the first step, or somebody has assigned `.data`
-            self._addresses = addresses
-            before, self.slices = self.slices, [self._slice(p, p.parameter) for p in self._own]
-            for old, new in zip(before, self.slices, strict=False):
-                if old in state:
-                    state[new] = state.pop(old)
-        for part, each in zip(self._own, self.slices, strict=True):
-            grad = part.parameter.grad
-            each.grad = None if grad is None else self._slice(part, self._dense(part, grad))
 
-    def gather(self) -> None:
-        """Let each parameter that has a gradient have its new value on every rank. Collective.
+    def _share(self, state: dict[Tensor, State]) -> None:
+        """Let the ranks of a host have one copy of the parameters, if they can. Collective."""
+        before = self._copy.slices
+        self._copy.prepare([self.parameters], lambda: self._own, self._transport, self.slices)
+        slices = self._copy.slices
+        if slices and slices is not before:
+            pairs = zip(self._own, slices[0], strict=True)
+            self._replace_slices([_in_shape(*each) for each in pairs], state)
+        elif before and not slices:
+            self._addresses = []
 
-        A backward through what was computed from the old value is an error, as in one process.
-        """
-        for own in self.slices:
-            own.grad = None
-        self._transport.all_gather_each(
-            [
-                [part.view(part.parameter) for part in parts if part.parameter.grad is not None]
-                for parts in self._parts
-            ]
-        )
-        increment_version([each for each in self.parameters if each.grad is not None])
+    def _replace_slices(self, slices: list[Tensor], state: dict[Tensor, State]) -> None:
+        before, self.slices = self.slices, slices
+        for old, new in zip(before, slices, strict=False):
+            if old in state:
+                state[new] = state.pop(old)
 
     def full_state(self, state: dict[Tensor, State]) -> dict[Tensor, State]:
         """The state of whole parameters, on every rank. Collective."""
@@ -144,6 +173,12 @@ class StepBucket:
         if tensor.stride() == part.parameter.stride():
             return tensor
         return torch.empty_like(part.parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+def _in_shape(part: Part, values: Tensor) -> Tensor:
+    """1-D values of a part; in the shape of the parameter if it is all of it."""
+    parameter = part.parameter
+    return values.as_strided(parameter.shape, parameter.stride()) if part.is_whole else values
 
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:

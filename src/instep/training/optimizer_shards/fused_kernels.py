@@ -1,9 +1,10 @@
-"""Adam, AdamW and SGD on CPUs: the fused kernels, where a script leaves the kernel to PyTorch.
+"""Steps of Adam, AdamW and SGD on CPUs in an unedited script: by which kernel, and by which ranks.
 
-PyTorch then takes loops over tensors, which go through memory a dozen times for Adam. With the 5
-million parameters of benchmarks/models.py that takes 34 ms on one thread and the fused kernel 4 ms;
-SGD with momentum takes 3.4 ms and 2.3 ms. Ranks of one host also share its memory. The results are
-equal up to rounding, as sums over ranks are.
+The kernels are the fused ones where the script leaves that to PyTorch, which takes loops over
+tensors then. These go through memory a dozen times for Adam: with the 5 million parameters of
+benchmarks/models.py that takes 34 ms on one thread and the fused kernel 4 ms; SGD with momentum
+takes 3.4 ms and 2.3 ms. Ranks of one host also share its memory. The results are equal up to
+rounding, as sums over ranks are.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from instep.process.patching import Function
+from instep.training.optimizer_shards import divided_steps
 from instep.training.optimizer_shards.layout import is_dense
 
 _DTYPES = (torch.float32, torch.float64)
 """With fewer bits the loops round after each operation, and the kernels once."""
-_DECIDES = ("foreach", "fused", "grad_scale", "found_inf")
+_OF_SCALER = ("grad_scale", "found_inf")
 _FLAGS = ("capturable", "differentiable", "has_sparse_grad")
 _NUMBERS = ("lr", "beta1", "beta2", "momentum", "weight_decay", "eps")
 
@@ -28,9 +30,9 @@ _NUMBERS = ("lr", "beta1", "beta2", "momentum", "weight_decay", "eps")
 def adam(original: Function, *lists: Sequence[Tensor], **options: Any) -> Any:
     """torch.optim.adam.adam, which Adam and AdamW call in a step with the lists of parameters,
     gradients, their means, the means of their squares, the maxima of these, and steps."""
-    if not (_is_open(options) and _has_adam_kernel(lists)):
+    if not (_is_plain(options) and _has_adam_kernel(lists)):
         return original(*lists, **options)
-    return _step_fused(original, lists, options, (lists[0], *lists[2:5]))
+    return _step(original, lists, options, is_fused=_is_open(options))
 
 
 def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
@@ -39,30 +41,43 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
 
     Without momentum the loop goes through memory as often as the kernel.
     """
-    if not (_is_open(options) and _has_sgd_kernel(lists, options)):
+    if not (_is_plain(options) and _has_sgd_kernel(lists)):
         return original(*lists, **options)
-    return _step_fused(original, lists, options, (lists[0], lists[2]))
+    is_fused = _is_open(options) and bool(options.get("momentum"))
+    return _step(original, lists, options, is_fused)
 
 
-def _step_fused(
+def _step(
     original: Function,
     lists: Sequence[Sequence[Tensor | None]],
     options: dict[str, Any],
-    changed: Sequence[Sequence[Tensor | None]],
-) -> Any:
-    """`original` with its fused kernel, which leaves the version counters of `changed` as they are;
-    the loops do not."""
-    result = original(*lists, **{**options, "fused": True})
-    for tensors in changed:
-        increment_version([tensor for tensor in tensors if tensor is not None])
-    return result
+    is_fused: bool,
+) -> None:
+    """`original` on this rank's part, if the step is divided, and by its fused kernel if asked for.
+
+    What it changes has new versions unless the script chose the fused kernel, which counts none.
+    """
+    counts = not options.get("fused")
+    if is_fused:
+        options = {**options, "fused": True}
+    is_divided = divided_steps.step(original, lists, options)
+    if not is_divided:
+        original(*lists, **options)
+    if counts and (is_divided or is_fused):
+        for column in (lists[0], *lists[2:5]):
+            increment_version([tensor for tensor in column if tensor is not None])
 
 
 def _is_open(options: dict[str, Any]) -> bool:
-    """Whether the script leaves the kernel to PyTorch, and its options are those of the kernels."""
+    """Whether the script leaves the kernel to PyTorch."""
+    return options.get("foreach") is None and options.get("fused") is None
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    """Whether these options are those of the kernels."""
     return (
         not torch.compiler.is_compiling()
-        and all(options.get(name) is None for name in _DECIDES)
+        and all(options.get(name) is None for name in _OF_SCALER)
         and not any(options.get(name) for name in _FLAGS)
         and not any(isinstance(options.get(name), Tensor) for name in _NUMBERS)
     )
@@ -78,8 +93,8 @@ def _has_adam_kernel(lists: Sequence[Sequence[Tensor]]) -> bool:
     return all(_are_alike(*each) for each in zip(*filter(None, by_element), strict=True))
 
 
-def _has_sgd_kernel(lists: Sequence[Sequence[Tensor | None]], options: dict[str, Any]) -> bool:
-    if len(lists) != 3 or not options.get("momentum"):
+def _has_sgd_kernel(lists: Sequence[Sequence[Tensor | None]]) -> bool:
+    if len(lists) != 3:
         return False
     *given, buffers = lists
     if all(buffer is None for buffer in buffers):  # the kernel's own, after the first step

@@ -41,14 +41,24 @@ def create_memory(size: int) -> Iterator[SharedMemory]:
 
     Raises OSError if there is too little memory; later it would be SIGBUS at the first access.
     """
+    descriptor = open_memory(size)
+    try:
+        yield SharedMemory(os.getpid(), descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_memory(size: int) -> int:
+    """The descriptor of memory as that of `create_memory`."""
     descriptor = os.memfd_create("instep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        yield SharedMemory(os.getpid(), descriptor)
-    finally:
+    except OSError:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 def map_memory(shared: SharedMemory, size: int) -> Tensor:

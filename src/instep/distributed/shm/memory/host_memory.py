@@ -1,0 +1,128 @@
+"""Memory of which a host has one copy, although each of its processes may write to it freely.
+
+Every process maps the same memfd twice. Through `shared` a write reaches all of them. `private`
+shows the same pages; when a process writes there, the kernel gives it a page of its own
+(copy-on-write), and the others see nothing of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from instep.distributed.shm.memory.mapping import PAGE, round_up
+
+_PAGEMAP = Path("/proc/self/pagemap")
+_ENTRY_BYTES = 8
+_FILE_BIT, _FLAGS = 61, 0b111
+"""Of a page's entry in pagemap: bit 61 is set for pages of a file, 62 for swapped ones, 63 for
+those in memory (Documentation/admin-guide/mm/pagemap.rst of Linux)."""
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class HostMemory:
+    """A memfd of `size` bytes, mapped twice. Its tensors keep the mappings, not the memfd, open."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Take the descriptor over. Raises OSError, also if the kernel tells nothing of pages."""
+        self.size = round_up(size)
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._shared = _Mapping(self.size, mmap.MAP_SHARED, descriptor)
+        self._private = _Mapping(self.size, mmap.MAP_PRIVATE, descriptor)
+        self._entries = torch.empty(self.size // PAGE, dtype=torch.int64, device="cpu")
+        self._pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._pagemap)
+        self.has_private_pages()
+
+    def shared(self, like: Tensor, offset: int) -> Tensor:
+        """A tensor with the layout of `like`, `offset` bytes from the beginning. A write to it is
+        seen by all processes."""
+        return self._shared.tensor(like, offset)
+
+    def private(self, like: Tensor, offset: int) -> Tensor:
+        """As `shared`, but a write to it is seen by this process only."""
+        return self._private.tensor(like, offset)
+
+    def has_private_pages(self) -> bool:
+        """Whether this process has written to a private tensor since the last `drop_private_pages`.
+
+        Takes 30 ns a page.
+        """
+        first = self._private.address // PAGE * _ENTRY_BYTES
+        entries: memoryview = self._entries.view(torch.uint8).numpy().data
+        done = os.preadv(self._pagemap, [entries], first)
+        if done != len(entries):
+            raise OSError(f"{_PAGEMAP} told {done} of {len(entries)} bytes")
+        flags = (self._entries >> _FILE_BIT).bitwise_and_(_FLAGS)
+        return bool(((flags & 1 == 0) & (flags != 0)).any())
+
+    def private_bytes(self) -> memoryview:
+        """All bytes as this process sees them."""
+        values: memoryview = self._private.bytes().numpy().data
+        return values
+
+    def write_to(self, descriptor: int) -> None:
+        """Let `shared` be the memory of another memfd of this size, and take it over."""
+        self._shared.map(mmap.MAP_SHARED, descriptor)
+        self._close()
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def drop_private_pages(self) -> None:
+        """Let `private` be what `shared` is."""
+        self._private.map(mmap.MAP_PRIVATE, self._descriptor)
+
+    def leave(self) -> None:
+        """Let `private` keep its values in memory of this process's own, for good."""
+        values = self._private.bytes().clone()
+        self._private.map(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._private.bytes().copy_(values)
+
+
+class _Mapping:
+    """A range of addresses, which is unmapped when the last tensor in it is deleted."""
+
+    def __init__(self, size: int, flags: int, descriptor: int) -> None:
+        self._size = size
+        self.address = _map(None, size, flags, descriptor)
+        self._buffer = (ctypes.c_char * size).from_address(self.address)
+        weakref.finalize(self._buffer, _libc.munmap, self.address, size).atexit = False
+
+    def map(self, flags: int, descriptor: int) -> None:
+        """Map something else in the same range."""
+        _map(self.address, self._size, flags | _MAP_FIXED, descriptor)
+
+    def tensor(self, like: Tensor, offset: int) -> Tensor:
+        """A tensor with the shape, strides and dtype of a dense `like`, `offset` bytes from the
+        beginning, whose storage has no other memory."""
+        flat = torch.frombuffer(self._buffer, dtype=like.dtype, count=like.numel(), offset=offset)
+        return flat.as_strided(like.shape, like.stride())
+
+    def bytes(self) -> Tensor:
+        """All of it."""
+        return torch.frombuffer(self._buffer, dtype=torch.uint8)
+
+
+def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
+    """mmap(2), for reading and writing. Raises OSError."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    result: int | None = _libc.mmap(address, size, protection, flags, descriptor, 0)
+    if result is None or result == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result

@@ -1,0 +1,105 @@
+"""Steps of an unedited script's optimizers, divided between the ranks of a host.
+
+Parameters and state are the script's own tensors, which all ranks see as one copy (`HostCopy`);
+only the kernel runs on a part of them. So everything around a step is as in one process: hooks,
+schedulers, `optimizer.state`, `state_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep.distributed.communication.rank_local import is_rank_local
+from instep.distributed.communication.transport import Transport, get_transport
+from instep.process import settings
+from instep.process.patching import Function
+from instep.process.torch_private import foreach_add_
+from instep.training.optimizer_shards.host_copy import HostCopy
+from instep.training.optimizer_shards.layout import Part, divide_elements
+
+_STEPS_BEFORE = 2
+"""Steps with the same tensors, before they move into a common copy."""
+_GRADS, _STEPS = 1, 5
+"""The places of the gradients and of Adam's step counters among the lists."""
+
+
+def step(
+    original: Function, lists: Sequence[Sequence[Tensor | None]], options: dict[str, Any]
+) -> bool:
+    """Run a kernel of torch.optim on this rank's part, if the step can be divided. Collective.
+
+    Args:
+        lists: parameters, gradients, state for each of their elements, and Adam's step counters.
+        options: of the kernel.
+
+    Returns False, and has done nothing, if every rank is to make the whole step.
+    """
+    first = lists[0][0] if lists[0] else None
+    if first is None or is_rank_local() or int(settings.BITWISE):
+        return False
+    parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
+    transport = get_transport()
+    if len(parameters) < len(lists[0]) or transport.size == 1:
+        return False
+    known: _DividedStep | None = _steps_of.get(first)
+    if known is None:
+        known = _steps_of[first] = _DividedStep()
+    return known.run(original, lists, options, transport)
+
+
+class _DividedStep:
+    """The steps of one list of parameters."""
+
+    def __init__(self) -> None:
+        self.copy = HostCopy()
+        self._tensors: tuple[int, ...] = ()
+        """The ids of those of the last step."""
+        self._repeated = 0
+
+    def run(
+        self,
+        original: Function,
+        lists: Sequence[Sequence[Tensor | None]],
+        options: dict[str, Any],
+        transport: Transport,
+    ) -> bool:
+        """As `step`."""
+        columns: list[list[Tensor]] = []
+        for given in (lists[0], *lists[2:_STEPS]):
+            column = [each for each in given if each is not None]
+            if len(column) < len(given):  # the first step makes its own
+                return False
+            columns.append(column)
+        if not (self.copy.slices or self._is_settled(columns)):
+            return False
+
+        def own_parts() -> Sequence[Part]:
+            return divide_elements(columns[0], transport.size)[transport.rank]
+
+        if not self.copy.prepare(columns, own_parts, transport):
+            return False
+        gradients = self.copy.cut([each for each in lists[_GRADS] if each is not None])
+        own: list[list[Tensor]] = [self.copy.slices[0], gradients, *self.copy.slices[1:]]
+        for given in lists[_STEPS:]:
+            steps = [each for each in given if each is not None]
+            own.append([steps[place] for place in self.copy.places])
+            if others := [each for k, each in enumerate(steps) if k not in self.copy.places]:
+                foreach_add_(others, 1)
+        original(*own, **options)
+        self.copy.publish()
+        return True
+
+    def _is_settled(self, columns: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether the last steps had the same tensors."""
+        tensors = tuple(id(tensor) for column in columns for tensor in column)
+        self._repeated = self._repeated + 1 if tensors == self._tensors else 0
+        self._tensors = tensors
+        return self._repeated >= _STEPS_BEFORE
+
+
+_steps_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of each list of parameters, by the first of them."""

@@ -1,0 +1,261 @@
+"""Parameters, and states of optimizers, of which the CPU ranks of a host keep one copy.
+
+In a step each rank changes its part of them, and all ranks see it: nothing is sent, and a host's
+memory and caches hold N - 1 copies less. To everybody else they are tensors of this rank alone.
+What a script writes to them goes to pages of its own rank (`HostMemory`). The next step finds such
+pages; if all ranks have written the same, it becomes the common copy. After a fork the next step
+goes on in new memory, so that the child keeps the values that it has seen, as any child does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.distributed.errors import SharedMemoryError
+from instep.distributed.shm.memory.host_memory import HostMemory
+from instep.process import settings
+from instep.process.torch_private import storage_use_count
+from instep.training.optimizer_shards.layout import Part, flatten, is_dense
+
+FEWEST_ELEMENTS = 1 << 20
+"""Below, the two barriers of a step take longer than what it saves."""
+MOST_TRIES = 3
+"""Of a copy: another tensor of the script may have the memory only for a while."""
+MOST_WRITES = 3
+"""Steps that may find what the script has written. A page costs it some microseconds; a script
+that writes in every step has memory of its own from then on."""
+_ALIGNMENT = 64
+"""Bytes; that of PyTorch's own tensors."""
+
+Columns = Sequence[Sequence[Tensor]]
+"""Parameters, then values for each of their elements, in the same order; a column may be empty."""
+
+
+class HostCopy:
+    """One copy, for all ranks of a host, of the parameters of a step and of columns beside them.
+
+    It does not keep the tensors themselves alive.
+    """
+
+    def __init__(self) -> None:
+        self.slices: list[list[Tensor]] = []
+        """This rank's parts as 1-D tensors, by columns. What is written to them between `prepare`
+        and `publish` is seen by all ranks. Empty while there is no copy."""
+        self.places: list[int] = []
+        """Of each part: which parameter it belongs to."""
+        self._bounds: list[tuple[int, int]] = []
+        self._memory: HostMemory | None = None
+        self._transport: Transport | None = None
+        self._own: list[tuple[Tensor, Tensor]] = []
+        """This rank's parts: as the script sees them, and as all ranks do."""
+        self._layouts: list[object] = []
+        self._forks = 0
+        self._tries, self._writes = MOST_TRIES, MOST_WRITES
+
+    def prepare(
+        self,
+        columns: Columns,
+        own_parts: Callable[[], Sequence[Part]],
+        transport: Transport,
+        views: Sequence[Tensor] = (),
+    ) -> bool:
+        """Let the copy be what the ranks see, before they change their parts. Collective.
+
+        Args:
+            columns: of the same layout on all ranks.
+            own_parts: gives the parts of the parameters that this rank changes; all ranks' parts
+                together are all elements.
+            views: those of the caller, who replaces them when there is a copy.
+
+        Returns whether there is a copy, which is made if the ranks can have one. Where it is given
+        up, each rank has its own values in memory of its own again.
+        """
+        if self._memory is None:
+            if self._tries == 0 or not _is_worthwhile(columns[0], transport):
+                return False
+            self._tries -= 1
+            if not _can_move(columns, views, transport):
+                return False
+            return self._make(columns, own_parts(), transport)
+        if transport is self._transport and self._is_current(self._memory, columns, transport):
+            return True
+        self._memory.leave()  # also if the job has other ranks by now
+        self._memory, self.slices, self._own = None, [], []
+        return False
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's parts of tensors with the parameters' layouts, 1-D; of no tensors, none."""
+        pairs = zip(self.places, self._bounds, strict=True) if tensors else ()
+        return [flatten(tensors[place])[start:stop] for place, (start, stop) in pairs]
+
+    def publish(self) -> None:
+        """Return when all ranks have changed their parts."""
+        assert self._transport is not None
+        self._transport.barrier()
+
+    def _make(self, columns: Columns, parts: Sequence[Part], transport: Transport) -> bool:
+        tensors = [tensor for column in columns for tensor in column]
+        memory = _open(sum(map(_size, tensors)), transport)
+        if memory is None:
+            return False
+        places = {id(parameter): place for place, parameter in enumerate(columns[0])}
+        self.places = [places[id(part.parameter)] for part in parts]
+        self._bounds = [(part.start, part.stop) for part in parts]
+        self._memory, self._transport, self._forks = memory, transport, _forks
+        views: list[Tensor] = []
+        slices: list[list[Tensor]] = []
+        offset = 0
+        for column in columns:
+            begin, shared = len(views), []
+            for tensor in column:
+                views.append(memory.private(tensor, offset))
+                shared.append(memory.shared(tensor, offset))
+                offset += _size(tensor)
+            slices.append(self.cut(shared))
+            self._own += zip(self.cut(views[begin:]), slices[-1], strict=True)
+            for own, value in zip(slices[-1], self.cut(column), strict=True):
+                own.copy_(value)
+        self.slices = slices
+        self._layouts = list(map(_layout, views))
+        transport.barrier()
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.data = view
+        return True
+
+    def _is_current(self, memory: HostMemory, columns: Columns, transport: Transport) -> bool:
+        """Whether the copy is what the script sees on all ranks, or can become it."""
+        has_moved = self._layouts != [_layout(tensor) for column in columns for tensor in column]
+        seen = torch.tensor(
+            [has_moved, memory.has_private_pages(), self._forks != _forks],
+            dtype=torch.int32,
+            device="cpu",
+        )
+        transport.all_reduce(seen, "max").wait()
+        has_moved, is_written, has_forked = map(bool, seen.tolist())
+        if has_moved or (is_written and not self._take_over_writes(memory, transport)):
+            return False
+        return not has_forked or self._leave_to_children(memory, transport)
+
+    def _take_over_writes(self, memory: HostMemory, transport: Transport) -> bool:
+        """Let the copy be what the script has written; False unless all ranks see the same values,
+        or if this happens too often."""
+        self._writes -= 1
+        if not _are_equal([memory.private_bytes()], transport) or self._writes < 0:
+            self._tries = 0
+            return False
+        self._write_own(memory, transport)
+        return True
+
+    def _leave_to_children(self, memory: HostMemory, transport: Transport) -> bool:
+        """Go on in new memory; False if there is none."""
+        self._forks = _forks
+        try:
+            descriptor = transport.open_memory(memory.size)
+        except SharedMemoryError:
+            return False
+        assert descriptor is not None
+        memory.write_to(descriptor)
+        self._write_own(memory, transport)
+        return True
+
+    def _write_own(self, memory: HostMemory, transport: Transport) -> None:
+        for view, shared in self._own:
+            shared.copy_(view)
+        transport.barrier()
+        memory.drop_private_pages()
+
+
+_forks = 0
+"""How often this process has forked since the first `HostCopy`."""
+_counts_forks = False
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+def _is_worthwhile(parameters: Sequence[Tensor], transport: Transport) -> bool:
+    """Whether a copy for all ranks is to be tried; the same on all ranks."""
+    return (
+        transport.size > 1
+        and transport.in_place
+        and sum(parameter.numel() for parameter in parameters) >= FEWEST_ELEMENTS
+        and str(settings.HOST_COPY) == "on"
+    )
+
+
+def _open(size: int, transport: Transport) -> HostMemory | None:
+    """New memory on all ranks, or None on all of them. Collective."""
+    global _counts_forks
+    if not _counts_forks:
+        _counts_forks = True
+        os.register_at_fork(after_in_parent=_count_fork)
+    try:
+        descriptor = transport.open_memory(size)
+    except SharedMemoryError:
+        return None
+    if descriptor is None:
+        return None
+    memory = None
+    with suppress(OSError):  # too little address space, or a kernel that tells nothing of pages
+        memory = HostMemory(descriptor, size)
+    return memory if _agree(memory is not None, transport) else None
+
+
+def _agree(condition: bool, transport: Transport) -> bool:
+    """Whether it is true on all ranks. Collective."""
+    agreed = torch.tensor([condition], dtype=torch.int32, device="cpu")
+    transport.all_reduce(agreed, "min").wait()
+    return bool(agreed.item())
+
+
+def _are_equal(parts: Iterable[memoryview], transport: Transport) -> bool:
+    """Whether all ranks have the same bytes. Collective."""
+    code = 0
+    for part in parts:
+        code = crc32(part, code)
+    codes = torch.tensor([code, -code], dtype=torch.int64, device="cpu")
+    transport.all_reduce(codes, "max").wait()
+    return not codes.sum().item()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    values: memoryview = flatten(tensor).view(torch.uint8).numpy().data
+    return values
+
+
+def _can_move(columns: Columns, views: Sequence[Tensor], transport: Transport) -> bool:
+    """Whether all ranks have the same values, in memory that nobody else has. Collective."""
+    tensors = [tensor for column in columns for tensor in column]
+    known = Counter(view.untyped_storage().data_ptr() for view in views)
+    are_alone = all(_is_alone(each, known[each.untyped_storage().data_ptr()]) for each in tensors)
+    return _agree(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
+
+
+def _is_alone(tensor: Tensor, views: int) -> bool:
+    """Whether nobody would miss the values of this tensor and some views in their memory."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and is_dense(tensor)
+        and not tensor.is_inference()
+        and not tensor.is_shared()  # with processes of the script's own
+        and storage_use_count(tensor.untyped_storage()._cdata) == 2 + views  # the tensor, this look
+    )
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def _size(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
