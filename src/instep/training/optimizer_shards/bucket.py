@@ -35,7 +35,7 @@ class StepBucket:
         self._copy = HostCopy()
         self.slices: list[Tensor] = []
 
-    def cut(self, state: dict[Tensor, State]) -> None:
+    def update_slices(self, state: dict[Tensor, State]) -> None:
         """Let the slices have the parameters' memory; `state`: the slices' state."""
         self._check()
         if not self._copy.slices:
@@ -48,7 +48,7 @@ class StepBucket:
         """Let the slices have the parameters' memory and gradients for a step. Collective."""
         self._check()
         self._share(state)
-        self.cut(state)
+        self.update_slices(state)
         for part, each in zip(self._own, self.slices, strict=True):
             grad = part.parameter.grad
             each.grad = None if grad is None else self._slice(part, self._dense(part, grad))

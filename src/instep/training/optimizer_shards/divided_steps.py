@@ -82,7 +82,7 @@ class _DividedStep:
 
         if not self.copy.prepare(columns, own_parts, transport):
             return False
-        gradients = self.copy.cut([each for each in lists[_GRADS] if each is not None])
+        gradients = self.copy.slices_of([each for each in lists[_GRADS] if each is not None])
         own: list[list[Tensor]] = [self.copy.slices[0], gradients, *self.copy.slices[1:]]
         for given in lists[_STEPS:]:
             steps = [each for each in given if each is not None]

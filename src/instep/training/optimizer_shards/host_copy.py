@@ -16,7 +16,7 @@ from contextlib import suppress
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import SharedMemoryError
@@ -91,7 +91,7 @@ class HostCopy:
         self._memory, self.slices, self._own = None, [], []
         return False
 
-    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def slices_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of tensors with the parameters' layouts, 1-D; of no tensors, none."""
         pairs = zip(self.places, self._bounds, strict=True) if tensors else ()
         return [flatten(tensors[place])[start:stop] for place, (start, stop) in pairs]
@@ -119,9 +119,9 @@ class HostCopy:
                 views.append(memory.private(tensor, offset))
                 shared.append(memory.shared(tensor, offset))
                 offset += _size(tensor)
-            slices.append(self.cut(shared))
-            self._own += zip(self.cut(views[begin:]), slices[-1], strict=True)
-            for own, value in zip(slices[-1], self.cut(column), strict=True):
+            slices.append(self.slices_of(shared))
+            self._own += zip(self.slices_of(views[begin:]), slices[-1], strict=True)
+            for own, value in zip(slices[-1], self.slices_of(column), strict=True):
                 own.copy_(value)
         self.slices = slices
         self._layouts = list(map(_layout, views))
@@ -244,7 +244,8 @@ def _can_move(columns: Columns, views: Sequence[Tensor], transport: Transport) -
 def _is_alone(tensor: Tensor, views: int) -> bool:
     """Whether nobody would miss the values of this tensor and some views in their memory."""
     return (
-        tensor.is_cpu
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cpu
         and tensor.layout is torch.strided
         and is_dense(tensor)
         and not tensor.is_inference()

@@ -203,7 +203,7 @@ class _ShardedSteps:
         self._local.state = defaultdict(dict)
         for group in self._groups:
             for bucket in group:
-                bucket.cut(self.local_state)
+                bucket.update_slices(self.local_state)
                 self.local_state.update(bucket.own_state(full))
         self._optimizer.state = DividedState()
 
