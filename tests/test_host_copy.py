@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from instep.process.patching import PatchHandle
 from instep.training.optimizer_shards import divided_steps, host_copy
 from instep.training.optimizer_shards.host_copy import MOST_WRITES, HostCopy
 from instep.unedited.patch_table import OPTIMIZER_PATCHES
+from launching import Launch
 from pool import ranks, run, talking_over
 
 pytestmark = pytest.mark.skipif(
@@ -495,3 +497,54 @@ def test_what_a_script_changes_beside_a_divided_optimizer(name) -> None:
         SHARDED["Adam, fused"], lambda model, optimizer, step: step == 2 and change(model)
     )
     assert is_common(models[0])
+
+
+# ------------------------------------------------------------------------- under `instep run`
+
+SCRIPT = """
+    import os
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 800), nn.ReLU(), nn.Linear(800, 700)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x = torch.randn(24, 700).double()
+    for step in range(8):
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+        if step == 5:
+            with torch.no_grad():
+                model[2].weight.clamp_(-0.03, 0.03)
+    address = model[0].weight.data_ptr()
+    for line in open("/proc/self/maps"):
+        begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if begin <= address < end:
+            print("one copy" if "memfd:instep" in line else "a copy of its own")
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    moments = torch.cat([s["exp_avg_sq"].flatten() for s in optimizer.state.values()])
+    print(values.abs().sum().item(), moments.sum().sqrt().item())
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path, ("run",))
+    yield launch
+    launch.close()
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_an_unedited_training_has_one_copy_and_the_numbers_of_one_process(tmp_path, launch) -> None:
+    """Also where the ranks may open no files for writing (Landlock)."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    printed = []
+    for count in (1, 3):
+        done = launch.run("-n", count, "train.py")
+        assert done.returncode == 0, done.stderr
+        where, numbers = done.stdout.splitlines()
+        assert where == ("one copy" if count > 1 else "a copy of its own")
+        printed.append([float(number) for number in numbers.split()])
+    assert printed[1] == pytest.approx(printed[0], rel=1e-9)
