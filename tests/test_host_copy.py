@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -322,6 +323,32 @@ def test_memory_that_others_have_stays_where_it_is() -> None:
         assert training.copy is None
         assert alias is None or torch.equal(alias, training.parameters[0])
         assert torch.equal(torch.from_numpy(array), training.parameters[1])
+
+
+@ranks(2)
+def test_memory_of_numpy_stays_where_it_is() -> None:
+    with small_copies():
+        training = Training(OPTIMIZERS["SGD"])
+        array = np.ones((65, 33), dtype=np.float32)
+        training.parameters[2].data = torch.from_numpy(array)
+        for _ in range(5):
+            training.step()
+        assert training.copy is None
+        assert torch.equal(torch.from_numpy(array), training.parameters[2])
+        assert not (array == 1).any()
+
+
+@ranks(2)
+def test_another_optimizer_of_the_same_model_has_a_copy_of_its_own() -> None:
+    with small_copies():
+        common, whole = (Training(OPTIMIZERS["Adam"], whole) for whole in (False, True))
+        for make in ("Adam", "momentum", "momentum"):
+            for training in (common, whole):
+                training.optimizer = OPTIMIZERS[make](training.parameters)
+                for _ in range(5):
+                    training.step()
+            assert common.copy is not None
+            assert_same(common, whole)
 
 
 @ranks(2)

@@ -55,6 +55,19 @@ def share_freed_memory() -> None:
         library.mallopt(_ARENA_MAX, 1)
 
 
+def release_pages(address: int, length: int) -> None:
+    """Give the pages of memory that is about to be freed, and would be kept, back to the system.
+
+    Values in them are lost. Later allocations get new ones, in huge pages where these were such.
+    """
+    first = address + -address % mmap.PAGESIZE
+    pages = (address + length - first) // mmap.PAGESIZE
+    if pages > 0:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), mmap.MADV_DONTNEED
+        )
+
+
 def _request_huge_pages(library: ctypes.CDLL) -> None:
     """For the next stretch of the heap, which grows by being used and freed once."""
     library.malloc.restype = ctypes.c_void_p

@@ -9,6 +9,7 @@ goes on in new memory, so that the child keeps the values that it has seen, as a
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.memory.host_memory import HostMemory
 from instep.process import settings
+from instep.process.malloc import release_pages
 from instep.process.torch_private import storage_use_count
 from instep.training.optimizer_shards.layout import Part, flatten, is_dense
 
@@ -82,7 +84,7 @@ class HostCopy:
             if self._tries == 0 or not _is_worthwhile(columns[0], transport):
                 return False
             self._tries -= 1
-            if not _can_move(columns, views, transport):
+            if not self._can_move(columns, views, transport):
                 return False
             return self._make(columns, own_parts(), transport)
         if transport is self._transport and self._is_current(self._memory, columns, transport):
@@ -100,6 +102,26 @@ class HostCopy:
         """Return when all ranks have changed their parts."""
         assert self._transport is not None
         self._transport.barrier()
+
+    def _can_move(self, columns: Columns, views: Sequence[Tensor], transport: Transport) -> bool:
+        """Whether all ranks have the same values, in memory that nobody else has. Collective."""
+        tensors = [tensor for column in columns for tensor in column]
+        known = Counter(view.untyped_storage().data_ptr() for view in views)
+        are_alone = all(self._is_alone(tensor, known) for tensor in tensors)
+        return _agree(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
+
+    def _is_alone(self, tensor: Tensor, views: Counter[int]) -> bool:
+        """Whether nobody else would miss the values of this tensor in their memory; `views`: how
+        many there are of a storage, by its address."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        if not (tensor.is_cpu and is_dense(tensor)) or tensor.is_inference() or tensor.is_shared():
+            return False
+        storage = tensor.untyped_storage()
+        # PyTorch's own memory, or ours: an array of NumPy's is nobody's that could be counted.
+        is_own = storage.resizable() or _layout(tensor) in self._layouts
+        references = 2 + views[storage.data_ptr()]  # the tensor, and `storage`
+        return is_own and storage_use_count(storage._cdata) == references
 
     def _make(self, columns: Columns, parts: Sequence[Part], transport: Transport) -> bool:
         tensors = [tensor for column in columns for tensor in column]
@@ -127,7 +149,10 @@ class HostCopy:
         self._layouts = list(map(_layout, views))
         transport.barrier()
         for tensor, view in zip(tensors, views, strict=True):
+            before = tensor.data
             tensor.data = view
+            if before.untyped_storage().resizable():
+                release_pages(before.data_ptr(), before.nbytes)
         return True
 
     def _is_current(self, memory: HostMemory, columns: Columns, transport: Transport) -> bool:
@@ -229,29 +254,8 @@ def _are_equal(parts: Iterable[memoryview], transport: Transport) -> bool:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    values: memoryview = flatten(tensor).view(torch.uint8).numpy().data
-    return values
-
-
-def _can_move(columns: Columns, views: Sequence[Tensor], transport: Transport) -> bool:
-    """Whether all ranks have the same values, in memory that nobody else has. Collective."""
-    tensors = [tensor for column in columns for tensor in column]
-    known = Counter(view.untyped_storage().data_ptr() for view in views)
-    are_alone = all(_is_alone(each, known[each.untyped_storage().data_ptr()]) for each in tensors)
-    return _agree(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
-
-
-def _is_alone(tensor: Tensor, views: int) -> bool:
-    """Whether nobody would miss the values of this tensor and some views in their memory."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and is_dense(tensor)
-        and not tensor.is_inference()
-        and not tensor.is_shared()  # with processes of the script's own
-        and storage_use_count(tensor.untyped_storage()._cdata) == 2 + views  # the tensor, this look
-    )
+    """The memory of a dense tensor. (`numpy()` would take its storage the right to be resized.)"""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _layout(tensor: Tensor) -> object:

@@ -73,8 +73,7 @@ class HostMemory:
 
     def private_bytes(self) -> memoryview:
         """All bytes as this process sees them."""
-        values: memoryview = self._private.bytes().numpy().data
-        return values
+        return memoryview(self._private.buffer)
 
     def write_to(self, descriptor: int) -> None:
         """Let `shared` be the memory of another memfd of this size, and take it over."""
@@ -100,8 +99,8 @@ class _Mapping:
     def __init__(self, size: int, flags: int, descriptor: int) -> None:
         self._size = size
         self.address = _map(None, size, flags, descriptor)
-        self._buffer = (ctypes.c_char * size).from_address(self.address)
-        weakref.finalize(self._buffer, _libc.munmap, self.address, size).atexit = False
+        self.buffer = (ctypes.c_char * size).from_address(self.address)
+        weakref.finalize(self.buffer, _libc.munmap, self.address, size).atexit = False
 
     def map(self, flags: int, descriptor: int) -> None:
         """Map something else in the same range."""
@@ -110,12 +109,12 @@ class _Mapping:
     def tensor(self, like: Tensor, offset: int) -> Tensor:
         """A tensor with the shape, strides and dtype of a dense `like`, `offset` bytes from the
         beginning, whose storage has no other memory."""
-        flat = torch.frombuffer(self._buffer, dtype=like.dtype, count=like.numel(), offset=offset)
+        flat = torch.frombuffer(self.buffer, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.as_strided(like.shape, like.stride())
 
     def bytes(self) -> Tensor:
         """All of it."""
-        return torch.frombuffer(self._buffer, dtype=torch.uint8)
+        return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
 
 def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
