@@ -18,7 +18,7 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.process import settings
 from instep.process.patching import Function
 from instep.process.torch_private import foreach_add_
-from instep.training.optimizer_shards.host_copy import HostCopy
+from instep.training.optimizer_shards.host_copy import HostCopy, are_many
 from instep.training.optimizer_shards.layout import Part, divide_elements
 
 _STEPS_BEFORE = 2
@@ -38,17 +38,15 @@ def step(
 
     Returns False, and has done nothing, if every rank is to make the whole step.
     """
-    first = lists[0][0] if lists[0] else None
-    if first is None or is_rank_local() or int(settings.BITWISE):
-        return False
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
-    transport = get_transport()
-    if len(parameters) < len(lists[0]) or transport.size == 1:
+    if len(parameters) < len(lists[0]) or not are_many(parameters):
         return False
-    known: _DividedStep | None = _steps_of.get(first)
+    if is_rank_local() or int(settings.BITWISE):
+        return False
+    known: _DividedStep | None = _steps_of.get(parameters[0])
     if known is None:
-        known = _steps_of[first] = _DividedStep()
-    return known.run(original, lists, options, transport)
+        known = _steps_of[parameters[0]] = _DividedStep()
+    return known.run(original, lists, options, get_transport())
 
 
 class _DividedStep:

@@ -81,7 +81,7 @@ class HostCopy:
         up, each rank has its own values in memory of its own again.
         """
         if self._memory is None:
-            if self._tries == 0 or not _is_worthwhile(columns[0], transport):
+            if self._tries == 0 or not (are_many(columns[0]) and _is_possible(transport)):
                 return False
             self._tries -= 1
             if not self._can_move(columns, views, transport):
@@ -208,14 +208,14 @@ def _count_fork() -> None:
     _forks += 1
 
 
-def _is_worthwhile(parameters: Sequence[Tensor], transport: Transport) -> bool:
+def are_many(parameters: Sequence[Tensor]) -> bool:
+    """Whether one copy of parameters pays; the same on all ranks."""
+    return sum(parameter.numel() for parameter in parameters) >= FEWEST_ELEMENTS
+
+
+def _is_possible(transport: Transport) -> bool:
     """Whether a copy for all ranks is to be tried; the same on all ranks."""
-    return (
-        transport.size > 1
-        and transport.in_place
-        and sum(parameter.numel() for parameter in parameters) >= FEWEST_ELEMENTS
-        and str(settings.HOST_COPY) == "on"
-    )
+    return transport.size > 1 and transport.in_place and str(settings.HOST_COPY) == "on"
 
 
 def _open(size: int, transport: Transport) -> HostMemory | None:
