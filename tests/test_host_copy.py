@@ -365,7 +365,8 @@ def test_what_has_the_memory_only_for_a_while_delays_the_copy() -> None:
 
 
 @ranks(2)
-def test_a_child_keeps_the_values_of_its_fork() -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_child_keeps_the_values_of_its_fork(writes) -> None:
     with small_copies():
         training = Training(OPTIMIZERS["Adam"])
         for _ in range(4):
@@ -379,6 +380,8 @@ def test_a_child_keeps_the_values_of_its_fork() -> None:
             same = all(map(torch.equal, values, training.values()))
             os.write(done_writes, b"y" if same else b"n")
             os._exit(0)
+        if writes:
+            training.parameters[0].data.add_(1)
         for _ in range(3):
             training.step()
         assert training.copy is not None

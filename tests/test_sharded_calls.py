@@ -486,6 +486,60 @@ def test_after_a_call_by_its_parts_all_is_as_before() -> None:
         ) == (1, 0, 3)
 
 
+class Detector(nn.Module):
+    """With targets it returns its loss, whose boxes are no rows of the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            return self.loss(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        found = self.forward(batch["images"])
+        return (found[batch["image_of_box"]] - batch["boxes"]).square().mean(0).sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["as it is", "a hook", "a forward of its own"])
+def test_a_modules_calls_of_its_own_forward_are_sharded(way: str) -> None:
+    """In a call that is whole; not where `__call__` would do more than `forward`."""
+    torch.manual_seed(0)
+    models = [Detector() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    calls: list[int] = []
+    for model in models:
+        if way == "a hook":
+            model.register_forward_hook(lambda *_: calls.append(1))
+        if way == "a forward of its own":
+            model.forward = types.MethodType(Detector.forward, model)  # type: ignore[method-assign]
+    batches = []
+    for _ in range(5):
+        places, boxes = torch.arange(11) % 6, torch.randn(11, 3)
+        batches.append({"images": torch.randn(6, 4), "image_of_box": places, "boxes": boxes})
+    for batch in batches:
+        models[1](batch).backward()
+    with sharding():
+        for batch in batches:
+            torch.autograd.backward(models[0](batch))
+        counts = copy.copy(modules.call_counts)
+    assert counts.sharded == (0 if way == "a hook" else 4)  # the first call was compared
+    assert len(calls) == (2 * len(batches) if way == "a hook" else 0)
+    for mine, whole in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert mine.grad is not None
+        assert whole.grad is not None
+        assert torch.allclose(mine.grad, whole.grad, atol=1e-6)
+    for mine, whole in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        assert torch.allclose(mine, whole, atol=1e-6)
+    assert ("forward" in vars(models[0])) == (way == "a forward of its own")
+
+
 class Bucket:
     """A bucket, as far as a backward looks at it."""
 

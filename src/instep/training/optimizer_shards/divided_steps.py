@@ -85,7 +85,8 @@ class _DividedStep:
         for given in lists[_STEPS:]:
             steps = [each for each in given if each is not None]
             own.append([steps[place] for place in self.copy.places])
-            if others := [each for k, each in enumerate(steps) if k not in self.copy.places]:
+            of_others = {*range(len(steps))}.difference(self.copy.places)
+            if others := [steps[place] for place in of_others]:
                 foreach_add_(others, 1)
         original(*own, **options)
         self.copy.publish()

@@ -165,22 +165,28 @@ class HostCopy:
         )
         transport.all_reduce(seen, "max").wait()
         has_moved, is_written, has_forked = map(bool, seen.tolist())
-        if has_moved or (is_written and not self._take_over_writes(memory, transport)):
+        if has_moved or (is_written and not self._accept_writes(memory, transport)):
             return False
-        return not has_forked or self._leave_to_children(memory, transport)
-
-    def _take_over_writes(self, memory: HostMemory, transport: Transport) -> bool:
-        """Let the copy be what the script has written; False unless all ranks see the same values,
-        or if this happens too often."""
-        self._writes -= 1
-        if not _are_equal([memory.private_bytes()], transport) or self._writes < 0:
-            self._tries = 0
+        if has_forked and not self._take_new_memory(memory, transport):  # a child has the old one
             return False
-        self._write_own(memory, transport)
+        if is_written or has_forked:
+            for view, shared in self._own:
+                shared.copy_(view)
+            transport.barrier()
+            memory.drop_private_pages()
         return True
 
-    def _leave_to_children(self, memory: HostMemory, transport: Transport) -> bool:
-        """Go on in new memory; False if there is none."""
+    def _accept_writes(self, memory: HostMemory, transport: Transport) -> bool:
+        """Whether all ranks see the same after what the script has written, which it does not do
+        too often. Otherwise there is no other try."""
+        self._writes -= 1
+        if _are_equal([memory.private_bytes()], transport) and self._writes >= 0:
+            return True
+        self._tries = 0
+        return False
+
+    def _take_new_memory(self, memory: HostMemory, transport: Transport) -> bool:
+        """Let what is shared be written to new memory; False if there is none."""
         self._forks = _forks
         try:
             descriptor = transport.open_memory(memory.size)
@@ -188,14 +194,7 @@ class HostCopy:
             return False
         assert descriptor is not None
         memory.write_to(descriptor)
-        self._write_own(memory, transport)
         return True
-
-    def _write_own(self, memory: HostMemory, transport: Transport) -> None:
-        for view, shared in self._own:
-            shared.copy_(view)
-        transport.barrier()
-        memory.drop_private_pages()
 
 
 _forks = 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function
 from instep.process.torch_private import peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
+from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
@@ -140,7 +142,7 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             return _run_parts_or_whole(call, tuner, group, is_for_good=bool(entry.why_whole))
         if entry.why_whole:
             _remember_whole(call, None, by_parts=entry.has_parts)
-        return _run_by_parts(call.run_whole) if entry.has_parts else call.run_whole()
+        return _run_by_parts(call) if entry.has_parts else call.run_whole()
     if _count_batch(call, entry.plan) < group.size:
         _report_whole(call.module, _FEW_ROWS)
         _count_whole(call)
@@ -219,7 +221,8 @@ def _run_known_whole(
     try:
         if known.by_parts:
             before = whole_calls.undecided
-            output = _run_by_parts(lambda: original(module, *args, **kwargs))
+            with _sharding_parts(module):
+                output = original(module, *args, **kwargs)
             known.by_parts = whole_calls.undecided > before
             return output
         return original(module, *args, **kwargs)
@@ -242,7 +245,7 @@ def _run_parts_or_whole(
         return call.run_whole()
 
     def run(by_parts: bool) -> tuple[None, Any]:
-        return None, _run_by_parts(call.run_whole) if by_parts else call.run_whole()
+        return None, _run_by_parts(call) if by_parts else call.run_whole()
 
     if tuner.begins_later:
         undecided, trials = whole_calls.undecided, whole_calls.trials
@@ -276,10 +279,18 @@ def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool)
     whole_calls.add(call.module, call.args, call.kwargs, known)
 
 
-def _run_by_parts(function: Callable[[], Any]) -> Any:
+def _run_by_parts(call: BoundCall) -> Any:
+    with _sharding_parts(call.module):
+        return call.run_whole()
+
+
+@contextmanager
+def _sharding_parts(module: nn.Module) -> Iterator[None]:
+    """Inside, in a whole call of this module, calls of its parts are sharded."""
     call_state.inside, call_state.whole_depth = False, call_state.whole_depth + 1
     try:
-        return function()
+        with own_forward.as_calls(module):
+            yield
     finally:
         call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
 

@@ -1,0 +1,71 @@
+"""Calls that a module makes of its own `forward` while a call of it is computed whole.
+
+A detector's `forward` that gets a batch with targets returns `self.loss(batch)`, which calls
+`self.forward(images)`. The boxes are no rows of the images, so the call is whole; the inner one,
+most of the work, can be sharded if it goes through the module's `__call__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""What `__call__` does beside `forward`."""
+_FORWARD = "forward"
+
+
+@contextmanager
+def as_calls(module: nn.Module) -> Iterator[None]:
+    """Inside, a call of the module is under way, and its own calls of `forward` are calls, too."""
+    if not _calls_forward(type(module)) or any(getattr(module, name) for name in _HOOKS):
+        yield
+        return
+    instance = vars(module)
+    before = instance.get(_FORWARD)
+    forward: Callable[..., Any] = module.forward
+    is_outer = True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_outer
+        if is_outer:
+            is_outer = False
+            return forward(*args, **kwargs)
+        restore()
+        try:
+            return module(*args, **kwargs)
+        finally:
+            instance[_FORWARD] = call
+
+    def restore() -> None:
+        if before is None:
+            instance.pop(_FORWARD, None)
+        else:
+            instance[_FORWARD] = before
+
+    instance[_FORWARD] = call
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _calls_forward(kind: type[nn.Module]) -> bool:
+    """Whether a method of the class, but not nn.Module's, names `forward`."""
+    if kind not in _known:
+        methods = (
+            method
+            for each in kind.__mro__
+            if each is not nn.Module and issubclass(each, nn.Module)
+            for method in vars(each).values()
+        )
+        names = (getattr(getattr(each, "__code__", None), "co_names", ()) for each in methods)
+        _known[kind] = any(_FORWARD in each for each in names)
+    return _known[kind]
+
+
+_known: WeakKeyDictionary[type[nn.Module], bool] = WeakKeyDictionary()
