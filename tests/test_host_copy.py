@@ -22,7 +22,7 @@ from instep.distributed.communication import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm import memory_handover
-from instep.distributed.shm.memory.host_memory import HostMemory
+from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory
 from instep.distributed.shm.memory.mapping import PAGE, open_memory
 from instep.process.patching import PatchHandle
 from instep.training.optimizer_shards import divided_steps, host_copy
@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 def memory_of(pages: int) -> HostMemory:
-    return HostMemory(open_memory(pages * PAGE), pages * PAGE)
+    return HostMemory(open_memory(pages * PAGE))
 
 
 def test_what_a_process_writes_to_its_private_pages_is_seen_by_no_other() -> None:
@@ -122,7 +122,7 @@ def test_all_ranks_open_the_same_memory() -> None:
         assert descriptor is None
         return
     found = os.fstat(descriptor)
-    assert (found.st_size, os.get_inheritable(descriptor)) == (5000, False)
+    assert (found.st_size, os.get_inheritable(descriptor)) == (HUGE_PAGE, False)
     assert len(set(instep.all_gather_object((found.st_dev, found.st_ino)))) == 1
     os.close(descriptor)
 
@@ -130,7 +130,7 @@ def test_all_ranks_open_the_same_memory() -> None:
 @ranks(2)
 def test_memory_that_is_not_to_be_had_is_an_error_on_all_ranks() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_handover, "open_memory", _refuse)
+        patch.setattr(memory_handover, "open_host_memory", _refuse)
         with pytest.raises(SharedMemoryError, match="sent none" if instep.rank else "is full"):
             get_transport().open_memory(PAGE)
     with pytest.MonkeyPatch.context() as patch:

@@ -84,8 +84,8 @@ class Transport(Protocol):
         """Return when all ranks have called this."""
 
     def open_memory(self, size: int) -> int | None:
-        """The descriptor of `size` bytes of new memory that every rank has open; None unless the
-        ranks use the shared memory of one host.
+        """The descriptor of new memory of `size` bytes or more that every rank has open; None
+        unless the ranks use the shared memory of one host.
 
         Raises SharedMemoryError on all ranks if any of them cannot have it.
         """

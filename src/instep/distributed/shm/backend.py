@@ -93,7 +93,7 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         return Resident(bucket.mine, all_reduce)
 
     def open_memory(self, size: int) -> int:
-        """The descriptor of `size` bytes of new memory that every rank has open. Collective.
+        """The descriptor of new memory of `size` bytes or more. Every rank has it open. Collective.
 
         Raises SharedMemoryError on all ranks if any of them cannot have it.
         """

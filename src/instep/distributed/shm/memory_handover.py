@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm.exchange import Exchange
-from instep.distributed.shm.memory.mapping import open_memory
+from instep.distributed.shm.memory.host_memory import open_host_memory
 from instep.distributed.shm.memory.reduction import find_reduction
 
 _CREDENTIALS = struct.Struct("3i")
@@ -29,7 +29,7 @@ _DESCRIPTOR = struct.Struct("i")
 
 
 def open_on_all_ranks(exchange: Exchange, size: int) -> int:
-    """The descriptor of `size` bytes of zeros that every rank of the exchange has open. Collective.
+    """The descriptor of `size` bytes of zeros or more. Every rank has it open. Collective.
 
     Raises SharedMemoryError on all ranks if any of them cannot have it.
     """
@@ -40,7 +40,7 @@ def open_on_all_ranks(exchange: Exchange, size: int) -> int:
     with ExitStack() as open_sockets:
         try:
             if exchange.rank == 0:
-                descriptor = open_memory(size)
+                descriptor = open_host_memory(size)
             endpoint = open_sockets.enter_context(_socket(addresses[exchange.rank]))
         except OSError as error:
             problem = str(error)

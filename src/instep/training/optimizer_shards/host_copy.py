@@ -231,7 +231,7 @@ def _open(size: int, transport: Transport) -> HostMemory | None:
         return None
     memory = None
     with suppress(OSError):  # too little address space, or a kernel that tells nothing of pages
-        memory = HostMemory(descriptor, size)
+        memory = HostMemory(descriptor)
     return memory if _agree(memory is not None, transport) else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,11 +48,13 @@ def create_memory(size: int) -> Iterator[SharedMemory]:
         os.close(descriptor)
 
 
-def open_memory(size: int) -> int:
-    """The descriptor of memory as that of `create_memory`."""
+def open_memory(size: int, prepare: Callable[[int], None] | None = None) -> int:
+    """The descriptor of memory as of `create_memory`; `prepare` gets it before it has pages."""
     descriptor = os.memfd_create("instep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
+        if prepare is not None:
+            prepare(descriptor)
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError:
