@@ -146,12 +146,17 @@ def sharded_optimizer(result: dict[str, Any]) -> str:
     rows = [
         (
             model,
-            *(shown(row[strategy]["over_none"]) for strategy in ("replicated", "sharded")),
+            *(
+                shown(row[strategy]["over_none"])
+                for strategy in ("replicated", "own_copies", "sharded")
+            ),
             f"{row['sharded']['state_share']:.2f}",
         )
         for model, row in result["models"].items()
     ]
-    return table(("", "undivided", "divided", "state of a rank"), rows)
+    return table(
+        ("", "undivided", "divided", "divided, one copy for the host", "state of a rank"), rows
+    )
 
 
 def host_copy(result: dict[str, Any]) -> str:

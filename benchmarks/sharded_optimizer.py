@@ -2,8 +2,9 @@
 
     python benchmarks/sharded_optimizer.py --json sharded_optimizer.json
 
-All three are timed inside the same processes, in shuffled blocks of steps; ratios are those of a
+All are timed inside the same processes, in shuffled blocks of steps; ratios are those of a
 round. `none` is the same step, each rank for itself, and with the memory that ranks of instep keep.
+`own_copies`: with `instep.shard(optimizer)` and INSTEP_HOST_COPY=off.
 `state_share` is the state of the optimizer that a rank holds over that of the undivided one.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -32,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3),
 }
-STRATEGIES = ("none", "replicated", "sharded")
+STRATEGIES = ("none", "replicated", "own_copies", "sharded")
 
 
 def training_step(name: str, kind: str, strategy: str) -> tuple[Step, Optimizer]:
@@ -42,10 +44,12 @@ def training_step(name: str, kind: str, strategy: str) -> tuple[Step, Optimizer]
     if strategy != "none":
         instep.replicate(load.model)
     optimizer = OPTIMIZERS[kind](load.model.parameters())
-    if strategy == "sharded":
+    if strategy in ("own_copies", "sharded"):
         instep.shard(optimizer)
+    copies = "off" if strategy == "own_copies" else "on"
 
     def step() -> None:
+        os.environ["INSTEP_HOST_COPY"] = copies
         optimizer.zero_grad()
         nn.functional.cross_entropy(load.model(load.inputs), load.targets).backward()
         optimizer.step()
@@ -63,6 +67,7 @@ def measure(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     for strategy in STRATEGIES[1:]:
         result[strategy]["over_none"] = ratios(times[strategy], times["none"])
+    result["sharded"]["over_own_copies"] = ratios(times["sharded"], times["own_copies"])
     held = state_bytes(made["sharded"][1])
     result["sharded"]["state_share"] = held / state_bytes(made["replicated"][1])
     return result

@@ -22,7 +22,8 @@ from instep.distributed.communication import rank_local
 from instep.distributed.communication.transport import get_transport
 from instep.distributed.errors import SharedMemoryError
 from instep.distributed.shm import memory_handover
-from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory
+from instep.distributed.shm.memory import host_memory
+from instep.distributed.shm.memory.host_memory import HUGE_PAGE, HostMemory, numa_nodes
 from instep.distributed.shm.memory.mapping import PAGE, open_memory
 from instep.process.patching import PatchHandle
 from instep.training.optimizer_shards import divided_steps, host_copy
@@ -115,6 +116,18 @@ def test_a_kernel_that_tells_nothing_of_pages_is_an_error(monkeypatch) -> None:
         memory_of(1)
 
 
+def test_cpus_are_on_numa_nodes(tmp_path, monkeypatch) -> None:
+    for node, cpus in enumerate(("0-3,8-11", "4-7", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
+    monkeypatch.setattr(host_memory, "_NODES", tmp_path)
+    assert numa_nodes({8, 3}) == {0}
+    assert numa_nodes({5}) == {1}
+    assert numa_nodes({0, 5}) == {0, 1}
+    monkeypatch.setattr(host_memory, "_NODES", tmp_path / "none")
+    assert numa_nodes({5}) == {0}
+
+
 @ranks(1, 3)
 def test_all_ranks_open_the_same_memory() -> None:
     descriptor = get_transport().open_memory(5000)
@@ -176,13 +189,13 @@ def small_copies() -> Iterator[None]:
 class Training:
     """A model whose gradients are drawn, the same on all ranks; whole: without a common copy."""
 
-    def __init__(self, make, whole: bool = False) -> None:
+    def __init__(self, make, whole: bool = False, setting: str = "auto") -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Conv2d(3, 17, 3), nn.Linear(33, 65), nn.LSTM(9, 31))
         self.model[0].to(memory_format=torch.channels_last)
         self.optimizer = make(list(self.model.parameters()))
         self.generator = torch.Generator().manual_seed(4)
-        self.whole = whole
+        self.setting = "off" if whole else setting
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -195,7 +208,7 @@ class Training:
 
     def step(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("INSTEP_HOST_COPY", "off" if self.whole else "on")
+            patch.setenv("INSTEP_HOST_COPY", self.setting)
             for parameter in self.parameters:
                 drawn = torch.randn(parameter.shape, generator=self.generator)
                 parameter.grad = torch.empty_like(parameter).copy_(drawn)
@@ -323,6 +336,17 @@ def test_memory_that_others_have_stays_where_it_is() -> None:
         assert training.copy is None
         assert alias is None or torch.equal(alias, training.parameters[0])
         assert torch.equal(torch.from_numpy(array), training.parameters[1])
+
+
+@ranks(2)
+@pytest.mark.parametrize(("setting", "has_copy"), [("auto", False), ("on", True)])
+def test_ranks_on_several_numa_nodes_have_copies_of_their_own(setting, has_copy) -> None:
+    with small_copies(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "numa_nodes", lambda _: {instep.rank})
+        training = Training(OPTIMIZERS["SGD"], setting=setting)
+        for _ in range(4):
+            training.step()
+        assert (training.copy is not None) == has_copy
 
 
 @ranks(2)
@@ -480,7 +504,7 @@ def sharded_both(make, between=lambda model, optimizer, step: None) -> list[nn.M
         optimizers.append(instep.shard(make(list(models[-1].parameters()))))
     inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     for step in range(STEPS):
-        for setting, model, optimizer in zip(("on", "off"), models, optimizers, strict=True):
+        for setting, model, optimizer in zip(("auto", "off"), models, optimizers, strict=True):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(host_copy, "FEWEST_ELEMENTS", 100)
                 patch.setenv("INSTEP_HOST_COPY", setting)

@@ -140,10 +140,10 @@ DIVIDE = Setting(
 )
 HOST_COPY = Setting(
     "INSTEP_HOST_COPY",
-    "on",
+    "auto",
     "on: CPU ranks of one host keep one copy of large parameters and of their optimizer's state, "
-    "and each updates its part; off: every rank keeps all of them.",
-    choices=("on", "off"),
+    "and each updates its part; auto: if they run on one NUMA node; off: every rank keeps all.",
+    choices=("auto", "on", "off"),
 )
 DIST_FILE = Setting(
     "INSTEP_DIST_FILE",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from instep.distributed.communication.transport import Transport
 from instep.distributed.errors import SharedMemoryError
-from instep.distributed.shm.memory.host_memory import HostMemory
+from instep.distributed.shm.memory.host_memory import HostMemory, numa_nodes
 from instep.process import settings
 from instep.process.malloc import release_pages
 from instep.process.torch_private import storage_use_count
@@ -84,7 +84,7 @@ class HostCopy:
             if self._tries == 0 or not (are_many(columns[0]) and _is_possible(transport)):
                 return False
             self._tries -= 1
-            if not self._can_move(columns, views, transport):
+            if not (_are_near(transport) and self._can_move(columns, views, transport)):
                 return False
             return self._make(columns, own_parts(), transport)
         if transport is self._transport and self._is_current(self._memory, columns, transport):
@@ -214,7 +214,20 @@ def are_many(parameters: Sequence[Tensor]) -> bool:
 
 def _is_possible(transport: Transport) -> bool:
     """Whether a copy for all ranks is to be tried; the same on all ranks."""
-    return transport.size > 1 and transport.in_place and str(settings.HOST_COPY) == "on"
+    return transport.size > 1 and transport.in_place and str(settings.HOST_COPY) != "off"
+
+
+def _are_near(transport: Transport) -> bool:
+    """Whether all ranks run on one NUMA node, or need not: from another one's memory a rank would
+    read all parameters more slowly in every step. Collective."""
+    if str(settings.HOST_COPY) == "on":
+        return True
+    nodes = numa_nodes(os.sched_getaffinity(0))
+    node = nodes.pop() if len(nodes) == 1 else -1
+    found = torch.tensor([node, -node], dtype=torch.int32, device="cpu")
+    transport.all_reduce(found, "max").wait()
+    highest, lowest = found.tolist()
+    return bool(highest == -lowest and highest >= 0)
 
 
 def _open(size: int, transport: Transport) -> HostMemory | None:

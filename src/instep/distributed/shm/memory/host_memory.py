@@ -16,6 +16,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from instep.distributed.shm.memory.mapping import PAGE, open_memory, round_up
 
+_NODES = Path("/sys/devices/system/node")
 _PAGEMAP = Path("/proc/self/pagemap")
 _ENTRY_BYTES = 8
 _FILE_BIT, _FLAGS = 61, 0b111
@@ -39,6 +41,16 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def numa_nodes(cpus: Collection[int]) -> set[int]:
+    """The NUMA nodes of these CPUs; {0} where the system does not tell."""
+    nodes = set()
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        edges = (each.split("-") for each in path.read_text().strip().split(",") if each)
+        if any(int(edge[0]) <= cpu <= int(edge[-1]) for edge in edges for cpu in cpus):
+            nodes.add(int(path.parent.name.removeprefix("node")))
+    return nodes or {0}
 
 
 def open_host_memory(size: int) -> int:
