@@ -51,12 +51,22 @@ def collectives(result: dict[str, Any]) -> str:
 
 
 def hosts(result: dict[str, Any]) -> str:
-    """all_reduce over two hosts."""
+    """all_reduce over several hosts."""
     rows = [
-        (f"{int(numel):,}", f"{row['microseconds']['instep']:.0f}", shown(row["gloo / instep"]))
-        for numel, row in result["sizes"].items()
+        (
+            " + ".join(map(str, shape["ranks"])),
+            shape["rate"] or "",
+            f"{int(numel):,}",
+            f"{row['microseconds']['instep']:.0f}",
+            shown(row["gloo / instep"]),
+            shown(row["bf16 / instep"]),
+            shown(row["instep / cable"]) if "instep / cable" in row else "",
+        )
+        for shape in result["shapes"]
+        for numel, row in shape["sizes"].items()
     ]
-    return table(("float32", "instep, us", "Gloo / instep"), rows)
+    titles = ("ranks", "cables", "float32", "instep, us", "Gloo / instep", "bf16 / float32")
+    return table((*titles, "over the cable's limit"), rows)
 
 
 def step(result: dict[str, Any]) -> str:
@@ -355,7 +365,7 @@ IN_CHINESE = {
     "ppo": "Stable-Baselines3 和 CleanRL 的 PPO，不改动，每个 rank 一个线程："
     "从第一帧起，每秒帧数与单线程的 `python` 之比。",
     "same_cores": "不改动的 `instep run`（每个核一个 rank）与使用全部核的 `python` 的一步之比。",
-    "hosts": "两台主机上的 all_reduce。",
+    "hosts": "多台主机上的 all_reduce。",
     "step": "同一进程中各种策略的一步。",
     "peers": "一步的时间，每种策略各用自己的进程。",
     "compressed": "examples/digits.py 使用压缩的梯度；数值是各随机种子的中位数。",

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 import instep
 from instep import PowerSGD
 from instep.distributed.communication.transport import (
-    Pending,
     Transport,
     get_transport,
     use_transport,
 )
+from instep.distributed.pending import Pending
 from machine import machine
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -54,6 +54,10 @@ class Counting:
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         self.sent += tensor.numel() * tensor.itemsize
         return self._way.all_reduce(tensor, op)
+
+    def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Pending:
+        self.sent += tensor.numel() * dtype.itemsize
+        return self._way.sum_rounded(tensor, dtype)
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         self.sent += sum(tensor.numel() * tensor.itemsize for tensor in tensors)

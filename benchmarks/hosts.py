@@ -1,10 +1,11 @@
 """all_reduce over several hosts: through the shared memory of each, against Gloo alone.
 
-    python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 10gbit] [--blocks 15] [--json FILE]
+    python benchmarks/hosts.py [--ranks 2,2 --rate 10gbit] [--blocks 9] [--json FILE]
 
 The hosts are network namespaces of this machine, joined by cables (root and iproute2 are needed);
-`--rate` is how fast the cable is, by default as fast as the processor. In each block of a size both
-contenders run, in shuffled order, in the same processes; what counts is the ratio inside a block.
+`--ranks` is the number of ranks of each, `--rate` how fast its cable is, by default as fast as the
+processor. Without either, all of `SHAPES` are measured. In each block of a size all contenders run,
+in shuffled order, in the same processes; what counts is the ratio inside a block.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,76 +26,101 @@ import torch.distributed as dist
 
 import instep
 from collectives import seconds
+from instep.distributed.communication.transport import get_transport
 from machine import machine, ratios, shown
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import networks
 
-SIZES = (1, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
 REPEATS = {1: 100, 1 << 10: 100, 1 << 16: 20, 1 << 20: 10, 1 << 24: 2}
+SHAPES = [
+    ((2, 2), None),
+    ((2, 2), "1gbit"),
+    ((2, 2), "10gbit"),
+    ((2, 1), "1gbit"),
+    ((2, 2, 2), "1gbit"),
+    ((2, 2, 1, 1), "1gbit"),
+]
+Blocks = dict[str, list[dict[str, float]]]
 
 
-def measure(blocks: int) -> dict[str, list[dict[str, float]]]:
+def measure(blocks: int) -> Blocks:
     """Per size, the seconds of each contender in each block; the same order on all ranks."""
     torch.set_num_threads(1)
     instep.init()
-    groups = {"gloo": dist.new_group(backend="gloo"), "instep": dist.group.WORLD}
+    gloo = dist.new_group(backend="gloo")
+    contenders: dict[str, Callable[[torch.Tensor], object]] = {
+        "gloo": lambda values: dist.all_reduce(values, group=gloo),
+        "instep": dist.all_reduce,
+        "instep, bf16": lambda values: get_transport().sum_rounded(values, torch.bfloat16).wait(),
+    }
     order = random.Random(0)
-    plan = [numel for numel in SIZES for _ in range(blocks + 1)]
+    plan = [numel for numel in REPEATS for _ in range(blocks + 1)]
     order.shuffle(plan)
-    results: dict[str, list[dict[str, float]]] = {str(numel): [] for numel in SIZES}
+    results: Blocks = {str(numel): [] for numel in REPEATS}
     for numel in plan:
         values = torch.zeros(numel)
         block = {}
-        for name in order.sample(list(groups), len(groups)):
-            work = lambda group=groups[name]: dist.all_reduce(values, group=group)  # noqa: B023, E731
+        for name in order.sample(list(contenders), len(contenders)):
+            work = lambda call=contenders[name]: call(values)  # noqa: B023, E731
             block[name] = seconds((work, lambda: values.fill_(1.0)), REPEATS[numel])  # noqa: B023
-        results[str(numel)].append(block)
+        results[str(numel)].append({name: block[name] for name in contenders})
     return {numel: measured[1:] for numel, measured in results.items()}  # the first warms up
 
 
-def run(count: int, ranks: int, rate: str | None, blocks: int) -> dict[str, list[dict[str, float]]]:
-    """Start this file on `count` hosts; what rank 0 measured."""
-    made = networks.TwoHosts(rate) if count == 2 else networks.Hosts(count, rate)
+def run(ranks: tuple[int, ...], rate: str | None, blocks: int) -> Blocks:
+    """Start this file on hosts with so many ranks each; what rank 0 measured."""
+    made = networks.TwoHosts(rate) if len(ranks) == 2 else networks.Hosts(len(ranks), rate)
     with tempfile.TemporaryDirectory() as folder, made as hosts:
         result = Path(folder, "result")
-        this = [__file__, "--blocks", str(blocks), "--result", str(result)]
-        there = [
-            "--nnodes",
-            str(count),
-            "--master",
-            f"{hosts.addresses[0]}:29471",
-            "-n",
-            str(ranks),
-        ]
+        there = ["--nnodes", len(ranks), "--master", f"{hosts.addresses[0]}:29471"]
         command = [sys.executable, "-m", "instep", "run", "--plain", *there]
+        this = [__file__, "--blocks", blocks, "--result", result]
         started = [
-            subprocess.Popen(hosts.on(host, *command, "--node-rank", host, *this))
-            for host in range(count)
+            subprocess.Popen(hosts.on(host, *command, "-n", count, "--node-rank", host, *this))
+            for host, count in enumerate(ranks)
         ]
         codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit("a host failed")
-        measured: dict[str, list[dict[str, float]]] = json.loads(result.read_text())
+        measured: Blocks = json.loads(result.read_text())
     return measured
 
 
-def summary(blocks: list[dict[str, float]]) -> dict[str, Any]:
-    """Median microseconds of each contender, and quartiles of the ratio inside a block."""
-    columns = {name: [block[name] for block in blocks] for name in ("gloo", "instep")}
-    return {
+def summary(blocks: list[dict[str, float]], shortest: float | None) -> dict[str, Any]:
+    """Median microseconds of each contender, and quartiles of the ratios inside a block.
+
+    `shortest`: the seconds that the cable needs for a tensor of this size, if it has a rate.
+    """
+    columns = {name: [block[name] for block in blocks] for name in blocks[0]}
+    row = {
         "microseconds": {name: statistics.median(c) * 1e6 for name, c in columns.items()},
         "gloo / instep": ratios(columns["gloo"], columns["instep"]),
+        "bf16 / instep": ratios(columns["instep, bf16"], columns["instep"]),
     }
+    if shortest is not None:
+        row["instep / cable"] = ratios(columns["instep"], [shortest] * len(blocks))
+    return row
+
+
+def seconds_of_cable(hosts: int, numel: int, rate: str | None) -> float | None:
+    """How long the sum of so many float32 takes at least: each host sends 2 (H - 1) / H of them.
+
+    R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in
+    MPICH, 2005. TCP's and IP's headers are 52 of 1,500 bytes, Ethernet's 14 more.
+    """
+    if rate is None:
+        return None
+    bits_per_second = float(rate.removesuffix("gbit")) * 1e9
+    return 2 * (hosts - 1) / hosts * numel * 32 * (1514 / 1448) / bits_per_second
 
 
 def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="on each host")
-    parser.add_argument("--rate", help="of the cable, as tc writes it: 10gbit")
-    parser.add_argument("--blocks", type=int, default=15, help="blocks per size")
+    parser.add_argument("--ranks", help="of each host: 2,2")
+    parser.add_argument("--rate", help="of each cable: 10gbit")
+    parser.add_argument("--blocks", type=int, default=9, help="blocks per size")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # this process is a rank
     asked = parser.parse_args()
@@ -102,20 +129,24 @@ def main() -> None:
         if instep.rank == 0:
             asked.result.write_text(json.dumps(measured))
         return
-    blocks = run(asked.hosts, asked.ranks, asked.rate, asked.blocks)
-    sizes = {numel: summary(rows) for numel, rows in blocks.items()}
-    print(f"{'floats':>10} {'gloo':>10} {'instep':>10}   gloo / instep   (us; median (quartiles))")
-    for numel, row in sizes.items():
-        times = [f"{row['microseconds'][name]:10.1f}" for name in ("gloo", "instep")]
-        print(f"{numel:>10} {' '.join(times)}   {shown(row['gloo / instep'])}")
-    if asked.json:
-        told = {
-            "hosts": asked.hosts,
-            "ranks": asked.hosts * asked.ranks,
-            "rate": asked.rate,
-            "machine": machine(),
+    shapes = SHAPES
+    if asked.ranks or asked.rate:
+        shapes = [(tuple(map(int, (asked.ranks or "2,2").split(","))), asked.rate)]
+    told = []
+    for ranks, rate in shapes:
+        blocks = run(ranks, rate, asked.blocks)
+        sizes = {
+            numel: summary(rows, seconds_of_cable(len(ranks), int(numel), rate))
+            for numel, rows in blocks.items()
         }
-        asked.json.write_text(json.dumps(told | {"sizes": sizes, "blocks": blocks}, indent=1))
+        told.append({"ranks": ranks, "rate": rate, "sizes": sizes, "blocks": blocks})
+        print(f"hosts of {ranks} ranks, {rate or 'no rate'}   (us; median (quartiles))")
+        for numel, row in sizes.items():
+            times = " ".join(f"{time:10.0f}" for time in row["microseconds"].values())
+            ratio = "   ".join(f"{name} {shown(row[name])}" for name in list(row)[1:])
+            print(f"{numel:>10} {times}   {ratio}", flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps({"machine": machine(), "shapes": told}, indent=1))
 
 
 if __name__ == "__main__":

@@ -234,6 +234,10 @@ class Counting:
         self.sent += tensor.numel() * tensor.itemsize
         return self._way.all_reduce(tensor, op)
 
+    def sum_rounded(self, tensor, dtype):
+        self.sent += tensor.numel() * dtype.itemsize
+        return self._way.sum_rounded(tensor, dtype)
+
     def all_reduce_each(self, tensors, op):
         for tensor in tensors:
             self.all_reduce(tensor, op)

@@ -170,6 +170,7 @@ TALKS = """
 import resource
 import torch, torch.distributed as dist
 import instep
+from instep.distributed.communication.transport import get_transport
 
 def kind(group):
     return None if group is dist.GroupMember.NON_GROUP_MEMBER else type(group).__name__
@@ -188,6 +189,9 @@ for group in groups:
         total = torch.ones(70_001)
         dist.all_reduce(total, group=group)
         assert total.eq(dist.get_world_size(group)).all()
+total = torch.full((70_001,), [1.0, 2**-12 - 1, 0.0, 0.0][rank])
+get_transport().sum_rounded(total, torch.bfloat16).wait()
+assert total.eq(2**-12).all(), total
 print("kinds", rank, *map(kind, groups))
 """
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
-from instep.distributed.communication.transport import Pending, get_transport, use_transport
+from instep.distributed.communication.transport import get_transport, use_transport
+from instep.distributed.pending import Pending
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
 from instep.training.forward_calls import current_candidates

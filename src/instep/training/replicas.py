@@ -109,8 +109,9 @@ def replicate(
         compression: None, or what makes the gradients' messages smaller and `.grad` inexact:
             "bf16" or "fp16" send 16 bits for each number and add them up so (relative errors
             of `.grad` near 3e-3 and 3e-4; "fp16" overflows beyond 65504, as a scaled loss makes
-            gradients do), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and
-            those with hooks travel whole. docs/compression.md has measurements.
+            gradients do; the sums of hosts whose CPU ranks share memory are exact before they are
+            sent), `instep.PowerSGD` a product of two thin matrices. Sparse gradients and those
+            with hooks travel whole. docs/compression.md has measurements.
         bitwise: the number of virtual shards with which this script must have been started, by
             `instep run --bitwise V`; anything else is an error (docs/bitwise.md).
 

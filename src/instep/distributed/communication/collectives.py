@@ -29,7 +29,8 @@ from instep.distributed.communication.reduce_ops import (
     to_reduce_dtype,
 )
 from instep.distributed.communication.tensors import apply, as_bytes, check_reachable
-from instep.distributed.communication.transport import Pending, Transport, get_transport, group_rank
+from instep.distributed.communication.transport import Transport, get_transport, group_rank
+from instep.distributed.pending import Pending
 
 Reduce = Callable[[Tensor, str], Pending]
 

@@ -27,6 +27,9 @@ class LocalTransport:
     def all_reduce(self, tensor: Tensor, op: str) -> Completed:
         return Completed()
 
+    def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Completed:
+        return Completed()
+
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         return None
 

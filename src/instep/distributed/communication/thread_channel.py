@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from instep.distributed.communication.transport import Pending
+from instep.distributed.pending import Pending
 from instep.distributed.rendezvous import signed_pickle
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from instep.distributed.errors import RendezvousError
 from instep.distributed.flight_record.record_format import group_text, message_group
 from instep.distributed.flight_record.recorder import enter, leaving
 from instep.distributed.identity.torch_devices import current_device
+from instep.distributed.pending import Pending, RoundedSum
 from instep.distributed.rendezvous import bootstrap, signed_pickle
 from instep.distributed.watchdog import interrupts
 from instep.distributed.watchdog.call_stack import TrackedWork
@@ -38,13 +39,6 @@ _OPS = {
 }
 
 
-class Pending(Protocol):
-    """A collective that may not have ended yet."""
-
-    def wait(self) -> object:
-        """Return when the tensor holds the result."""
-
-
 class Transport(Protocol):
     """What every transport can do. Ranks here are group ranks, from 0 to size - 1."""
 
@@ -58,6 +52,13 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: str) -> Pending:
         """Start to reduce a contiguous `tensor` over all ranks into itself."""
+
+    def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Pending:
+        """Start to sum a contiguous `tensor` of floats over all ranks into itself.
+
+        What is sent is rounded to `dtype`: each rank's numbers, or where the ranks of several hosts
+        share memory, the sums of each host.
+        """
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         """Reduce tensors of one dtype over all ranks, each into itself."""
@@ -156,6 +157,13 @@ class ProcessGroupTransport:
         number = self._enter("all_reduce", tensor, None, _OPS[op].name)
         work = dist.all_reduce(tensor, _OPS[op], self._group, async_op=True)
         return TrackedWork(work, "all_reduce", self._group, number)
+
+    def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Pending:
+        members = self._group or dist.group.WORLD
+        if not isinstance(members, shm.ProcessGroupAcrossHosts):
+            return RoundedSum(tensor, dtype, lambda rounded: self.all_reduce(rounded, "sum"))
+        self._count()
+        return TrackedWork(members.sum_rounded(tensor, dtype), "all_reduce", self._group)
 
     def all_reduce_each(self, tensors: list[Tensor], op: str) -> None:
         for pending in [self.all_reduce(tensor, op) for tensor in tensors]:

@@ -11,6 +11,7 @@ everything else is left. It leans on `process` and the errors of `distributed`. 
 barrier). See docs/shm.md.
 """
 
+from instep.distributed.shm.across_hosts import ProcessGroupAcrossHosts
 from instep.distributed.shm.backend import InstepProcessGroup
 from instep.distributed.shm.joining import obstacle
 from instep.distributed.shm.over_gloo import NAME, ProcessGroupOverGloo
@@ -20,6 +21,7 @@ from instep.distributed.shm.shared_buckets import Resident
 __all__ = [
     "NAME",
     "InstepProcessGroup",
+    "ProcessGroupAcrossHosts",
     "ProcessGroupOverGloo",
     "Resident",
     "obstacle",

@@ -3,8 +3,9 @@
 all_reduce is hierarchical. Each rank of a host reduces one slice of the tensor over its host, in
 shared memory; the ranks with the same slice reduce it between the hosts, over Gloo; the ranks of a
 host gather the slices. Where the hosts have unequal numbers of ranks, the first rank of each does
-all of it for its host. So a tensor crosses the network once per host, not once per rank. All other
-collectives are left to Gloo.
+all of it for its host. So a tensor crosses the network once per host, not once per rank; in
+`sum_rounded` with fewer bits for each number. All other collectives, and those of one or two
+numbers, are left to Gloo.
 """
 
 # mypy: disable-error-code="override"
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.flight_record.recorder import recorder
+from instep.distributed.pending import Pending, RoundedSum
 from instep.distributed.shm.exchange import Exchange
 from instep.distributed.shm.joining import place_of
 from instep.distributed.shm.memory.flat import is_plain
@@ -36,13 +38,40 @@ from instep.distributed.shm.overloads import accept_overloads
 from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.process.torch_private import AllgatherOptions, AllreduceOptions, Work, skip_methods
 
+_FEW_NUMBERS = 2
+"""Gloo reduces so many over all ranks sooner than a host and then the hosts could."""
 _TINY_BYTES = 256
 """Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
-follow each other as for a reduction between the hosts. Gloo reduces one number in fewer still."""
+follow each other as for a reduction between the hosts."""
 _SMALL_BYTES = 16 << 10
 """Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""
 _SEGMENT_BYTES = 8 << 20
 """While one segment of a tensor is on the network, the next is reduced on the host."""
+
+
+@dataclass(frozen=True)
+class _HierarchicalReduce:
+    """How a tensor is reduced."""
+
+    reduction: Reduction
+    """On a host."""
+    opts: AllreduceOptions
+    """Between the hosts, without the dtype."""
+    rounded_to: torch.dtype | None
+    """What is sent between the hosts; None: the tensor's own dtype."""
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """None: the group's."""
+        return self.opts.timeout if self.opts.timeout.days >= 0 else None
+
+    def between(self, hosts: ProcessGroup, values: Tensor) -> Pending:
+        """Start to reduce `values` over the hosts into themselves."""
+
+        def start(sent: Tensor) -> Pending:
+            return hosts.allreduce([sent], self.opts)
+
+        return RoundedSum(values, self.rounded_to, start) if self.rounded_to else start(values)
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,7 @@ class _Segment:
     padded: Tensor
     """The same memory, or a longer copy if the values cannot be divided."""
     slices: Sequence[Tensor]
-    work: Work
+    pending: Pending
     """The reduction of one slice between the hosts."""
 
 
@@ -90,34 +119,46 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
     def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions) -> Work:
         """all_reduce of one tensor; in the calling thread, if that waits for it."""
-        if len(tensors) != 1 or (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
+        if len(tensors) != 1 or tensors[0].numel() <= _FEW_NUMBERS:
             return super().allreduce(tensors, opts)
-        chosen = reduction
+        if (reduction := _reduction(opts.reduceOp, tensors[0])) is None:
+            return super().allreduce(tensors, opts)
+        return self._issue(tensors[0], _HierarchicalReduce(reduction, opts, None))
 
+    def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Work:
+        """Start to sum a contiguous `tensor` of floats over all ranks into itself. What is sent
+        between the hosts is rounded to `dtype`, and added up in it.
+
+        Each host's sum is rounded once, whatever the number of its ranks.
+        """
+        reduction = find_reduction(ReduceOp.SUM, tensor.dtype)
+        assert reduction is not None
+        return self._issue(tensor, _HierarchicalReduce(reduction, _options(ReduceOp.SUM), dtype))
+
+    def _issue(self, tensor: Tensor, how: _HierarchicalReduce) -> Work:
         def step(values: list[Tensor], *_: object) -> None:
-            self._all_reduce(values[0], chosen, opts)
+            self._all_reduce(values[0], how)
 
-        shape, dtype = tensors[0].shape, tensors[0].dtype
-        signature = ("all_reduce", shape, dtype, self._recorded_as, None, reduction.name)
-        collective = Collective(step, tensors, signature=signature)
-        return self._queue.issue(collective, "all_reduce", tensors, opts.asyncOp)
+        name = how.reduction.name
+        signature = ("all_reduce", tensor.shape, tensor.dtype, self._recorded_as, None, name)
+        collective = Collective(step, [tensor], signature=signature)
+        return self._queue.issue(collective, "all_reduce", [tensor], how.opts.asyncOp)
 
     def shutdown(self) -> None:
         """Leave the group: peers that still wait for this rank get an error. Called by torch."""
         self._queue.close()
         super().shutdown()
 
-    def _all_reduce(self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions) -> None:
-        timeout = opts.timeout if opts.timeout.days >= 0 else None
+    def _all_reduce(self, whole: Tensor, how: _HierarchicalReduce) -> None:
         if not self._are_equal:
-            self._reduce_by_first_ranks(whole, reduction, opts, timeout)
+            self._reduce_by_first_ranks(whole, how)
         elif whole.nbytes > _SMALL_BYTES:
-            self._reduce_by_slices(whole, reduction, opts, timeout)
-        elif whole.nbytes > _TINY_BYTES or whole.numel() <= 1:
-            self._exchange.all_reduce(whole, reduction, timeout)
-            self._inter_host.allreduce([whole], opts).wait()
+            self._reduce_by_slices(whole, how)
+        elif whole.nbytes > _TINY_BYTES:
+            self._exchange.all_reduce(whole, how.reduction, how.timeout)
+            how.between(self._inter_host, whole).wait()
         else:
-            self._gather_and_reduce(whole, reduction, timeout)
+            self._gather_and_reduce(whole, how.reduction, how.timeout)
 
     def _gather_and_reduce(
         self, whole: Tensor, reduction: Reduction, timeout: timedelta | None
@@ -134,49 +175,46 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
         nodes = [torch.empty_like(whole) for _ in range(buffer_count(self.size()))]
         reduce_into(whole, gathered.flatten(0, 1).unbind(), reduction, nodes)
 
-    def _reduce_by_slices(
-        self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions, timeout: timedelta | None
-    ) -> None:
-        here = self._exchange
-        signature = signature_of("all_reduce", whole.dtype, whole.numel(), reduction.name)
+    def _reduce_by_slices(self, whole: Tensor, how: _HierarchicalReduce) -> None:
+        here, timeout = self._exchange, how.timeout
+        signature = signature_of("all_reduce", whole.dtype, whole.numel(), how.reduction.name)
         longest = _SEGMENT_BYTES // whole.itemsize // here.size * here.size
-        pending = []
+        segments = []
         for values in whole.split(longest):
             padded = _padded(values, here.size)
             slices = padded.view(here.size, padded.numel() // here.size).unbind()
             mine = slices[here.rank]
-            here.reduce_scatter(mine, slices, reduction, timeout, signature)
-            work = self._inter_host.allreduce([mine], opts)
-            pending.append(_Segment(values, padded, slices, work))
-        for segment in pending:
-            segment.work.wait()
+            here.reduce_scatter(mine, slices, how.reduction, timeout, signature)
+            pending = how.between(self._inter_host, mine)
+            segments.append(_Segment(values, padded, slices, pending))
+        for segment in segments:
+            segment.pending.wait()
             here.all_gather(segment.slices, segment.slices[here.rank], timeout, signature)
             if segment.padded is not segment.values:
                 segment.values.copy_(segment.padded[: segment.values.numel()])
 
-    def _reduce_by_first_ranks(
-        self, whole: Tensor, reduction: Reduction, opts: AllreduceOptions, timeout: timedelta | None
-    ) -> None:
-        here, is_mean = self._exchange, reduction.is_mean
+    def _reduce_by_first_ranks(self, whole: Tensor, how: _HierarchicalReduce) -> None:
+        here, timeout, is_mean = self._exchange, how.timeout, how.reduction.is_mean
         hosts = self._inter_host if here.rank == 0 else None
         if is_mean:  # the mean of the hosts' means is another one
-            reduction = replace(reduction, is_mean=False)
-            opts = _options(ReduceOp.SUM, opts.timeout)
-        pending: list[tuple[Tensor, Work | None]] = []
+            opts = _options(ReduceOp.SUM)
+            opts.timeout = how.opts.timeout
+            how = replace(how, reduction=replace(how.reduction, is_mean=False), opts=opts)
+        started: list[tuple[Tensor, Pending | None]] = []
         for values in whole.split(_SEGMENT_BYTES // whole.itemsize):
-            here.reduce(values, reduction, 0, timeout)
-            pending.append((values, hosts.allreduce([values], opts) if hosts else None))
-        for values, work in pending:
-            if work is not None:
-                work.wait()
+            here.reduce(values, how.reduction, 0, timeout)
+            started.append((values, how.between(hosts, values) if hosts else None))
+        for values, pending in started:
+            if pending is not None:
+                pending.wait()
             here.broadcast(values, 0, timeout)
         if is_mean:
             whole.div_(self.size())
 
 
-def _options(op: ReduceOp.RedOpType, timeout: timedelta) -> AllreduceOptions:
+def _options(op: ReduceOp.RedOpType) -> AllreduceOptions:
     opts = AllreduceOptions()
-    opts.reduceOp, opts.timeout = ReduceOp(op), timeout
+    opts.reduceOp = ReduceOp(op)
     return opts
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instep.distributed.communication.transport import Transport
 from instep.process import settings
-from instep.training.buckets.grad_buckets import BucketCodec, as_real
+from instep.training.buckets.codec import BucketCodec, as_real
 from instep.training.buckets.layout import BucketLayout
 
 
@@ -90,15 +90,9 @@ class _HalfPrecisionCodec(BucketCodec):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._half = torch.empty(0, device="cpu")
 
     def start(self, flat: Tensor, transport: Transport) -> None:
-        self._half = as_real(flat).to(self._dtype)
-        super().start(self._half, transport)
-
-    def wait(self, flat: Tensor) -> None:
-        super().wait(self._half)
-        as_real(flat).copy_(self._half)
+        self._pending = transport.sum_rounded(as_real(flat), self._dtype)
 
 
 class _LowRankMatrix:

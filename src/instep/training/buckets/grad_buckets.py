@@ -14,7 +14,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from instep.distributed.communication.transport import Pending, Transport
+from instep.distributed.communication.transport import Transport
 from instep.distributed.flight_record.recorder import recorder
 from instep.distributed.identity import torch_devices
 from instep.training.buckets.checksum import (
@@ -23,36 +23,11 @@ from instep.training.buckets.checksum import (
     flags_and_checksum,
     verify_checksum,
 )
+from instep.training.buckets.codec import BucketCodec, as_real
 from instep.training.buckets.layout import BucketLayout
 from instep.training.errors import MixedSumsError
 
 _FEW = 4
-
-
-class BucketCodec:
-    """Sends the flat tensor of a bucket, which becomes its sum over the ranks.
-
-    Behind the gradients it holds one flag per slot, then the bucket's checksum. This class sends it
-    as it is; subclasses compress it.
-    """
-
-    _pending: Pending | None = None
-
-    def start(self, flat: Tensor, transport: Transport) -> None:
-        """Start the sum. Collective."""
-        self._pending = transport.all_reduce(as_real(flat), "sum")
-
-    def start_second_phase(self, flat: Tensor, transport: Transport) -> None:
-        """Send what depends on the first sums, if anything does. Collective."""
-
-    def wait(self, flat: Tensor) -> None:
-        """Wait, and leave the sums in `flat`."""
-        assert self._pending is not None
-        self._pending.wait()
-
-    def reset(self) -> None:
-        """Forget this backward, which may have been interrupted."""
-        self._pending = None
 
 
 def make_bucket(
@@ -393,8 +368,3 @@ def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:
     if all(size == 1 or mine == its for size, mine, its in steps):
         return grad
     return torch.empty_like(parameter).copy_(grad)
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """The same memory without complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

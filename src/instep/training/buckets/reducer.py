@@ -16,8 +16,9 @@ from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
+from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
-from instep.training.buckets.grad_buckets import GradBucket, as_real, make_bucket
+from instep.training.buckets.grad_buckets import GradBucket, make_bucket
 from instep.training.buckets.layout import plan_tensors
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
