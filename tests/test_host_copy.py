@@ -363,6 +363,40 @@ def test_memory_of_numpy_stays_where_it_is() -> None:
 
 
 @ranks(2)
+def test_memory_that_a_script_shares_itself_stays_where_it_is() -> None:
+    with small_copies():
+        training = Training(OPTIMIZERS["SGD"])
+        training.model.share_memory()
+        before = [parameter.data_ptr() for parameter in training.parameters]
+        for _ in range(5):
+            training.step()
+        assert [parameter.data_ptr() for parameter in training.parameters] == before
+
+
+def with_gaps(value: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value, value], dim=-1)[..., : value.shape[-1]]
+
+
+def in_inference(value: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return value.clone()
+
+
+@ranks(2)
+@pytest.mark.parametrize("odd", [with_gaps, in_inference])
+def test_odd_parameters_have_no_common_copy(odd) -> None:
+    with small_copies():
+        common, whole = (Training(OPTIMIZERS["SGD"], whole) for whole in (False, True))
+        for training in (common, whole):
+            training.parameters[2].data = odd(training.parameters[2].data)
+        for _ in range(5):
+            common.step()
+            whole.step()
+            assert_same(common, whole)
+        assert common.copy is None
+
+
+@ranks(2)
 def test_another_optimizer_of_the_same_model_has_a_copy_of_its_own() -> None:
     with small_copies():
         common, whole = (Training(OPTIMIZERS["Adam"], whole) for whole in (False, True))

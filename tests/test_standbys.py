@@ -219,9 +219,9 @@ def test_a_rank_of_a_restarted_job_was_a_standby(tmp_path: Path) -> None:
         "        each for each in psutil.Process().parent().children()\n"
         "        if 'instep.launch.worker.standby' in each.cmdline()\n"
         "    ]\n"
-        "    while len(standbys()) < 2: time.sleep(0.01)\n"
-        "    dist.barrier()\n"
-        "    if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if rank == 1:\n"
+        "        while len(standbys()) < 2: time.sleep(0.1)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )

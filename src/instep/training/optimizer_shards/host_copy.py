@@ -25,7 +25,7 @@ from instep.distributed.shm.memory.host_memory import HostMemory, numa_nodes
 from instep.process import settings
 from instep.process.malloc import release_pages
 from instep.process.torch_private import storage_use_count
-from instep.training.optimizer_shards.layout import Part, flatten, is_dense
+from instep.training.optimizer_shards.layout import Part, flatten
 
 FEWEST_ELEMENTS = 1 << 20
 """Below, the two barriers of a step take longer than what it saves."""
@@ -72,7 +72,7 @@ class HostCopy:
         """Let the copy be what the ranks see, before they change their parts. Collective.
 
         Args:
-            columns: of the same layout on all ranks.
+            columns: dense tensors, of the same layout on all ranks.
             own_parts: gives the parts of the parameters that this rank changes; all ranks' parts
                 together are all elements.
             views: those of the caller, who replaces them when there is a copy.
@@ -113,9 +113,9 @@ class HostCopy:
     def _is_alone(self, tensor: Tensor, views: Counter[int]) -> bool:
         """Whether nobody else would miss the values of this tensor in their memory; `views`: how
         many there are of a storage, by its address."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_cpu:
             return False
-        if not (tensor.is_cpu and is_dense(tensor)) or tensor.is_inference() or tensor.is_shared():
+        if tensor.is_inference() or tensor.is_shared():
             return False
         storage = tensor.untyped_storage()
         # PyTorch's own memory, or ours: an array of NumPy's is nobody's that could be counted.
