@@ -17,6 +17,8 @@ import pytest
 
 import components
 import failures
+from instep.distributed.flight_record.record_format import BYTES
+from instep.distributed.watchdog import watcher
 from instep.distributed.watchdog.connection import Connection
 from instep.distributed.watchdog.event_loop import EventLoop
 from instep.distributed.watchdog.failure_analysis import find_deadlock
@@ -271,6 +273,48 @@ class FakeWatcher:
         """Close both ends."""
         self._connection.close()
         self._hubs.close()
+
+
+@pytest.mark.parametrize("hub_is_there", [True, False])
+def test_a_death_is_reported_though_the_hub_does_not_say_that_the_others_have_ended(
+    hub_is_there: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watcher, "REPORT_SECONDS", 0.1 if hub_is_there else 100.0)
+    rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(rank.pid)
+    (_, ranks), (hub, hubs) = sockets = socket.socketpair(), socket.socketpair()
+    start = {
+        "rank": 1,
+        "size": 2,
+        "local_rank": 1,
+        "host": "a",
+        "token": "",
+        "supervised": False,
+        "pid": rank.pid,
+        "pidfd": pidfd,
+        "stall_seconds": 0,
+        "timeout": 100,
+        "stack_signal": 0,
+        **{name: os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("seen", "record")},
+    }
+    os.ftruncate(start["record"], BYTES)
+    loop = EventLoop()
+    watcher.Watcher(loop, Connection(ranks), Connection(hubs), start)
+    rank.kill()
+    report = Connection(hub)
+    report.send("failed", **failure_fields(1, "a", -9, silent=True), headline="instep: rank 1")
+    if not hub_is_there:
+        hub.shutdown(socket.SHUT_WR)
+    loop.run()
+    assert capfd.readouterr().err == "instep: rank 1\n"
+    rank.communicate()
+    for end in [each for pair in sockets for each in pair]:
+        end.close()
+    for number in (pidfd, start["seen"], start["record"]):
+        os.close(number)
 
 
 DIES = """

@@ -1,7 +1,7 @@
 """The watcher of one rank: a program of the standard library only, which starts in 20 ms.
 
 The rank (`client`) starts it with one argument, the file descriptor of their connection. It
-outlives the rank only to report how it ended, a second or two; that of rank 0, which is the hub,
+outlives the rank only to report how it ended, a second or a few; that of rank 0, which is the hub,
 stays until all have ended.
 """
 
@@ -44,8 +44,9 @@ LATE_SECONDS = 1.0
 """For which a rank waits in a collective until the hub compares what the ranks have entered."""
 REPLY_SECONDS, EXIT_SECONDS = 0.7, 3.0
 """For the rank to confirm that it exits, and then to have exited; else it is killed."""
-REPORT_SECONDS = 2.0
-"""For the hub to report the outcome of a failure."""
+REPORT_SECONDS = 5.0
+"""For the hub to say that all other ranks have ended; on a busy host that takes seconds. Then a
+rank's death is reported without."""
 SIGNALS_FOR_THE_RANK = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
@@ -74,7 +75,7 @@ class Watcher:
         """Whether the rank's process has ended."""
         self._ended_before = has_ended(self._pidfd)
         """Whether it had ended before this watcher started."""
-        self._check_often = False
+        self._check_often = self._hub_is_lost = False
         self._ended_ranks: set[int] = set()
         self._failure: Message | None = None
         """The job's first failure."""
@@ -177,7 +178,8 @@ class Watcher:
         if code != 0:
             self._kill_children()
         if silent:
-            self._loop.call_later(REPORT_SECONDS, self._loop.stop)
+            wait = 0.0 if self._hub_is_lost else REPORT_SECONDS
+            self._loop.call_later(wait, self._print_failure)
         elif self._is_hub:
             close_stderr()
         else:
@@ -245,9 +247,10 @@ class Watcher:
             self._let_rank_exit()
         if messages is None:
             self._loop.remove_reader(self._hub)
+            self._hub_is_lost = True
             self._add_ended_ranks({0})
             if self._ended:
-                self._loop.stop()
+                self._print_failure()
         for message in messages or ():
             message_type = message.pop("type")
             if message_type == "ended":
@@ -287,7 +290,7 @@ class Watcher:
             self._rank_connection.send("first", headline=first["headline"])
 
     def _print_failure(self) -> None:
-        """Print the failure of a rank that died silently, after all others have ended."""
+        """Print the failure of a rank that died silently, after all others have ended, and end."""
         first = self._failure
         if first is not None and first["silent"] and not self._supervised:
             lost = first["description"].startswith("is lost")
