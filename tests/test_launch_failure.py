@@ -589,6 +589,18 @@ def test_a_silent_death_is_older_than_it_looks() -> None:
     assert (first.rank, first.exit_code) == (1, 137)
 
 
+def test_a_job_that_ends_its_ranks_by_sigterm_has_killed_none(launch: Launch) -> None:
+    script = launch.script("""
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if rank == 0:
+            raise ConnectionError("connection closed by peer")
+        forever()
+    """)
+    result = launch.run("-n", 2, script)
+    assert result.returncode == 128 + signal.SIGKILL
+    assert result.stderr == "instep: rank 1 of 2 was killed by SIGKILL; rank 0 was stopped\n"
+
+
 def test_who_was_stopped_is_not_to_blame() -> None:
     complaint = Failure(0, 10.0, 1, raised=True)
     assert first_failure([RankExit(1, 10.0, -15, stopped=True)], [complaint]) is complaint

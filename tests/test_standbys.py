@@ -82,7 +82,7 @@ def run(
     for fd in (out, err):
         os.close(fd)
     rank.send_go()
-    code = rank.record_end(stopped=False).code
+    code = rank.record_end(None).code
     rank.reap()
     assert code == 0, (folder / f"failure{attempt}").read_text()
     return rank

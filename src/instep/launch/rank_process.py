@@ -72,8 +72,11 @@ class RankProcess:
                 self._ready = READY in encode_message
         return self._ready
 
-    def record_end(self, *, stopped: bool) -> RankExit:
+    def record_end(self, ending_by: int | None) -> RankExit:
         """Record how it ended; call when `pidfd` is readable.
+
+        `ending_by`: the last signal that it got in order to end, if any. It cannot be the reason
+        of a SIGKILL that came before.
 
         The process is not reaped yet. Until it is, no other process can get its id and its
         session, so that the rest of that session can be ended safely.
@@ -81,6 +84,7 @@ class RankProcess:
         seen = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert seen is not None
         code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+        stopped = ending_by is not None and (code != -signal.SIGKILL or ending_by is signal.SIGKILL)
         self.end = RankExit(self.number, time.time(), code, stopped)
         return self.end
 

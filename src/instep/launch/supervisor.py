@@ -259,8 +259,8 @@ class Supervisor:
         """The remaining steps of ending the job; None while it runs."""
         self._may_survive = False
         """Whether the ranks got one SIGINT, and none has failed for another reason."""
-        self._stopping = False
-        """Whether the ranks got a signal that ends them."""
+        self._ending_by: signal.Signals | None = None
+        """The last signal that the ranks got to end them."""
         self._deadline = float("inf")
         self._notice_time = time.monotonic() + _SLOW_START * int(settings.ARRIVAL_NOTICE)
         self._patient_until = 0.0
@@ -317,7 +317,7 @@ class Supervisor:
 
     def _on_rank_end(self, rank: RankProcess) -> None:
         self._selector.unregister(rank.pidfd)
-        if (code := rank.record_end(stopped=self._stopping).code) != 0:
+        if (code := rank.record_end(self._ending_by).code) != 0:
             self._on_rank_failure(AFTER_INTERRUPT if code in INTERRUPTED else AFTER_FAILURE)
 
     def _on_rank_message(self, rank: RankProcess) -> None:
@@ -365,7 +365,7 @@ class Supervisor:
     def _on_rank_failure(self, after_interrupt: Sequence[EndStep]) -> None:
         """A rank of this host has failed."""
         self._on_failure(after_interrupt)
-        if not self._stopping and not any(rank.failed_by_itself() for rank in self._ranks):
+        if self._ending_by is None and not any(rank.failed_by_itself() for rank in self._ranks):
             self._deadline = max(self._deadline, time.monotonic() + CAUSE_SECONDS)
 
     def _on_failure(self, after_interrupt: Sequence[EndStep]) -> None:
@@ -392,7 +392,7 @@ class Supervisor:
         step = self._steps.pop(0)
         self._deadline = time.monotonic() + step.timeout
         if step.signal is not None:
-            self._stopping = step.signal is not signal.SIGINT
+            self._ending_by = None if step.signal is signal.SIGINT else step.signal
             for rank in self._ranks:
                 if rank.end is None:
                     rank.signal(step.signal)

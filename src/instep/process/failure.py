@@ -17,9 +17,10 @@ from instep.process.exit_status import (
     shell_exit_code,
 )
 
-DETECTION_DELAY = 0.1
-"""Seconds. A death is seen later than it happens, and a peer may have complained in between: a
-rank that vanished without a word is taken to have failed this much before it was seen to."""
+DETECTION_DELAY = 0.5
+"""Seconds. A death is seen later than it happens (a busy host takes time to free the memory of a
+process), and a peer may have complained in between: a rank that vanished without a word is taken to
+have failed this much before it was seen to."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ _TINY_BYTES = 256
 """Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
 follow each other as for a reduction between the hosts."""
 _SMALL_BYTES = 16 << 10
-"""Up to this size a tensor is not sliced: each rank reduces all of it with the other hosts."""
+"""Up to this size a tensor is neither sliced nor rounded: each rank reduces all of it with the
+other hosts."""
 _SEGMENT_BYTES = 8 << 20
 """While one segment of a tensor is on the network, the next is reduced on the host."""
 
@@ -127,13 +128,15 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
     def sum_rounded(self, tensor: Tensor, dtype: torch.dtype) -> Work:
         """Start to sum a contiguous `tensor` of floats over all ranks into itself. What is sent
-        between the hosts is rounded to `dtype`, and added up in it.
+        between the hosts is rounded to `dtype`, and added up in it; small tensors are not.
 
         Each host's sum is rounded once, whatever the number of its ranks.
         """
         reduction = find_reduction(ReduceOp.SUM, tensor.dtype)
         assert reduction is not None
-        return self._issue(tensor, _HierarchicalReduce(reduction, _options(ReduceOp.SUM), dtype))
+        rounded_to = dtype if tensor.nbytes > _SMALL_BYTES else None
+        opts = _options(ReduceOp.SUM)
+        return self._issue(tensor, _HierarchicalReduce(reduction, opts, rounded_to))
 
     def _issue(self, tensor: Tensor, how: _HierarchicalReduce) -> Work:
         def step(values: list[Tensor], *_: object) -> None:

@@ -270,7 +270,7 @@ class Driver:
             self._selector.unregister(member.connection)
         member.connection.close()
         self._members.remove(member)
-        end = member.process.record_end(stopped=False)
+        end = member.process.record_end(None)
         if member.kill_at < float("inf"):
             return
         if end.code == 0:
