@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ from instep.process.failure import RankExit
 KEY = b"k" * 32
 USUAL_FILES = 1024
 """What most systems let a process open before it asks for more."""
-_CONNECTIONS = 64
-"""To the store, which the members share."""
+_MEMBERS, _CONNECTIONS = 128, 8
+"""Ranks in a process, and its connections to the store."""
 SSH = """#!/bin/sh
 case "$*" in
   *import*) echo 12345 ;;
@@ -170,37 +170,62 @@ def _length(value: Any) -> int:
     return 8
 
 
-def store(size: int, limit: float) -> dict[str, Any]:
-    """The join check of all ranks at rank 0's store."""
+def _join(ranks: range, size: int, port: int, limit: float, begin: Any, sums: Any) -> None:
+    """The join check of some ranks, each in a thread of this process."""
     import torch.distributed as dist
 
-    from instep.distributed.identity.world import World
-    from instep.distributed.rendezvous import join_check, listening, stores
-
-    seconds = timedelta(seconds=limit)
-    listener = listening.bind("127.0.0.1")
-    port = listener.getsockname()[1]
-    server = stores.serve_store(listener, size, seconds)
     # To connect, torch looks up a name, which in one process all would do one after the other.
+    seconds, count = timedelta(seconds=limit), min(len(ranks), _CONNECTIONS)
     connections = [
         dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=seconds)
-        for _ in range(min(size - 1, _CONNECTIONS))
+        for _ in range(count)
     ]
-    clients = [CountedStore(connections[rank % len(connections)]) for rank in range(size)]
-    clients[0] = CountedStore(server)
-    begin = time.perf_counter()
+    clients = [CountedStore(connections[k % count]) for k in range(len(ranks))]
+    begin.wait()
+    failed = in_threads(len(ranks), lambda k: _check_join(clients[k], ranks[k], size, seconds))
+    sums.put((failed, *_counted(clients)))
 
-    def join(rank: int) -> None:
-        world = World(rank=rank, size=size, local_rank=rank, local_size=size, source="scale")
-        join_check.check_join(clients[rank], world, seconds, secret=KEY)  # type: ignore[arg-type]
 
-    failed = in_threads(size, join)
-    return {
-        "join_s": round(time.perf_counter() - begin, 3),
-        "failed": failed,
-        "messages": sum(each.messages for each in clients),
-        "bytes": sum(each.bytes for each in clients),
-    }
+def _check_join(store: CountedStore, rank: int, size: int, seconds: timedelta) -> None:
+    from instep.distributed.identity.world import World
+    from instep.distributed.rendezvous import join_check
+
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size, source="scale")
+    join_check.check_join(store, world, seconds, secret=KEY)  # type: ignore[arg-type]
+
+
+def _counted(clients: Sequence[CountedStore]) -> tuple[int, int]:
+    return sum(each.messages for each in clients), sum(each.bytes for each in clients)
+
+
+def store(size: int, limit: float) -> dict[str, Any]:
+    """The join check of all ranks, in several processes, at the store of rank 0 in this one."""
+    from instep.distributed.rendezvous import listening, stores
+
+    listener = listening.bind("127.0.0.1")
+    port = listener.getsockname()[1]
+    forked = multiprocessing.get_context("fork")
+    sums = forked.Queue()
+    parts = [range(k, min(k + _MEMBERS, size)) for k in range(1, size, _MEMBERS)]
+    begin = forked.Barrier(len(parts) + 1)
+    members = [
+        forked.Process(target=_join, args=(ranks, size, port, limit, begin, sums))
+        for ranks in parts
+    ]
+    for each in members:
+        each.start()
+    seconds = timedelta(seconds=limit)
+    own = CountedStore(stores.serve_store(listener, size, seconds))
+    begin.wait()
+    began = time.perf_counter()
+    failed = in_threads(1, lambda rank: _check_join(own, rank, size, seconds))
+    found = [(failed, *_counted([own])), *(sums.get(timeout=limit) for _ in members)]
+    join_s = round(time.perf_counter() - began, 3)
+    for each in members:
+        each.join()
+    failures, messages, sizes = zip(*found, strict=True)
+    counted = {"failed": sum(failures), "messages": sum(messages), "bytes": sum(sizes)}
+    return {"join_s": join_s} | counted
 
 
 def supervisors(size: int, limit: float) -> dict[str, Any]:

@@ -132,11 +132,12 @@ class ProcessGroupAcrossHosts(ProcessGroupOverGloo):
 
         Each host's sum is rounded once, whatever the number of its ranks.
         """
+        opts = _options(ReduceOp.SUM)
+        if tensor.nbytes <= _SMALL_BYTES:
+            return self.allreduce([tensor], opts)
         reduction = find_reduction(ReduceOp.SUM, tensor.dtype)
         assert reduction is not None
-        rounded_to = dtype if tensor.nbytes > _SMALL_BYTES else None
-        opts = _options(ReduceOp.SUM)
-        return self._issue(tensor, _HierarchicalReduce(reduction, opts, rounded_to))
+        return self._issue(tensor, _HierarchicalReduce(reduction, opts, dtype))
 
     def _issue(self, tensor: Tensor, how: _HierarchicalReduce) -> Work:
         def step(values: list[Tensor], *_: object) -> None:
