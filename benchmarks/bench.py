@@ -60,7 +60,7 @@ def hosts(result: dict[str, Any]) -> str:
             f"{row['microseconds']['instep']:.0f}",
             shown(row["gloo / instep"]),
             shown(row["bf16 / instep"]),
-            shown(row["instep / cable"]) if "instep / cable" in row else "",
+            shown(row["instep / cable"]) if shape["rate"] and int(numel) >= 1 << 20 else "",
         )
         for shape in result["shapes"]
         for numel, row in shape["sizes"].items()

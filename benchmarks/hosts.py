@@ -107,7 +107,8 @@ def seconds_of_cable(hosts: int, numel: int, rate: str | None) -> float | None:
     """How long the sum of so many float32 takes at least: each host sends 2 (H - 1) / H of them.
 
     R. Thakur, R. Rabenseifner, W. Gropp: Optimization of Collective Communication Operations in
-    MPICH, 2005. TCP's and IP's headers are 52 of 1,500 bytes, Ethernet's 14 more.
+    MPICH, 2005. TCP's and IP's headers are 52 of 1,500 bytes, Ethernet's 14 more. The shaper of the
+    cable lets 1 MB pass at once, so that 4 MB may take a little less.
     """
     if rate is None:
         return None
