@@ -27,6 +27,10 @@ pytestmark = [
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64]
+OPS = [
+    *("SUM", "AVG", "MAX", "BXOR"),
+    *(pytest.param(op, marks=pytest.mark.nightly) for op in ("PRODUCT", "MIN", "BAND", "BOR")),
+]
 SIZES = [0, 1, 3, 40_000, 5_000_001]  # none, fewer than ranks, a part, several segments
 
 
@@ -59,7 +63,7 @@ def values(numel, dtype, rank):
     return torch.randint(0, 4, (numel,), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("op", OPS)
 @ranks(4)
 def test_it_gives_what_gloo_gives(op):
     kinds = INTEGERS if op.startswith("B") else FLOATS if op == "AVG" else FLOATS + INTEGERS
@@ -110,7 +114,7 @@ def test_only_what_is_sent_between_hosts_is_rounded(near, numel):
     torch.testing.assert_close(mine, sum(by_host), rtol=2e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("near", [(3, 1), (1, 2, 1)], ids=str)
 @ranks(4)
 def test_hosts_of_unequal_size_give_what_gloo_gives(near, op):

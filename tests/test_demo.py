@@ -91,7 +91,7 @@ def launched(
     ("launcher", "gpus"),
     [
         pytest.param("torch.distributed.launch", 2, marks=pytest.mark.nightly),
-        ("torchrun", 1),
+        pytest.param("torchrun", 1, marks=pytest.mark.nightly),
         ("instep run", 2),
     ],
 )

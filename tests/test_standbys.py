@@ -204,6 +204,7 @@ def test_standbys_end_with_their_supervisor(tmp_path: Path) -> None:
     assert psutil.wait_procs([standby], timeout=60)[1] == []
 
 
+@pytest.mark.nightly
 def test_a_rank_of_a_restarted_job_was_a_standby(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
