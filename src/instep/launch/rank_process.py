@@ -84,7 +84,7 @@ class RankProcess:
         seen = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert seen is not None
         code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
-        stopped = ending_by is not None and (code != -signal.SIGKILL or ending_by is signal.SIGKILL)
+        stopped = ending_by is not None and (code != -signal.SIGKILL or ending_by == signal.SIGKILL)
         self.end = RankExit(self.number, time.time(), code, stopped)
         return self.end
 
