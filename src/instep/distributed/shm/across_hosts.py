@@ -39,7 +39,8 @@ from instep.distributed.shm.work_queue import Collective, WorkQueue
 from instep.process.torch_private import AllgatherOptions, AllreduceOptions, Work, skip_methods
 
 _FEW_NUMBERS = 2
-"""Gloo reduces so many over all ranks sooner than a host and then the hosts could."""
+"""Gloo reduces so many over all ranks sooner than a host and then the hosts could: measured with 4
+to 16 ranks on two hosts."""
 _TINY_BYTES = 256
 """Up to this size every rank gets all ranks' values and reduces them itself: half as many messages
 follow each other as for a reduction between the hosts."""
