@@ -86,7 +86,7 @@ class RankExit:
     code: int
     """The exit code; -n for signal n."""
     stopped: bool
-    """Whether the supervisor had already told it to end."""
+    """Whether the supervisor had told it to end, by a signal that may be the reason."""
     details: str = ""
     """Lines about the rank's last position."""
     finished: bool = False
