@@ -4,6 +4,9 @@
 
 The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a
 ratio is of the median step of a run to that of the plain run beside it. Rows of the file stay.
+
+The limit of dividing rows is measured beside them: as many plain processes at once as there are
+ranks, each with one thread and its share of the batch, which do not communicate.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "same_cores.py"
 MODELS = (
     *("mlp", "small_cnn", "cnn", "transformer", "lstm", "gnn", "unet", "resnet18", "dcgan", "ppo"),
 )
+UNDIVIDED = ("gnn", "ppo")
+"""Those without a batch that has rows."""
 OPTIMIZERS = ("sgd", "adam")
 SECONDS = 2.0
 """Of the timed steps of one run, about."""
@@ -36,17 +41,32 @@ def milliseconds(way: list[str], model: str, optimizer: str, steps: int) -> floa
     return float(done.stdout.split()[-1])
 
 
+def milliseconds_of_shares(model: str, optimizer: str, steps: int, ranks: int) -> float:
+    """The median step of processes that run at once, each with its share of the batch."""
+    command = [sys.executable, str(SCRIPT), model, optimizer, str(steps), str(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(ranks)
+    ]
+    printed = [process.communicate()[0] for process in running]
+    return statistics.median(float(each.split()[-1]) for each in printed)
+
+
 def compare(model: str, optimizer: str, ranks: int, rounds: int) -> dict[str, Any]:
     """The median steps of both ways, and the ratio of instep's to plain Python's."""
     ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(ranks)]}
     first = milliseconds([], model, optimizer, FEWEST_STEPS)
     steps = min(MOST_STEPS, max(FEWEST_STEPS, round(SECONDS * 1000 / first)))
     found: dict[str, list[float]] = {name: [] for name in ways}
+    shares: list[float] = []
     for _ in range(rounds):
         for name, way in ways.items():
             found[name].append(milliseconds(way, model, optimizer, steps))
+        if model not in UNDIVIDED:
+            shares.append(milliseconds_of_shares(model, optimizer, steps, ranks))
     return {
         "steps": steps,
+        "limit_over_plain": ratios(shares, found["plain"]) if shares else None,
         "plain_ms": statistics.median(found["plain"]),
         "instep_ms": statistics.median(found["instep"]),
         "instep_over_plain": ratios(found["instep"], found["plain"]),

@@ -1,8 +1,9 @@
 """Trainings for one process that know nothing of instep: prints the median milliseconds of a step.
 
-    python same_cores.py MODEL sgd|adam STEPS
+    python same_cores.py MODEL sgd|adam STEPS [PARTS]
 
-The first ten steps are not timed.
+The first ten steps are not timed. With PARTS a batch has that fraction of its rows: the share of
+one of so many ranks. The GNN and the rollouts have no batch to take a part of.
 """
 
 import statistics
@@ -19,6 +20,7 @@ from models import Transformer, mlp, resnet18
 
 FIRST = 10
 name, kind, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+parts = int(sys.argv[4]) if len(sys.argv) > 4 else 1
 torch.manual_seed(0)
 
 
@@ -31,7 +33,7 @@ def optimizer_of(*modules):
 
 def batches_of(inputs, targets, batch):
     loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(inputs, targets), batch_size=batch, shuffle=True
+        torch.utils.data.TensorDataset(inputs, targets), batch_size=batch // parts, shuffle=True
     )
     while True:
         yield from loader
