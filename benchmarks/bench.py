@@ -226,19 +226,27 @@ def imagenet(result: dict[str, Any]) -> str:
 
 def same_cores(result: dict[str, Any]) -> str:
     """Plain `python` with all cores against unedited `instep run` with a rank for each core: the
-    step of the latter over that of the former. The limit: as many processes at once, each with one
-    thread and its share of the batch, which do not communicate. The last row: of all rows."""
+    step of the latter over that of the former. Shares alone: as many processes at once, each with
+    one thread and its share of the batch, which do not communicate, but each make the whole step
+    of the optimizer. The last row: of all rows."""
     rows = [
         (
             *(model, optimizer, f"{row['plain_ms']:.2f}", f"{row['instep_ms']:.2f}"),
             shown(row["instep_over_plain"]),
-            shown(row["limit_over_plain"]) if row.get("limit_over_plain") else "",
+            shown(row["shares_over_plain"]) if row.get("shares_over_plain") else "",
         )
         for model, optimizers in result["models"].items()
         for optimizer, row in optimizers.items()
     ]
     rows.append(("all", "", "", "", shown(result["all"]), ""))
-    head = ("model", "optimizer", "plain, ms", "instep, ms", "instep / plain", "limit / plain")
+    head = (
+        "model",
+        "optimizer",
+        "plain, ms",
+        "instep, ms",
+        "instep / plain",
+        "shares alone / plain",
+    )
     return table(head, rows)
 
 
@@ -368,7 +376,8 @@ IN_CHINESE = {
     "ppo": "Stable-Baselines3 和 CleanRL 的 PPO，不改动，每个 rank 一个线程："
     "从第一帧起，每秒帧数与单线程的 `python` 之比。",
     "same_cores": "不改动的 `instep run`（每个核一个 rank）与使用全部核的 `python` 的一步之比；"
-    "limit：同样多的进程同时运行，各用一个线程、各算自己那份数据，互不通信。",
+    "shares alone：同样多的进程同时运行，各用一个线程、各算自己那份数据，互不通信，"
+    "但各自做完整的优化器一步。",
     "hosts": "多台主机上的 all_reduce。",
     "step": "同一进程中各种策略的一步。",
     "peers": "一步的时间，每种策略各用自己的进程。",

@@ -5,8 +5,9 @@
 The script is benchmarks/scripts/same_cores.py. Both ways run in turns, each in new processes; a
 ratio is of the median step of a run to that of the plain run beside it. Rows of the file stay.
 
-The limit of dividing rows is measured beside them: as many plain processes at once as there are
-ranks, each with one thread and its share of the batch, which do not communicate.
+Measured beside them, the shares alone: as many plain processes at once as there are ranks, each
+with one thread and its share of the batch, which do not communicate. Each makes the whole step of
+the optimizer, which instep's ranks may share: instep can be faster.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MODELS = (
     *("mlp", "small_cnn", "cnn", "transformer", "lstm", "gnn", "unet", "resnet18", "dcgan", "ppo"),
 )
 UNDIVIDED = ("gnn", "ppo")
-"""Those without a batch that has rows."""
+"""Those that the script does not make for a share of the batch."""
 OPTIMIZERS = ("sgd", "adam")
 SECONDS = 2.0
 """Of the timed steps of one run, about."""
@@ -49,11 +50,13 @@ def milliseconds_of_shares(model: str, optimizer: str, steps: int, ranks: int) -
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(ranks)
     ]
     printed = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        sys.exit(f"{' '.join(command)} failed: see above")
     return statistics.median(float(each.split()[-1]) for each in printed)
 
 
 def compare(model: str, optimizer: str, ranks: int, rounds: int) -> dict[str, Any]:
-    """The median steps of both ways, and the ratio of instep's to plain Python's."""
+    """The median steps of both ways, and what instep and the shares take over plain Python."""
     ways = {"plain": [], "instep": ["-m", "instep", "run", "-n", str(ranks)]}
     first = milliseconds([], model, optimizer, FEWEST_STEPS)
     steps = min(MOST_STEPS, max(FEWEST_STEPS, round(SECONDS * 1000 / first)))
@@ -66,7 +69,7 @@ def compare(model: str, optimizer: str, ranks: int, rounds: int) -> dict[str, An
             shares.append(milliseconds_of_shares(model, optimizer, steps, ranks))
     return {
         "steps": steps,
-        "limit_over_plain": ratios(shares, found["plain"]) if shares else None,
+        "shares_over_plain": ratios(shares, found["plain"]) if shares else None,
         "plain_ms": statistics.median(found["plain"]),
         "instep_ms": statistics.median(found["instep"]),
         "instep_over_plain": ratios(found["instep"], found["plain"]),

@@ -3,7 +3,7 @@
     python same_cores.py MODEL sgd|adam STEPS [PARTS]
 
 The first ten steps are not timed. With PARTS a batch has that fraction of its rows: the share of
-one of so many ranks. The GNN and the rollouts have no batch to take a part of.
+one of so many ranks. The GNN and PPO ignore it.
 """
 
 import statistics
