@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 import instep
-from instep.training.errors import CannotShardError, ShardedTwiceError
+from instep.training.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.optimizer_shards.layout import divide_elements, divide_parameters
 from instep.training.optimizer_shards.sharded_step import state_of_rank
 from pool import ranks, run, talking_over
@@ -304,6 +304,10 @@ def test_what_cannot_be_divided_is_refused() -> None:
         instep.shard(Whitened(model.parameters(), 0.1))
     with pytest.raises(CannotShardError, match="differentiable=True"):
         instep.shard(optim.SGD(model.parameters(), 0.1, differentiable=True))
+    with pytest.warns(UserWarning, match="duplicate"):
+        doubled = optim.SGD([*model.parameters()] * 2, 0.1)
+    with pytest.raises(CannotShardError, match="a group of this optimizer twice"):
+        instep.shard(doubled)
     instep.shard(signed := Signed(model.parameters(), 0.1))
     with pytest.raises(ShardedTwiceError, match="already divided"):
         instep.shard(signed)
@@ -318,6 +322,26 @@ def test_what_cannot_be_divided_is_refused() -> None:
     optimizer = instep.shard(optim.SGD(embedding.parameters(), 0.1))
     embedding(instep.shard(torch.arange(4))).sum().backward()
     with pytest.raises(CannotShardError, match="sparse gradient"):
+        optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["differs", "missing"])
+def test_a_gradient_that_only_one_rank_changes_is_an_error(what) -> None:
+    """The parameters would be equal on all ranks, and wrong."""
+    model = instep.replicate(network())
+    optimizer = instep.shard(optim.SGD(model.parameters(), 1e-2))
+    message = {
+        "differs": "the gradient of parameter 4.weight of rank 1 differs from that of rank 0",
+        "missing": "the gradient of parameter 4.weight is not the same on all ranks .*1: missing",
+    }
+    weight = model[4].weight
+    backward(model, optimizer, batches()[0])
+    optimizer.step()
+    backward(model, optimizer, batches()[1])
+    if instep.rank == 1:
+        weight.grad = None if what == "missing" else weight.grad * 1.01
+    with pytest.raises(DriftError, match=message[what]):
         optimizer.step()
 
 

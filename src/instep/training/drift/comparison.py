@@ -149,7 +149,7 @@ class DriftCheck:
             if len({way and way[:2] for way in ways}) > 1:
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
                 raise DriftError.of_option(name + model, by_value(shapes), since)
-            largest, difference = self._measure(tensors[name])
+            largest, difference = measure_difference(tensors[name], self._transport)
             if difference == 0:  # another order in memory, or zeros of two signs
                 continue
             if self._is_harmless(name, tensors[name], largest, difference):
@@ -160,28 +160,10 @@ class DriftCheck:
             (name, groups, difference), *others = found
             raise DriftError.of_tensor(name, groups, since, difference, len(others))
 
-    def _measure(self, tensor: Tensor) -> tuple[float, float]:
-        """The largest element, and the largest difference from rank 0's. Collective."""
-        reference = tensor.detach().clone(memory_format=torch.contiguous_format)
-        message = as_bytes(reference)
-        self._transport.broadcast(message, 0).wait()
-        mine, theirs = tensor.detach().cpu(), message.view(tensor.dtype).view(tensor.shape).cpu()
-        wide = torch.complex128 if tensor.is_complex() else torch.float64
-        mine, theirs = mine.to(wide), theirs.to(wide)
-        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        apart = torch.where(same, 0.0, (mine - theirs).abs()).nan_to_num(nan=float("inf"))
-        pair = torch.stack([mine.abs().nan_to_num().max(), apart.max()])
-        pair = pair.to(self._transport.control_device)
-        self._transport.all_reduce(pair, "max").wait()
-        largest, difference = pair.tolist()
-        return largest, difference
-
     def _is_harmless(self, name: str, tensor: Tensor, largest: float, difference: float) -> bool:
         if name.startswith("buffer ") and self._buffers == "warn":
             return True
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return False
-        return difference <= ROUNDING * torch.finfo(tensor.dtype).eps * largest
+        return is_rounding(tensor.dtype, largest, difference)
 
     def _warn(
         self, name: str, groups: Mapping[Any, list[int]], since: tuple[int, int], difference: float
@@ -191,6 +173,37 @@ class DriftCheck:
         self._warned.add(name)
         what = DriftError.of_tensor(name, groups, since, difference, 0)
         warnings.warn(f"{what} Training goes on. [INS703]", InstepWarning, stacklevel=2)
+
+
+def name_of(parameter: Tensor) -> str:
+    """The name of a parameter in a model that is compared, or its shape."""
+    names = (check.name_of(parameter) for check in list(_check_of.values()))
+    found = next((name for name in names if name), None)
+    return f"a parameter of shape {[*parameter.shape]}" if found is None else f"parameter {found}"
+
+
+def measure_difference(tensor: Tensor, transport: Transport) -> tuple[float, float]:
+    """The largest element, and the largest difference from rank 0's. Collective."""
+    reference = tensor.detach().clone(memory_format=torch.contiguous_format)
+    message = as_bytes(reference)
+    transport.broadcast(message, 0).wait()
+    mine, theirs = tensor.detach().cpu(), message.view(tensor.dtype).view(tensor.shape).cpu()
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    mine, theirs = mine.to(wide), theirs.to(wide)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    apart = torch.where(same, 0.0, (mine - theirs).abs()).nan_to_num(nan=float("inf"))
+    pair = torch.stack([mine.abs().nan_to_num().max(), apart.max()])
+    pair = pair.to(transport.control_device)
+    transport.all_reduce(pair, "max").wait()
+    largest, difference = pair.tolist()
+    return largest, difference
+
+
+def is_rounding(dtype: torch.dtype, largest: float, difference: float) -> bool:
+    """Whether ranks whose processors or kernels round differently may have this difference."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    return difference <= ROUNDING * torch.finfo(dtype).eps * largest
 
 
 def by_value(values: Sequence[Any]) -> dict[Any, list[int]]:

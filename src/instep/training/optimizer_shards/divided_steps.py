@@ -7,6 +7,7 @@ schedulers, `optimizer.state`, `state_dict()`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from instep.distributed.communication.transport import Transport, get_transport
 from instep.process import settings
 from instep.process.patching import Function
 from instep.process.torch_private import foreach_add_
-from instep.training.optimizer_shards.host_copy import HostCopy, are_many
+from instep.training.drift.step_gradients import GradientCheck
+from instep.training.optimizer_shards.host_copy import HostCopy, are_many, is_true_on_all
 from instep.training.optimizer_shards.layout import Part, divide_elements
 
-_STEPS_BEFORE = 2
-"""Steps with the same tensors, before they move into a common copy."""
+_FIRST_TRY = 3
+"""The step in which the tensors may first move into a common copy, if they are those of the step
+before. Later tries are in steps 6, 12, 24 and so on: each costs a message between the ranks."""
 _GRADS, _STEPS = 1, 5
 """The places of the gradients and of Adam's step counters among the lists."""
 
@@ -36,8 +39,11 @@ def step(
         lists: parameters, gradients, state for each of their elements, and Adam's step counters.
         options: of the kernel.
 
-    Returns False, and has done nothing, if every rank is to make the whole step.
+    Returns False, and has done nothing, if every rank is to make the whole step. Raises DriftError
+    if the ranks' gradients or options have become different.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return False  # the ranks' threads need not come to their steps in the same order
     parameters = [each for each in lists[0] if isinstance(each, nn.Parameter)]
     if len(parameters) < len(lists[0]) or not are_many(parameters):
         return False
@@ -54,9 +60,12 @@ class _DividedStep:
 
     def __init__(self) -> None:
         self.copy = HostCopy()
+        self._check = GradientCheck()
+        self._whole_steps = 0
+        """Since there was a copy."""
         self._tensors: tuple[int, ...] = ()
-        """The ids of those of the last step."""
-        self._repeated = 0
+        """The ids of those of the last step. An id may be that of another tensor by now, so the
+        ranks agree on what follows from it."""
 
     def run(
         self,
@@ -72,7 +81,7 @@ class _DividedStep:
             if len(column) < len(given):  # the first step makes its own
                 return False
             columns.append(column)
-        if not (self.copy.slices or self._is_settled(columns)):
+        if not (self.copy.slices or self._may_move(columns, transport)):
             return False
 
         def own_parts() -> Sequence[Part]:
@@ -80,24 +89,34 @@ class _DividedStep:
 
         if not self.copy.prepare(columns, own_parts, transport):
             return False
+        self._whole_steps = 0
+        self._check.begin_step(columns[0], lists[_GRADS], options, transport)
         gradients = self.copy.slices_of([each for each in lists[_GRADS] if each is not None])
         own: list[list[Tensor]] = [self.copy.slices[0], gradients, *self.copy.slices[1:]]
-        for given in lists[_STEPS:]:
-            steps = [each for each in given if each is not None]
+        steps = [each for given in lists[_STEPS:] for each in given if each is not None]
+        if steps:
             own.append([steps[place] for place in self.copy.places])
-            of_others = {*range(len(steps))}.difference(self.copy.places)
-            if others := [steps[place] for place in of_others]:
-                foreach_add_(others, 1)
         original(*own, **options)
+        of_others = {*range(len(steps))}.difference(self.copy.places)
+        if others := [steps[place] for place in of_others]:
+            foreach_add_(others, 1)
         self.copy.publish()
         return True
 
-    def _is_settled(self, columns: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the last steps had the same tensors."""
+    def _may_move(self, columns: Sequence[Sequence[Tensor]], transport: Transport) -> bool:
+        """Whether it is time to try, and the last step had the same tensors on all ranks.
+        Collective."""
         tensors = tuple(id(tensor) for column in columns for tensor in column)
-        self._repeated = self._repeated + 1 if tensors == self._tensors else 0
+        are_same = tensors == self._tensors
         self._tensors = tensors
-        return self._repeated >= _STEPS_BEFORE
+        self._whole_steps += 1
+        times, rest = divmod(self._whole_steps, _FIRST_TRY)
+        is_time = not rest and times & (times - 1) == 0  # a power of two
+        return (
+            is_time
+            and self.copy.can_begin(columns[0], transport)
+            and is_true_on_all(are_same, transport)
+        )
 
 
 _steps_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

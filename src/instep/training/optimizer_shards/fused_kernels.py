@@ -73,6 +73,11 @@ def _is_open(options: dict[str, Any]) -> bool:
     return options.get("foreach") is None and options.get("fused") is None
 
 
+def _are_different(parameters: Sequence[Tensor | None]) -> bool:
+    """Whether none is there twice; of such a one the loops make one step after the other."""
+    return len({*map(id, parameters)}) == len(parameters)
+
+
 def _is_plain(options: dict[str, Any]) -> bool:
     """Whether these options are those of the kernels."""
     return (
@@ -84,7 +89,7 @@ def _is_plain(options: dict[str, Any]) -> bool:
 
 
 def _has_adam_kernel(lists: Sequence[Sequence[Tensor]]) -> bool:
-    if len(lists) != 6:
+    if len(lists) != 6 or not _are_different(lists[0]):
         return False
     *by_element, steps = lists
     are_numbers = all(isinstance(step, Tensor) and step.is_cpu for step in steps)
@@ -94,7 +99,7 @@ def _has_adam_kernel(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def _has_sgd_kernel(lists: Sequence[Sequence[Tensor | None]]) -> bool:
-    if len(lists) != 3:
+    if len(lists) != 3 or not _are_different(lists[0]):
         return False
     *given, buffers = lists
     if all(buffer is None for buffer in buffers):  # the kernel's own, after the first step

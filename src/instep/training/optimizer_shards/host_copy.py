@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from instep.process import settings
 from instep.process.malloc import release_pages
 from instep.process.torch_private import storage_use_count
 from instep.training.optimizer_shards.layout import Part, flatten
+from instep.training.optimizer_shards.waiting_threads import do_others_wait
 
 FEWEST_ELEMENTS = 1 << 20
 """Below, the two barriers of a step take longer than what it saves."""
@@ -59,6 +61,8 @@ class HostCopy:
         self._own: list[tuple[Tensor, Tensor]] = []
         """This rank's parts: as the script sees them, and as all ranks do."""
         self._layouts: list[object] = []
+        self._replaced: list[Tensor] = []
+        """The tensors' memory before the copy, which another thread may still be reading."""
         self._forks = 0
         self._tries, self._writes = MOST_TRIES, MOST_WRITES
 
@@ -80,8 +84,10 @@ class HostCopy:
         Returns whether there is a copy, which is made if the ranks can have one. Where it is given
         up, each rank has its own values in memory of its own again.
         """
+        if self._replaced and do_others_wait():
+            self._release_replaced()
         if self._memory is None:
-            if self._tries == 0 or not (are_many(columns[0]) and _is_possible(transport)):
+            if not self.can_begin(columns[0], transport):
                 return False
             self._tries -= 1
             if not (_are_near(transport) and self._can_move(columns, views, transport)):
@@ -92,6 +98,12 @@ class HostCopy:
         self._memory.leave()  # also if the job has other ranks by now
         self._memory, self.slices, self._own = None, [], []
         return False
+
+    def can_begin(self, parameters: Sequence[Tensor], transport: Transport) -> bool:
+        """Whether `prepare` would try to make a copy; the same on all ranks."""
+        if self._tries == 0 or str(settings.HOST_COPY) == "off":
+            return False
+        return transport.size > 1 and transport.in_place and are_many(parameters)
 
     def slices_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of tensors with the parameters' layouts, 1-D; of no tensors, none."""
@@ -108,7 +120,7 @@ class HostCopy:
         tensors = [tensor for column in columns for tensor in column]
         known = Counter(view.untyped_storage().data_ptr() for view in views)
         are_alone = all(self._is_alone(tensor, known) for tensor in tensors)
-        return _agree(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
+        return is_true_on_all(are_alone, transport) and _are_equal(map(_bytes, tensors), transport)
 
     def _is_alone(self, tensor: Tensor, views: Counter[int]) -> bool:
         """Whether nobody else would miss the values of this tensor in their memory; `views`: how
@@ -121,7 +133,11 @@ class HostCopy:
         # PyTorch's own memory, or ours: an array of NumPy's is nobody's that could be counted.
         is_own = storage.resizable() or _layout(tensor) in self._layouts
         references = 2 + views[storage.data_ptr()]  # the tensor, and `storage`
-        return is_own and storage_use_count(storage._cdata) == references
+        return (
+            is_own
+            and storage_use_count(storage._cdata) == references
+            and _count_python_references(tensor) == _PYTHON_REFERENCES + 1  # `storage` again
+        )
 
     def _make(self, columns: Columns, parts: Sequence[Part], transport: Transport) -> bool:
         tensors = [tensor for column in columns for tensor in column]
@@ -149,11 +165,17 @@ class HostCopy:
         self._layouts = list(map(_layout, views))
         transport.barrier()
         for tensor, view in zip(tensors, views, strict=True):
-            before = tensor.data
+            self._replaced.append(tensor.data)
             tensor.data = view
-            if before.untyped_storage().resizable():
-                release_pages(before.data_ptr(), before.nbytes)
+        if do_others_wait():
+            self._release_replaced()
         return True
+
+    def _release_replaced(self) -> None:
+        for tensor in self._replaced:
+            if tensor.untyped_storage().resizable():  # PyTorch's own memory
+                release_pages(tensor.data_ptr(), tensor.nbytes)
+        self._replaced = []
 
     def _is_current(self, memory: HostMemory, columns: Columns, transport: Transport) -> bool:
         """Whether the copy is what the script sees on all ranks, or can become it."""
@@ -197,6 +219,14 @@ class HostCopy:
         return True
 
 
+def _count_python_references(tensor: Tensor) -> int:
+    """Those to its storage, of which there is one Python object at a time."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_PYTHON_REFERENCES = _count_python_references(torch.empty(1, device="cpu"))
+"""Of a storage that nobody else has."""
 _forks = 0
 """How often this process has forked since the first `HostCopy`."""
 _counts_forks = False
@@ -210,11 +240,6 @@ def _count_fork() -> None:
 def are_many(parameters: Sequence[Tensor]) -> bool:
     """Whether one copy of parameters pays; the same on all ranks."""
     return sum(parameter.numel() for parameter in parameters) >= FEWEST_ELEMENTS
-
-
-def _is_possible(transport: Transport) -> bool:
-    """Whether a copy for all ranks is to be tried; the same on all ranks."""
-    return transport.size > 1 and transport.in_place and str(settings.HOST_COPY) != "off"
 
 
 def _are_near(transport: Transport) -> bool:
@@ -245,10 +270,10 @@ def _open(size: int, transport: Transport) -> HostMemory | None:
     memory = None
     with suppress(OSError):  # too little address space, or a kernel that tells nothing of pages
         memory = HostMemory(descriptor)
-    return memory if _agree(memory is not None, transport) else None
+    return memory if is_true_on_all(memory is not None, transport) else None
 
 
-def _agree(condition: bool, transport: Transport) -> bool:
+def is_true_on_all(condition: bool, transport: Transport) -> bool:
     """Whether it is true on all ranks. Collective."""
     agreed = torch.tensor([condition], dtype=torch.int32, device="cpu")
     transport.all_reduce(agreed, "min").wait()
@@ -271,7 +296,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _layout(tensor: Tensor) -> object:
-    return tensor.data_ptr(), tensor.stride()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _size(tensor: Tensor) -> int:

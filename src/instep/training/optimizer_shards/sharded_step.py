@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.training.buckets.reducer import reducer_of
+from instep.training.drift.step_gradients import GradientCheck
 from instep.training.errors import CannotShardError, ShardedTwiceError
 from instep.training.optimizer_shards.bucket import Divide, State, StepBucket
 from instep.training.optimizer_shards.layout import (
@@ -74,7 +75,17 @@ def _division_of(optimizer: Optimizer) -> Divide:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise CannotShardError(f"{kind.__name__} with differentiable=True cannot be divided.")
+    for group in optimizer.param_groups:
+        _check_once(group)
     return _DIVISIONS[by]
+
+
+def _check_once(group: dict[str, Any]) -> None:
+    if len({*group["params"]}) < len(group["params"]):
+        raise CannotShardError(
+            "a parameter is in a group of this optimizer twice, so that each step would update it "
+            "twice. Give each parameter to the optimizer once."
+        )
 
 
 class DividedState(defaultdict[Tensor, Any]):
@@ -109,6 +120,7 @@ class _ShardedSteps:
         self._groups: list[list[StepBucket]] = []
         self._known: set[Tensor] = set()
         """The parameters in buckets."""
+        self._check_of_gradients = GradientCheck()
         self._local = object.__new__(self._kind)
         self._local.__dict__.update(vars(optimizer))
         self._local.state = defaultdict(dict)
@@ -133,6 +145,9 @@ class _ShardedSteps:
             with torch.enable_grad():
                 loss = closure()
         self._divide_new(lambda parameter: parameter.grad is not None)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = [each.grad for each in parameters]
+        self._check_of_gradients.begin_step(parameters, gradients, {}, self._transport)
         buckets = [bucket for group in self._groups for bucket in group]
         for bucket in buckets:
             bucket.prepare(self.local_state)
@@ -178,6 +193,7 @@ class _ShardedSteps:
                     "a parameter was taken out of a group of a divided optimizer. Make a new "
                     "optimizer for the new parameters."
                 )
+            _check_once(group)
             alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter not in self._known and is_due(parameter):

@@ -32,12 +32,17 @@ _FILE_BIT, _FLAGS = 61, 0b111
 those in memory (Documentation/admin-guide/mm/pagemap.rst of Linux)."""
 HUGE_PAGE = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0x10, 0x4000, 25
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -113,11 +118,14 @@ class HostMemory:
         self._private.map(mmap.MAP_PRIVATE, self._descriptor)
 
     def leave(self) -> None:
-        """Let `private` keep its values in memory of this process's own, for good."""
-        values = self._private.bytes().clone()
-        self._private.map(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self._private.advise(mmap.MADV_HUGEPAGE)
-        self._private.bytes().copy_(values)
+        """Let `private` keep its values in memory of this process's own, for good.
+
+        At no time does another thread see other values there.
+        """
+        own = _Mapping(self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        own.advise(mmap.MADV_HUGEPAGE)
+        own.bytes().copy_(self._private.bytes())
+        self._private.take_pages(own)
 
 
 class _Mapping:
@@ -136,6 +144,11 @@ class _Mapping:
         """Map something else in the same range."""
         _map(self.address, self._size, flags | _MAP_FIXED, descriptor)
 
+    def take_pages(self, other: _Mapping) -> None:
+        """Map the pages of another mapping of this size here, and no longer there."""
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        _check(_libc.mremap(other.address, self._size, self._size, flags, self.address))
+
     def advise(self, advice: int) -> None:
         """madvise(2), as far as the kernel knows this advice."""
         _libc.madvise(self.address, self._size, advice)
@@ -143,6 +156,8 @@ class _Mapping:
     def tensor(self, like: Tensor, offset: int) -> Tensor:
         """A tensor with the shape, strides and dtype of a dense `like`, `offset` bytes from the
         beginning, whose storage has no other memory."""
+        if not like.numel():
+            return torch.empty_like(like)
         flat = torch.frombuffer(self.buffer, dtype=like.dtype, count=like.numel(), offset=offset)
         return flat.as_strided(like.shape, like.stride())
 
@@ -162,7 +177,11 @@ def _request_huge_pages(descriptor: int, size: int) -> None:
 def _map(address: int | None, size: int, flags: int, descriptor: int) -> int:
     """mmap(2), for reading and writing. Raises OSError."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    result: int | None = _libc.mmap(address, size, protection, flags, descriptor, 0)
+    return _check(_libc.mmap(address, size, protection, flags, descriptor, 0))
+
+
+def _check(result: int | None) -> int:
+    """The address that a call has returned. Raises OSError if it has failed."""
     if result is None or result == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
