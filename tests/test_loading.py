@@ -34,6 +34,7 @@ from torch.utils.data import (
 import instep
 from instep.errors import DisagreementError, LoadingError
 from instep.process.patching import PatchHandle
+from instep.unedited.data import loaders
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
 from instep.unedited.data.generators import find_generator
 from instep.unedited.data.loaders import iterate
@@ -457,6 +458,23 @@ def test_a_data_set_with_a_generator_of_its_own_is_loaded_whole():
     with redirect_stderr(said):
         assert same(load(batches), load(iter))
     assert ("it draws from a generator of its own" in said.getvalue()) == (instep.rank == 0)
+
+
+@ranks(2)
+def test_a_new_loader_for_each_pass_knows_what_the_last_one_learned():
+    data, said = Counting(12), io.StringIO()
+    policies = []
+    with redirect_stderr(said):
+        for _ in range(2):
+            loader = DataLoader(data, batch_size=4)
+            assert len(list(batches(loader))) == 3
+            policies.append(loaders._known(loader).policies[0, 4])
+        assert policies[0] is policies[1]
+        assert policies[0]._batches == 6
+        for _ in range(2):
+            list(batches(DataLoader(own := OwnGenerator(), batch_size=4)))
+            list(batches(DataLoader(own, batch_size=4)))
+    assert said.getvalue().count("generator of its own") == (2 if instep.rank == 0 else 0)
 
 
 class Forgetless(Noisy):

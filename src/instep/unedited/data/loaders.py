@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, Subset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from instep.distributed.communication.rank_local import is_rank_local
 from instep.distributed.communication.thread_channel import ThreadChannel
@@ -44,9 +46,22 @@ from instep.unedited.data.row_loading import (
     no_collate,
 )
 
-_policies: WeakKeyDictionary[DataLoader[Any], ExchangePolicy] = WeakKeyDictionary()
+
+@dataclass
+class _KnownDataset:
+    """What is known of a data set, whichever loaders read it: many scripts make a new loader for
+    each pass."""
+
+    policies: dict[tuple[int, int | None], ExchangePolicy] = field(default_factory=dict)
+    """By the number of workers and the size of batches."""
+    passes: int = 0
+    generator: str | None = None
+    """Where it holds a random generator."""
+    has_warned: bool = False
+
+
+_known_datasets = WeakIdKeyDictionary()
 _channels = count(1)
-_warned: WeakSet[DataLoader[Any]] = WeakSet()
 
 
 def iterate(original: Function, loader: DataLoader[Any]) -> Any:
@@ -65,7 +80,9 @@ def iterate(original: Function, loader: DataLoader[Any]) -> Any:
     if not _can_load_rows(loader):
         return original(loader)
     transport = get_transport()
-    policy = _policies.setdefault(loader, ExchangePolicy(transport.size, loader.num_workers))
+    policy = _known(loader).policies.setdefault(
+        (loader.num_workers, loader.batch_size), ExchangePolicy(transport.size, loader.num_workers)
+    )
     block = Block(transport.rank, transport.size, 0)
     row_loader = copy.copy(loader)
     vars(row_loader).update(
@@ -113,20 +130,35 @@ def _loads_batches(dataset: object) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
+def _known(loader: DataLoader[Any]) -> _KnownDataset:
+    key: Any = loader.dataset
+    try:
+        weakref.ref(key)
+    except TypeError:
+        key = loader
+    known: _KnownDataset = _known_datasets.setdefault(key, _KnownDataset())
+    return known
+
+
 def _has_generator(loader: DataLoader[Any]) -> bool:
-    found = find_generator(loader.dataset)
-    if found:
-        line = f"each rank loads all of it: it draws from a generator of its own ({found})."
-        _warn(loader, line)
-    return found is not None
+    """Whether the data set holds one; looked for in the passes 1, 2, 4, 8 and so on."""
+    known = _known(loader)
+    known.passes += 1
+    if not known.passes & (known.passes - 1):
+        known.generator = find_generator(loader.dataset)
+    if known.generator:
+        where = f"a generator of its own ({known.generator})"
+        _warn(loader, f"each rank loads all of it: it draws from {where}.")
+    return bool(known.generator)
 
 
 def _warn(loader: DataLoader[Any], line: str) -> None:
-    """Print a line on rank 0, once for each loader."""
-    if loader not in _warned and get_transport().rank == 0:
+    """Print a line on rank 0, once for each data set."""
+    known = _known(loader)
+    if not known.has_warned and get_transport().rank == 0:
         name = type(loader.dataset).__name__
         print(f"instep: data set {name}: {line} [INS713]", file=sys.stderr, flush=True)
-    _warned.add(loader)
+    known.has_warned = True
 
 
 class WholeBatchIterator:
