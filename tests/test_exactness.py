@@ -80,6 +80,18 @@ def ignoring(log):
     train(log, net(), data, loss)
 
 
+def ignoring_all_rows_of_a_rank(log):
+    data = rows(40)
+    data.tensors[1][5:25] = -1
+
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y, ignore_index=-1)
+        instep.weight((y != -1).sum())
+        return result
+
+    train(log, net(norm=False), data, loss)
+
+
 def tokens(log):
     lengths = torch.arange(30, device=device()) % 5 + 1
 
@@ -102,7 +114,11 @@ def summed(log):
     train(log, net(), rows(40), loss)
 
 
-@pytest.mark.parametrize("training", [class_weighted, ignoring, summed], ids=lambda t: t.__name__)
+@pytest.mark.parametrize(
+    "training",
+    [class_weighted, ignoring, ignoring_all_rows_of_a_rank, summed],
+    ids=lambda t: t.__name__,
+)
 def test_a_stated_weight_makes_other_denominators_exact(training):
     exactly(training)
 

@@ -551,6 +551,16 @@ def test_who_only_says_that_another_failed_is_not_the_first() -> None:
     assert first_failure(ends, [complaint, cause]) is cause
 
 
+def test_of_two_that_disagree_the_one_with_a_text_is_reported() -> None:
+    """Rank 1 of an unedited script leaves the report of what all ranks raise to rank 0."""
+    text = Failure(0, 10.1, 1, raised=True, text="DisagreementError", is_consequence=True)
+    silent = Failure(1, 10.0, 1, is_consequence=True)
+    ends = [RankExit(0, 10.2, 1, stopped=True), RankExit(1, 10.1, 1, stopped=False)]
+    assert first_failure(ends, [silent, text]) is text
+    cause = Failure(1, 10.2, 3)
+    assert first_failure(ends, [text, cause]) is cause
+
+
 def test_a_death_that_is_seen_late_is_still_the_first() -> None:
     complaint = Failure(0, 10.0, 1, raised=True, is_consequence=True, awaited_rank=1)
     ends = [

@@ -98,6 +98,14 @@ def test_a_mean_of_means_is_weighted_by_its_counts():
 
 
 @ranks(1, 2)
+def test_a_mean_over_nothing_counts_nothing():
+    mean = instep.Mean()
+    mean.update(torch.tensor(float("nan")), 0)
+    mean.update(torch.tensor(3.0), instep.rank + 1)
+    assert mean.compute() == pytest.approx(3.0)
+
+
+@ranks(1, 2)
 def test_metrics_merge_and_reset():
     one, other = instep.Mean(), instep.Mean()
     one.update(1.0, 1)

@@ -107,7 +107,7 @@ def test_a_sampled_call_finds_what_is_no_longer_the_same() -> None:
 
 
 class CouplesWhenTold(nn.Linear):
-    coupled = False
+    coupled = torch.tensor(False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         y = super().forward(input)
@@ -117,12 +117,12 @@ class CouplesWhenTold(nn.Linear):
 @ranks(2)
 def test_it_is_said_which_calls_may_have_been_sharded_wrongly() -> None:
     """Those after the last one that was compared: here that of another shape."""
-    CouplesWhenTold.coupled = False
+    CouplesWhenTold.coupled = torch.tensor(False)
     model = CouplesWhenTold(4, 3)
     with sharding() as log:
         for rows_ in (6, 6, 6, 6, 8, 6, 6, 6, 6):
             model(torch.randn(rows_, 4))
-        CouplesWhenTold.coupled = True  # on a module's class, where nobody looks
+        CouplesWhenTold.coupled.fill_(True)  # in a tensor, where nobody looks
         model(torch.randn(6, 4))
     assert (modules.call_counts.sharded, modules.call_counts.whole) == (9, 1)
     if instep.rank == 0:
@@ -234,6 +234,15 @@ def test_a_hook_of_a_library_keeps_a_module_whole_only_where_it_keeps_what_it_se
             assert "the script has a hook on its Linear (2), which must" in log.getvalue()
 
 
+class Unseen:
+    """Holds something where nobody sees that it is another."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class ReadsFromLists(nn.Module):
     """Reads its parameters from lists to which its attributes lead."""
 
@@ -241,10 +250,11 @@ class ReadsFromLists(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(torch.ones(3) for _ in range(2))
         self.read = [self.weights[0]]
+        self.more = Unseen(())
 
     def forward(self, x: Tensor) -> Tensor:
-        for weights in [value for name, value in vars(self).items() if name.startswith("read")]:
-            x = x * weights[0]
+        for weight in (*self.read, *self.more.value):
+            x = x * weight
         return x
 
 
@@ -257,7 +267,7 @@ def test_a_parameter_that_begins_to_be_read_from_a_new_list_is_an_error() -> Non
             model(x).sum().backward()
             assert cast(Tensor, model.weights[0].grad).tolist() == x.sum(0).tolist()
         assert (modules.call_counts.sharded, log.getvalue()) == (2, "")
-        model.read_too = [model.weights[1]]
+        model.more.value = (model.weights[1],)
         with pytest.raises(ShardedCallError, match="began to use a parameter from an object"):
             model(x)
 
@@ -441,7 +451,9 @@ def test_sampled_calls_are_few_and_those_with_means_more() -> None:
     for has_sums, expected in ((False, [10, 100]), (True, [1, 2, 3, 4, 10, 100])):
         plan = cast(
             ShardingPlan,
-            types.SimpleNamespace(has_reductions=has_sums, changes_attributes=False),
+            types.SimpleNamespace(
+                has_reductions=has_sums, changes_attributes=False, is_proven=True
+            ),
         )
         sampled = [
             n for n in range(1, 101) if plan_cache.CacheEntry((), plan, calls=n).is_sampled()
@@ -546,6 +558,9 @@ class Bucket:
     def __init__(self, *, starts_early: bool = True) -> None:
         self.starts_early = starts_early
         self.started = self.waited = self.written = False
+
+    def separate(self, _: object) -> None:
+        assert not self.started
 
     def start(self, _: object) -> None:
         assert not self.started

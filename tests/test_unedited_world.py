@@ -243,6 +243,49 @@ def test_explicit_calls_are_found_by_reading_and_plain_is_plain(place: Place) ->
 
 
 @pytest.mark.launch
+def test_a_checkpoint_of_torch_distributed_and_a_trace_are_those_of_one_process(
+    place: Place,
+) -> None:
+    script = place.script("""
+        import os, torch
+        import torch.distributed.checkpoint as dcp
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        state = {"model": model.state_dict()}
+        dcp.save(state, checkpoint_id="saved", no_dist=True)
+        dcp.save(state, checkpoint_id="found")
+        before = model[0].weight.clone()
+        torch.nn.init.zeros_(model[0].weight)
+        dcp.load(state, checkpoint_id="found")
+        print(torch.equal(before, model[0].weight), os.listdir("saved") == os.listdir("found"))
+        torch.jit.trace(model, torch.randn(4, 8))
+    """)
+    done = place.run("n2", *RUN, "2", script, PYTHONWARNINGS="ignore")
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+    kept = place.left("n2")
+    assert {name for name in kept if name.startswith("found/")} == {
+        "found/.metadata",
+        "found/__0_0.distcp",
+    }
+
+
+@pytest.mark.launch
+def test_what_the_ranks_disagree_about_is_told(place: Place) -> None:
+    script = place.script("""
+        import os, torch
+        from torch.utils.data import DataLoader, Dataset
+        class Rows(Dataset):
+            __len__ = lambda self: 16
+            __getitem__ = lambda self, k: torch.tensor(k)
+        torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+        list(DataLoader(Rows(), 4, shuffle=True))
+    """)
+    done = place.run("n2", *RUN, "2", script)
+    assert done.returncode == 1
+    assert done.stderr.count("the ranks disagree about the samples of the next batch") == 1
+    assert "list(DataLoader(Rows(), 4, shuffle=True))" in done.stderr
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("ending", "code", "last"),
     [

@@ -111,7 +111,7 @@ def first_failure(exits: Iterable[RankExit], written: Sequence[Failure]) -> Fail
             for each in unasked
         ),
     ] or [Failure(each.rank, each.time, each.code, text=each.details) for each in silent]
-    first = min(candidates, key=lambda f: (f.is_consequence, f.time, f.rank), default=None)
+    first = min(candidates, key=_precedence, default=None)
     if first is None or first.awaited_rank is None:
         return first
     awaited = by_rank.get(first.awaited_rank)
@@ -126,6 +126,12 @@ def first_failure(exits: Iterable[RankExit], written: Sequence[Failure]) -> Fail
         return first
     text = awaited.details + first.text
     return replace(first, rank=awaited.rank, awaited_rank=None, waiting_rank=first.rank, text=text)
+
+
+def _precedence(failure: Failure) -> tuple[bool, bool, float, int]:
+    """The first failure has the lowest one. A consequence without a text is another rank's, too."""
+    has_text = not failure.is_consequence or bool(failure.text)
+    return failure.is_consequence, not has_text, failure.time, failure.rank
 
 
 def format_report(first: Failure, exits: Sequence[RankExit], size: int) -> str:

@@ -214,15 +214,16 @@ def _backward_of_replicas(
 ) -> None:
     forward_calls.push(call)  # gradient checkpointing runs parts of the forward again
     try:
-        # The numbers of a placeholder may be anything; they are not used.
-        unused = call.is_placeholder and torch.is_anomaly_enabled()
+        # The numbers of a placeholder may be anything, and a mean over no token is not a number;
+        # they are not used.
+        is_unused = call.is_placeholder or (call.weight == 0 and not _are_finite(roots))
         finite = None
-        if not call.is_placeholder:
+        if not is_unused:
             rows = call.batch.resolve_on_this_rank()
             finite = FiniteCheck(roots, rows, get_transport().rank)
-        state = BackwardState(is_placeholder=call.is_placeholder, sync=_sync, finite_check=finite)
+        state = BackwardState(is_placeholder=is_unused, sync=_sync, finite_check=finite)
         with (
-            torch.autograd.set_detect_anomaly(False) if unused else nullcontext(),
+            torch.autograd.set_detect_anomaly(False) if is_unused else nullcontext(),
             reduce_during_backward(state),
         ):
             original(roots, weighted, *rest)
@@ -231,6 +232,10 @@ def _backward_of_replicas(
     finally:
         forward_calls.pop()
         batches.end_step()
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _end_checks(state: BackwardState) -> None:

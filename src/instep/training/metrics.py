@@ -112,7 +112,8 @@ class Mean(Metric):
 
         Args:
             value: one value for each sample (any shape), or, with `count`, their mean.
-            count: how many samples `value` is the mean of; may be a number of tokens.
+            count: how many samples `value` is the mean of; may be a number of tokens. With 0,
+                `value` may be anything.
         """
         values = (
             value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
@@ -120,7 +121,8 @@ class Mean(Metric):
         if count is None:
             total, count = values.double().sum(), values.numel()
         else:
-            total = values.double().mean() * count
+            mean = values.double().mean() if count else values.new_zeros((), dtype=torch.float64)
+            total = mean * count
         self.add(torch.stack([total, torch.full_like(total, count)]), values)
 
     def compute(self) -> float:

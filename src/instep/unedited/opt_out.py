@@ -103,11 +103,16 @@ def rank_or_size(original: Function, group: Any = None) -> Any:
 
 
 def _called_by_instep(above: int) -> bool:
-    """Whether the caller of a patched function is instep or torch.distributed itself."""
+    """Whether the caller of a patched function is instep or torch.distributed itself.
+
+    Not torch.distributed.checkpoint: it saves for the script, as in one process.
+    """
     frame: FrameType | None = sys._getframe(above + 1)
     while frame is not None and _module(frame).startswith("importlib."):
         frame = frame.f_back
-    return frame is not None and _module(frame).startswith(("instep.", "torch.distributed."))
+    if frame is None or _module(frame).startswith("torch.distributed.checkpoint."):
+        return False
+    return _module(frame).startswith(("instep.", "torch.distributed."))
 
 
 def _module(frame: FrameType) -> str:

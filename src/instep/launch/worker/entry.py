@@ -51,7 +51,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         leave.report_success(_end_of_script())
     except SystemExit as leaving:
         if leaving.code and not program.failing(f"SystemExit: {leaving.code}"):
-            sys.exit(1)
+            sys.exit(leave.leave_report_to_rank_0())
         sys.exit(leave.report_exit(leaving))
     except KeyboardInterrupt as interrupt:
         if program.failing(format_error(interrupt)):
@@ -63,7 +63,7 @@ def main(line: str, buffering: str, mode: str, *command: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         hook.written = error
         if not program.failing(format_error(error)):
-            sys.exit(1)
+            sys.exit(leave.leave_report_to_rank_0())
         program.explain(error)
         leave.report_failure(error, code=1, raised=True)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -129,12 +129,20 @@ class ExitReporter:
             client.report_collectives(error)
         self._write(error, code, format_traceback(error), raised)
 
+    def leave_report_to_rank_0(self) -> int:
+        """Report that rank 0 reports the same exception; returns the exit code."""
+        self._write_failure(Failure(self.rank, time.time(), 1, is_consequence=True))
+        return 1
+
     def _write(self, error: BaseException, code: int, text: str, raised: bool = False) -> None:
         follows = is_caused_by_another_rank(error)
         missed = awaited_rank(error)
         failure = Failure(
             self.rank, time.time(), code, raised, text, is_consequence=follows, awaited_rank=missed
         )
+        self._write_failure(failure)
+
+    def _write_failure(self, failure: Failure) -> None:
         with program.real_files():
             failure.write(self.file)
         _send(self.line, FAILED)

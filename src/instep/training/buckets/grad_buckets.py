@@ -61,6 +61,14 @@ def make_bucket(
     )
 
 
+def separate(buckets: Iterable[GradBucket]) -> None:
+    """Before these start: let each gradient have memory of its own. Two parameters that are added
+    up have one gradient, and one may be a part of another tensor."""
+    storages: set[int] = set()
+    for bucket in buckets:
+        bucket.separate(storages)
+
+
 class GradBucket(ABC):
     """The gradients of some parameters.
 
@@ -111,8 +119,15 @@ class GradBucket(ABC):
         `partial`: what is in `.grad` already is this rank's part of the same sum.
         """
 
+    def separate(self, storages: set[int]) -> None:
+        """Let each gradient have memory of its own, and none of `storages`; adds it to these.
+
+        Where gradients are packed, each has.
+        """
+        return
+
     def start(self, transport: Transport) -> None:
-        """Start the sum over the ranks. Collective."""
+        """Start the sum over the ranks, of a bucket whose gradients are separate. Collective."""
         recorder.detail = self.title
         try:
             self._start(transport)
@@ -230,22 +245,22 @@ class _InPlaceBucket(GradBucket):
             parameter.grad = None
         self.filled.add(index)
 
+    def separate(self, storages: set[int]) -> None:
+        for index in self.filled:
+            grad = self.own_grad(index)
+            storage = grad.untyped_storage()
+            if storage.data_ptr() in storages or storage.nbytes() != grad.nbytes:
+                self._grads[index] = grad.clone()
+            storages.add(storage.data_ptr())
+
     def _start(self, transport: Transport) -> None:
         self._flags = self._trailer.clone()
-        storages: set[int] = set()
         for k, slot in enumerate(self.layout.slots):
             if slot.index not in self.filled:
                 self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
                 self._flags[k] = 0
                 continue
-            grad = self.own_grad(slot.index)
-            storage = grad.untyped_storage()
-            # A gradient may be a part of another tensor, such as the gradient of the whole batch's
-            # outputs, and two parameters that are added up have one gradient.
-            if storage.data_ptr() in storages or storage.nbytes() != grad.nbytes:
-                grad = grad.clone()
-            storages.add(storage.data_ptr())
-            self._totals.append(grad)
+            self._totals.append(self.own_grad(slot.index))
         tensors = [as_real(tensor) for tensor in (self._flags, *self._totals)]
         transport.all_reduce_each(tensors, "sum")
 

@@ -18,7 +18,7 @@ from instep.errors import TrainingError
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
-from instep.training.buckets.grad_buckets import GradBucket, make_bucket
+from instep.training.buckets.grad_buckets import GradBucket, make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
 from instep.training.drift.comparison import DriftCheck
 from instep.training.drift.non_finite import FiniteCheck
@@ -159,6 +159,7 @@ class Reducer:
         self._add_accumulated()
         self._verify_checksums()
         self._inspect(self._buckets[self._started :], are_last=True)
+        separate(self._buckets[self._started :])
         for bucket in self._buckets[self._started :]:
             bucket.start(self._bucket_transport)
         self._started = len(self._buckets)

@@ -49,6 +49,7 @@ from instep.unedited.sharded_call.run.execution import (
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
 from instep.unedited.sharded_call.run.random_numbers import DrawRowDims
 from instep.unedited.sharded_call.run.region import Region, tag_outputs
+from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.run.tensor_subclasses import (
     has_attributes_of,
     is_equal,
@@ -91,16 +92,17 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
 
 def verify_plan(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup, *, gradients: bool
-) -> tuple[Any, str]:
+) -> tuple[ShardingPlan, Any, str]:
     """Make a planned call and compare it with the whole one once more, and their `gradients`.
 
-    Returns what the call returns to the script, and why it cannot be sharded any more. Collective.
+    Returns the plan, with what was learned; what the call returns to the script; and why it cannot
+    be sharded any more. Collective.
     """
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
     why = mismatch or reference.check_supported()
-    reference.stored = plan.stored
+    reference.stored, reference.known_outputs = plan.stored, plan.outputs
     if plan.sums_without_rows is not None:
         reference.sums = RowSums(None, plan.sums_without_rows)
     if not why:
@@ -108,14 +110,16 @@ def verify_plan(
             reference.compute_gradients(call)
         found, why = _try(call, plan.division, reference, group)
         if found is not None:
-            return found[1], ""
-    return reference.value_of(call), why
+            return plan.updated(found[0]), found[1], ""
+    return plan, reference.value_of(call), why
 
 
 def _try(
     call: BoundCall, division: Division, reference: Reference, group: ShardGroup
 ) -> tuple[tuple[ShardingPlan, Any] | None, str]:
     """The plan and what the call returns; or why not, and all is as the whole forward left it."""
+    if reference.is_random and not reference.drawn:
+        reference.note_draws(call)  # in a part of the batch another length may equal its rows
     reference.before.restore()
     transport = group.transport
     with observed(is_silent=True):
@@ -126,10 +130,6 @@ def _try(
     if found is not None:
         plan, joined = found
         return (plan, write_back(unflatten(joined, plan.structure), call)), ""
-    if reference.is_random and not reference.drawn:
-        reference.note_draws(call)
-        if reference.drawn:
-            return _try(call, division, reference, group)
     if reference.stored is None and any(transport.all_gather_object(reference.has_foreign_leaf)):
         reference.stored = find_stored_parameters(call.module)
         if reference.stored:
@@ -329,7 +329,14 @@ def _plan_output(
         )
     if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
         return OutputPlan("replicate")  # the length of a window, say; as a plain number would be
-    for plan in candidate_outputs(local, whole, region.blocks[0]):
+    is_proven = has_values(whole)
+    known = reference.known_outputs[k] if reference.known_outputs else None
+    candidates = list(candidate_outputs(local, whole, region.blocks[0]))
+    if known is not None:  # it is kept as long as it can be, and replaced if nothing has proven it
+        like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
+        candidates = like_known + [each for each in candidates if not known.is_proven]
+        is_proven |= known.is_proven
+    for plan in candidates:
         joined = join_output(_detached(parts), plan, region)
         # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
         if plan.placement == "shard":
@@ -337,7 +344,7 @@ def _plan_output(
         else:
             matches = relative_error(joined, whole) <= output_tolerance(whole)
         if matches:
-            return plan
+            return replace(plan, is_proven=is_proven)
     which = f" {k + 1} of {len(reference.outputs)}" if len(reference.outputs) > 1 else ""
     shape = f"a tensor of shape {list(whole.shape)}"
     raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")

@@ -29,7 +29,7 @@ from instep.unedited.sharded_call.compare.side_effects import observed
 from instep.unedited.sharded_call.compare.snapshot import BufferKey, Snapshot
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.module_properties import is_compiled, library_hooks
-from instep.unedited.sharded_call.plan.sharding_plan import Draw
+from instep.unedited.sharded_call.plan.sharding_plan import Draw, OutputPlan
 from instep.unedited.sharded_call.plan.stored_parameters import StoredParameter
 from instep.unedited.sharded_call.run.argument_writes import ArgumentWatch, Written, run_whole
 from instep.unedited.sharded_call.run.graph_leaves import find_leaves
@@ -118,6 +118,8 @@ class Reference:
         """Whether they are known to flip."""
         self.has_foreign_leaf = False
         """Whether a sharded call used a tensor from outside that requires a gradient."""
+        self.known_outputs: tuple[OutputPlan, ...] = ()
+        """How they were joined in earlier calls."""
         self.stored: tuple[StoredParameter, ...] | None = None
         """The places beside its own tables where aliases stand in for its parameters; None until
         they are looked for."""

@@ -1,4 +1,4 @@
-"""Plain attributes of a module that change between its calls: flags and numbers.
+"""Attributes of a module that change between its calls: flags, numbers, and which objects it has.
 
 They are looked at before each call and after it. What the script changes in between calls for a
 comparison; what a forward changes is compared where the call is (see `CacheEntry.is_sampled`).
@@ -7,12 +7,14 @@ comparison; what a forward changes is compared where the call is (see `CacheEntr
 from __future__ import annotations
 
 import types
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 from torch import Tensor, nn
 
 from instep.unedited.sharded_call.plan.object_graph import (
@@ -20,12 +22,15 @@ from instep.unedited.sharded_call.plan.object_graph import (
     PLAIN,
     GraphNode,
     ObjectGraph,
+    is_of_script,
 )
 
 MAX_TABLES = 512
 """How many containers beside the modules are looked at before each call."""
 MAX_NAMES = 64
 """Larger dicts are data, and not looked at."""
+MAX_ITEMS = 32
+"""Of a longer list only the length is looked at."""
 MAX_VALUES = 16
 """A flag with more values counts as a number."""
 FEW_CHANGES = 4
@@ -34,8 +39,11 @@ STABLE_CALLS = 8
 does; a step counter only ever more seldom."""
 
 _ABSENT = object()
+_OTHER_OBJECT = object()
+"""In place of the value: another object than before, or more or fewer of them."""
 Key = tuple[str, int, str]
 """The path of a namespace, which of those of this path it is, and a name in it."""
+_PARTS: Key = ("", 0, "parts")
 
 
 def is_due(changes: int, calls: int) -> bool:
@@ -62,12 +70,36 @@ class _Table:
         return self.get(where) != self.values or self.length not in (-1, len(where))
 
 
+class _Items:
+    """Which objects a list has, or how many if they are many or no list."""
+
+    __slots__ = ("items", "key", "length", "where")
+
+    def __init__(self, path: str, where: Any) -> None:
+        self.key, self.where = (path, 0), where
+        self.look()
+
+    def look(self) -> None:
+        self.length = len(self.where)
+        is_short = self.length <= MAX_ITEMS and isinstance(self.where, list | deque)
+        self.items = tuple(self.where) if is_short else ()
+
+    def has_changed(self) -> bool:
+        """Whether anything is not as it was."""
+        if len(self.where) != self.length:
+            return True
+        return any(now is not item for now, item in zip(self.where, self.items, strict=False))
+
+
 class AttributeChanges:
-    """The plain attributes of a module and of what they lead to."""
+    """The attributes of a module and of what they lead to."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)  # `_known` must not keep it
         self._tables: list[_Table] = []
+        self._items: list[_Items] = []
+        self._part_tables: list[Iterable[nn.Module | None]] = []
+        self._parts: tuple[nn.Module | None, ...] = ()
         self._known: dict[Key, Any] = {}
         self._changed: dict[Key, Any] = {}
         """The flags that are not as they were at first, and their values."""
@@ -92,23 +124,32 @@ class AttributeChanges:
         return bool(self._find_changes(by_script=False))
 
     def _find_changes(self, *, by_script: bool) -> dict[Key, Any]:
+        found: dict[Key, Any] = {}
+        if self._parts != tuple(chain.from_iterable(self._part_tables)):
+            found[_PARTS] = _OTHER_OBJECT
+        for items in self._items:
+            if items.has_changed():
+                items.look()
+                found[*items.key, "items"] = _OTHER_OBJECT
         try:
             changed = [table for table in self._tables if table.has_changed()]
-            if any(table.length not in (-1, len(table.where)) for table in changed):
-                return self._look_anew()
+            resized = [table for table in changed if table.length not in (-1, len(table.where))]
         except Exception:  # one is gone, or holds a tensor now, which cannot be compared
-            return self._look_anew()
-        found = {}
+            return found | self._look_anew()
+        if resized or _PARTS in found:
+            found |= {(*table.key, "length"): _OTHER_OBJECT for table in resized}
+            return found | self._look_anew()
         for table in changed:
             now = table.get(table.where)
             for name, old, new in zip(table.names, table.values, now, strict=False):
-                if old is new:
+                if old is new or (isinstance(new, np.generic) and old == new):
                     continue
                 if isinstance(new, PLAIN) and isinstance(old, PLAIN):
                     if old != new:
                         found[*table.key, name] = self._known[*table.key, name] = new
                 elif by_script:  # other objects, with other values in them
-                    return found | self._look_anew()
+                    found[*table.key, name] = _OTHER_OBJECT
+                    return self._look_anew() | found
             table.values = now
         return found
 
@@ -117,7 +158,20 @@ class AttributeChanges:
         modules = dict(cast(nn.Module, self._module()).named_modules())
         graph = ObjectGraph(modules)
         tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
-        self._tables = tables[: MAX_TABLES + len(modules)]
+        bases = {base for module in modules.values() for base in type(module).__mro__}
+        classes = [base for base in bases if is_of_script(base)]
+        of_classes = [table for cls in classes if (table := _table_of_class(cls))]
+        self._tables = tables[: MAX_TABLES + len(modules)] + of_classes
+        self._items = [
+            _Items(node.path, node.value)
+            for node in graph.nodes.values()
+            if isinstance(node.value, list | deque | set | dict)
+            and not (isinstance(node.value, dict) and node.contents)
+            and node.path.rpartition(".")[2] not in HOOK_TABLES
+        ][:MAX_TABLES]
+        self._items += [_Items(cls.__name__, vars(cls)) for cls in classes]
+        self._part_tables = [module._modules.values() for module in modules.values()]
+        self._parts = tuple(chain.from_iterable(self._part_tables))
         count: Counter[str] = Counter()
         for table in self._tables:
             path = table.key[0]
@@ -137,7 +191,8 @@ class AttributeChanges:
         }
 
     def _note(self, key: Key, value: Any) -> None:
-        if not isinstance(value, int | float | complex) or isinstance(value, bool):
+        is_number = isinstance(value, int | float | complex) and not isinstance(value, bool)
+        if not (is_number or value is _OTHER_OBJECT):
             values = self._values.setdefault(key, set())
             values.add(value)
             is_flag = len(values) <= MAX_VALUES
@@ -168,14 +223,24 @@ def _table_of(node: GraphNode) -> _Table | None:
     ]
     if not names or (is_dict and not node.names and len(value) > MAX_NAMES):
         return None
-    return _Table(node.path, where, names, not is_dict and not isinstance(value, type))
+    return _Table(node.path, where, names, not isinstance(value, type))
+
+
+def _table_of_class(cls: type) -> _Table | None:
+    """The methods and plain values of a class of the script's."""
+    names = [
+        name
+        for name, value in vars(cls).items()
+        if not name.startswith("__") and isinstance(value, (*PLAIN, types.FunctionType))
+    ]
+    return _Table(cls.__name__, vars(cls), names, False) if names else None
 
 
 def _is_looked_at(value: Any) -> bool:
-    """Whether this is plain, or an object or a dict in which something plain may be."""
-    if isinstance(value, (*PLAIN, dict)):
+    """Whether this is compared: not tensors and arrays, which are data."""
+    if isinstance(value, (*PLAIN, dict, np.generic, types.FunctionType, types.BuiltinFunctionType)):
         return True
-    is_other = isinstance(value, (Tensor, nn.Module, type, types.FunctionType, types.ModuleType))
+    is_other = isinstance(value, (Tensor, nn.Module, type, types.ModuleType))
     return not is_other and hasattr(value, "__dict__")
 
 

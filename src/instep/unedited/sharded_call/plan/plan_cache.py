@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
 
 MAX_COMPARED = 4
 """Other shapes are compared anew this many times; after that they count among the samples."""
+MAX_FLAGS = 64
 MAX_TEXTS, MAX_ENTRIES = 16, 64
 """So many strings for the whole batch, and entries in all, are remembered of a module; calls
 of others are computed whole."""
@@ -68,6 +70,10 @@ class CacheEntry:
     """Of the module, once a call was divided."""
     attributes_due: int = 0
     """Up to which of their changes calls were compared."""
+    trained: list[bool] = field(default_factory=list)
+    """Which parameters required gradients in the last call."""
+    is_in_doubt: bool = False
+    """Whether other calls of the module turned out to depend on the whole batch."""
     hooks: tuple[int, ...] = ()
     """Those of libraries on its parts, at the last call."""
     calls: int = 0
@@ -95,8 +101,24 @@ class CacheEntry:
 
     def is_new(self, call: BoundCall) -> bool:
         """Whether a call of these shapes and numbers is to be compared as the first one was."""
-        new_numbers, new_shapes = self._has_new_numbers(call), self._has_new_shapes(call)
-        return self._has_new_attributes() or new_numbers or new_shapes
+        is_in_doubt, self.is_in_doubt = self.is_in_doubt, False
+        news = (
+            is_in_doubt,
+            self._has_new_numbers(call),
+            self._has_new_shapes(call),
+            self._has_new_attributes(),
+            self._has_other_trained(call),
+        )
+        return any(news)
+
+    def _has_other_trained(self, call: BoundCall) -> bool:
+        """Whether parameters were frozen or thawed since the last call."""
+        if not torch.is_grad_enabled():
+            return False
+        tables = (part._parameters.values() for part in call.parts)
+        trained = [p is not None and p.requires_grad for table in tables for p in table]
+        before, self.trained = self.trained, trained
+        return before not in ([], trained)
 
     def _has_new_attributes(self) -> bool:
         if self.attributes is None:
@@ -138,10 +160,12 @@ class CacheEntry:
 
         The second to fourth are, too, where a mean over rows could be one over something else, and
         the second, fourth, eighth, 16th... where a forward changes attributes, by which a later one
-        may do something else.
+        may do something else, or where an output was zero so far.
         """
         has_reductions = self.plan is not None and self.plan.has_reductions
-        is_power = self.plan is not None and self.plan.changes_attributes
+        is_power = self.plan is not None and (
+            self.plan.changes_attributes or not self.plan.is_proven
+        )
         return (
             self.calls in SAMPLED_CALLS
             or (has_reductions and self.calls <= 4)
@@ -193,6 +217,12 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
     return entries[-1]
 
 
+def doubt_others(entry: CacheEntry, module: nn.Module) -> None:
+    """Let the next calls with other keys be compared: of this one a comparison has failed."""
+    for each in _entries.get(module, ()):
+        each.is_in_doubt = each is not entry
+
+
 def clear() -> None:
     """Forget all plans."""
     _entries.clear()
@@ -211,7 +241,14 @@ def _key_of(leaf: Any, rows: int) -> Any:
         return type(leaf), has_text(leaf), None if len(leaf) == rows else len(leaf)
     if isinstance(leaf, str | int | float | complex) and not isinstance(leaf, bool):
         return type(leaf)
-    return leaf if is_value(leaf) else type(leaf)
+    if isinstance(leaf, np.bool_):
+        return bool(leaf)
+    if is_value(leaf):
+        return leaf
+    # The flags of an object with options, such as argparse's.
+    options = getattr(leaf, "__dict__", None) or {}
+    flags = [(k, v) for k, v in list(options.items())[:MAX_FLAGS] if v is None or type(v) is bool]
+    return type(leaf), *flags
 
 
 def _is_text(leaf: Any, rows: int) -> bool:
@@ -224,4 +261,4 @@ def _is_number(leaf: Any, rows: int) -> bool:
     """Whether this is a number, or numbers, for the whole batch."""
     if is_column(leaf):
         return not has_text(leaf) and len(leaf) != rows
-    return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    return isinstance(leaf, int | float | complex | np.number) and not isinstance(leaf, bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ class OutputPlan:
     """Whether one row of each sample comes after the other: (time x batch, ...)."""
     is_lazy: bool = False
     """Whether the rows stay on their ranks until the script looks at them, however few they are."""
+    is_proven: bool = field(default=True, compare=False)
+    """Whether it was compared when it was not all zeros."""
 
 
 class Draw(NamedTuple):
@@ -60,6 +62,22 @@ class ShardingPlan:
     sums_without_rows: frozenset[tuple[str, int, int]] | None = None
     """Where its own sums and means go over the rows of all ranks: the places of those that do not,
     since what they add up has no rows. None: all go over this rank's rows."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether each of its outputs is."""
+        return all(output.is_proven for output in self.outputs)
+
+    def updated(self, later: ShardingPlan) -> ShardingPlan:
+        """With what a later comparison of such a call has found."""
+        return replace(
+            self,
+            outputs=later.outputs,
+            is_random=self.is_random or later.is_random,
+            generators=later.generators or self.generators,
+            row_dims={**self.row_dims, **later.row_dims},
+            changes_attributes=self.changes_attributes or later.changes_attributes,
+        )
 
     @property
     def has_reductions(self) -> bool:

@@ -26,7 +26,7 @@ from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
 from instep.training.buckets.compression import compression_setting, make_codec
-from instep.training.buckets.grad_buckets import GradBucket, make_bucket
+from instep.training.buckets.grad_buckets import GradBucket, make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
@@ -325,6 +325,7 @@ class BucketedBackward:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
         if self._finite_check is not None:
             self._finite_check.inspect(self._buckets[self._started :], are_last=True)
+        separate(self._buckets[self._started :])
         for bucket in self._buckets[self._started :]:
             bucket.start(self._transport)
         for bucket in self._buckets:

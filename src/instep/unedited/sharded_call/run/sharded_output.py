@@ -142,3 +142,9 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
         return None
     rows = block.count * (shape[0] // block.total)
     return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.group)
+
+
+def has_values(output: Any) -> bool:
+    """Whether there is anything but zeros in it, or in this rank's part of it."""
+    part = output.local if isinstance(output, ShardedOutput) else output
+    return not isinstance(part, Tensor) or bool(part.detach().count_nonzero())

@@ -1,0 +1,277 @@
+"""Calls whose meaning changes between them: by what the script changes, by zeros that become
+values, and by lengths that happen to be those of a rank's rows."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import instep
+from instep.unedited.sharded_call import modules
+from pool import ranks
+from sharded_training import sharding
+
+ROWS = 6
+
+
+class Mode(enum.Enum):
+    EACH = 1
+    ALL = 2
+
+
+def couple(x: Tensor) -> Tensor:
+    """Makes each row depend on the others."""
+    return x - x.mean(0)
+
+
+def leave(x: Tensor) -> Tensor:
+    return x
+
+
+class Couple(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return couple(x)
+
+
+class Changeable(nn.Module):
+    """Couples the rows of a batch once the script has changed something of it."""
+
+    limit: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 3), nn.Tanh()
+        self.more = nn.ModuleList()
+        self.mode, self.flag = Mode.EACH, np.bool_(False)
+        self.then: Any = None
+        self.function: Callable[[Tensor], Tensor] = leave
+        self.steps: list[Callable[[Tensor], Tensor]] = []
+        self.options: dict[str, bool] = {}
+
+    def last(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.function(self.act(self.layer(x)))
+        for step in (*self.more, *self.steps):
+            x = step(x)
+        if self.then is not None:
+            x = self.then(x)
+        couples = (
+            self.mode is Mode.ALL or self.flag or self.options or self.limit is not None
+        ) or not self.layer.bias.requires_grad
+        return self.last(couple(x) if couples else x)
+
+
+CHANGES: dict[str, Callable[[Changeable], object]] = {
+    "a member of an enumeration": lambda m: setattr(m, "mode", Mode.ALL),
+    "a flag of NumPy's": lambda m: setattr(m, "flag", np.bool_(True)),
+    "a function in place of None": lambda m: setattr(m, "then", couple),
+    "another function": lambda m: setattr(m, "function", couple),
+    "one more in a list": lambda m: m.steps.append(couple),
+    "one more in a dict": lambda m: m.options.update(all=True),
+    "one more part": lambda m: m.more.append(Couple()),
+    "another part": lambda m: setattr(m, "act", Couple()),
+    "a value of its class": lambda m: setattr(type(m), "limit", 1.0),
+    "a method of its class": lambda m: setattr(type(m), "last", lambda self, x: couple(x)),
+    "a method of its own": lambda m: setattr(m, "last", couple),
+    "a frozen parameter": lambda m: m.layer.bias.requires_grad_(False),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_script_changes_is_seen_at_the_next_call(name) -> None:
+    class Own(Changeable):
+        """With a class that no other test changes."""
+
+    Own.__module__ = "__main__"
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(ROWS, 4)
+    with sharding() as log:
+        for _ in range(5):
+            model(x)
+        assert (modules.call_counts.sharded, log.getvalue()) == (5, "")
+        CHANGES[name](model)
+        found = model(x)
+    assert torch.allclose(found, model(x), atol=1e-6)
+
+
+def namespace(flag: bool) -> argparse.Namespace:
+    return argparse.Namespace(all=flag)
+
+
+class Told(nn.Linear):
+    def forward(self, x: Tensor, options: Any) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        flag = options.all if isinstance(options, argparse.Namespace) else options
+        return couple(y) if flag else y
+
+
+@ranks(2)
+@pytest.mark.parametrize("of", [namespace, np.bool_])
+def test_options_among_the_arguments_are_seen(of) -> None:
+    torch.manual_seed(0)
+    model, x = Told(4, 3), torch.randn(ROWS, 4)
+    with sharding():
+        for _ in range(5):
+            model(x, of(False))
+        assert modules.call_counts.sharded == 5
+        found = model(x, of(True))
+    assert torch.allclose(found, model(x, of(True)), atol=1e-6)
+
+
+# ------------------------------------------------------------- zeros, which any placement explains
+
+
+class Hinge(nn.Linear):
+    """Returns rows, and by how much the largest of them is too large."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return y, (y.abs().amax() - 100).relu()
+
+
+@ranks(2)
+def test_an_output_that_was_zero_is_compared_when_it_no_longer_is() -> None:
+    torch.manual_seed(0)
+    model, x = Hinge(4, 3), torch.randn(ROWS, 4)
+    with sharding() as log:
+        for _ in range(6):
+            assert model(x)[1] == 0
+        assert modules.call_counts.sharded == 6
+        rows, found = model(1000 * x)
+    expected_rows, expected = model(1000 * x)
+    assert torch.allclose(rows, expected_rows, rtol=1e-5)
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert found > 0
+    if instep.rank == 0:
+        assert "its output 2 of 2, a tensor of shape [], is not that" in log.getvalue()
+
+
+class Annealed(nn.Linear):
+    """A sum over rows whose weight the script raises from zero."""
+
+    weight_of_sum = 0.0
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return y, self.weight_of_sum * y.square().sum()
+
+
+@ranks(2)
+def test_a_sum_that_was_zero_is_joined_as_a_sum_later() -> None:
+    torch.manual_seed(0)
+    model, x = Annealed(4, 3), torch.randn(ROWS, 4)
+    with sharding():
+        for step in range(8):
+            model.weight_of_sum = max(step - 3, 0) / 10
+            found = model(x)[1]
+            expected = model.weight_of_sum * F.linear(x, model.weight, model.bias).square().sum()
+            assert torch.allclose(found, expected, rtol=1e-5)
+        assert modules.call_counts.whole == 0
+
+
+class Gated(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        return y - self.gate * y.softmax(0)
+
+
+@ranks(2)
+def test_what_training_shows_puts_evaluation_in_doubt() -> None:
+    """With a gate of zero only a gradient tells that rows depend on each other."""
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(ROWS, 4)
+    with sharding():
+        with torch.no_grad():
+            for _ in range(3):
+                model(x)
+        assert modules.call_counts.sharded == 3
+        model(x).sum().backward()
+        with torch.no_grad():
+            model.gate.fill_(0.5)
+            found = model(x)
+    assert torch.allclose(found, model(x), atol=1e-6)
+
+
+# ------------------------------------------------------- lengths that are those of a rank's rows
+
+
+class Masking(nn.Linear):
+    """Drops times of a (rows, times, features) batch, the same in all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * (torch.rand(x.shape[1], 1) < 0.7))
+
+
+@ranks(2, 3)
+def test_what_is_drawn_for_no_row_is_never_taken_for_rows() -> None:
+    lengths = (4, 9, 5, 7, 11, 3, 2, 6)  # more shapes than are compared, and 12 rows
+    torch.manual_seed(0)
+    model = Masking(4, 3)
+    inputs = [torch.randn(12, length, 4) for length in lengths]
+    torch.manual_seed(1)
+    with sharding():
+        found = [model(x) for x in inputs]
+        after = torch.rand(())
+        assert modules.call_counts.whole == 0
+    torch.manual_seed(1)
+    for x, output in zip(inputs, found, strict=True):
+        assert torch.allclose(output, model(x), atol=1e-6)
+    assert torch.equal(after, torch.rand(()))
+
+
+# ------------------------------------------------------------------------- one gradient of two
+
+
+class Added(nn.Module):
+    """Two parameters that are added up have one gradient; each is a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.second = (
+            nn.Parameter(torch.randn(600, 500) / 30) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.first + self.second)).tanh() + x @ self.between
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["unedited", "explicit"])
+def test_one_gradient_in_two_buckets_is_summed_once(door) -> None:
+    torch.manual_seed(0)
+    model, x = Added(), torch.randn(ROWS, 600)
+    twin = Added()
+    twin.load_state_dict(model.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INSTEP_BUCKET_MIB", "1")
+        if door == "explicit":
+            replica = instep.replicate(model)
+            replica(instep.shard(x)).square().mean().backward()
+        else:
+            with sharding():
+                for _ in range(3):
+                    model.zero_grad()
+                    model(x).square().mean().backward()
+                assert modules.call_counts.sharded == 3
+    twin(x).square().mean().backward()
+    for mine, expected in zip(gradients(model), gradients(twin), strict=True):
+        assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-8)
