@@ -452,7 +452,7 @@ def test_sampled_calls_are_few_and_those_with_means_more() -> None:
         plan = cast(
             ShardingPlan,
             types.SimpleNamespace(
-                has_reductions=has_sums, changes_attributes=False, is_proven=True
+                has_reductions=has_sums, changes_attributes=False, has_values=True
             ),
         )
         sampled = [

@@ -24,7 +24,7 @@ from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
 from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
-from instep.unedited.sharded_call.compare.zero_outputs import run_unproven
+from instep.unedited.sharded_call.compare.zero_outputs import run_with_zeros
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
@@ -49,7 +49,7 @@ from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
-_UNPROVEN_CALLS = 64
+_CALLS_WITH_ZEROS = 64
 """So many calls of which an output was zero so far are made anew where it no longer is."""
 _IDLE_CALLS = 256
 """After so many whole calls it is looked whether any other call still draws for the whole batch."""
@@ -177,7 +177,7 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         if entry.why_whole != _FEW_ROWS:
             temporary_modules.note(call.module, entry.why_whole)
         if entry.plan is not None and entry.plan.sums_without_rows is not None:
-            plan_cache.doubt_others(entry, call.module)
+            plan_cache.compare_others(entry, call.module)
     elif is_new or entry.is_sampled():
         entry.plan, output, entry.why_whole = verify_plan(call, entry.plan, group, gradients=is_new)
         if entry.why_whole and entry.last_compared + 1 < entry.calls:
@@ -192,13 +192,13 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             tuner.count(count_elements(call.leaves), sharded=False)
             _count_whole(call)
             return output
-    elif not entry.plan.is_proven and entry.calls <= _UNPROVEN_CALLS:
-        entry.plan, output, entry.why_whole = run_unproven(call, entry.plan, group)
+    elif not entry.plan.has_values and entry.calls <= _CALLS_WITH_ZEROS:
+        entry.plan, output, entry.why_whole = run_with_zeros(call, entry.plan, group)
     else:
         entry.plan, output = run_sharded(call, entry.plan, group)
     if entry.why_whole:
         entry.plan = None
-        plan_cache.doubt_others(entry, call.module)
+        plan_cache.compare_others(entry, call.module)
         _report_whole(call.module, entry.why_whole)
         _count_whole(call)
     else:

@@ -329,13 +329,13 @@ def _plan_output(
         )
     if in_cache and not whole.dim() and not whole.is_floating_point() and local.equal(whole):
         return OutputPlan("replicate")  # the length of a window, say; as a plain number would be
-    is_proven = has_values(whole)
+    had_values = has_values(whole)
     known = reference.known_outputs[k] if reference.known_outputs else None
     candidates = list(candidate_outputs(local, whole, region.blocks[0]))
     if known is not None:  # it is kept as long as it can be, and replaced if nothing has proven it
         like_known = [each for each in candidates if each == replace(known, is_lazy=False)]
-        candidates = like_known + [each for each in candidates if not known.is_proven]
-        is_proven |= known.is_proven
+        candidates = like_known + [each for each in candidates if not known.has_values]
+        had_values |= known.has_values
     for plan in candidates:
         joined = join_output(_detached(parts), plan, region)
         # A wrong mean may be near the right one: only rows are given the benefit of the doubt.
@@ -344,7 +344,7 @@ def _plan_output(
         else:
             matches = relative_error(joined, whole) <= output_tolerance(whole)
         if matches:
-            return replace(plan, is_proven=is_proven)
+            return replace(plan, has_values=had_values)
     which = f" {k + 1} of {len(reference.outputs)}" if len(reference.outputs) > 1 else ""
     shape = f"a tensor of shape {list(whole.shape)}"
     raise ShardedCallError(f"its output{which}, {shape}, is not that of the whole batch")

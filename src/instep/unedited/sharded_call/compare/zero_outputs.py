@@ -17,7 +17,7 @@ from instep.unedited.sharded_call.run.sharded_output import has_values
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 
-def run_unproven(
+def run_with_zeros(
     call: BoundCall, plan: ShardingPlan, group: ShardGroup
 ) -> tuple[ShardingPlan, Any, str]:
     """Make a planned call; if such an output is not zero any more, make it anew and compare it.
@@ -28,7 +28,7 @@ def run_unproven(
     planned, output = run_sharded(call, plan, group)
     outputs, _ = flatten(output)
     is_proof = any(
-        not how.is_proven and has_values(out)
+        not how.has_values and has_values(out)
         for out, how in zip(outputs, planned.outputs, strict=True)
     )
     if not any(group.transport.all_gather_object(is_proof)):

@@ -77,9 +77,9 @@ class _Items:
 
     def __init__(self, path: str, where: Any) -> None:
         self.key, self.where = (path, 0), where
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         self.length = len(self.where)
         is_short = self.length <= MAX_ITEMS and isinstance(self.where, list | deque)
         self.items = tuple(self.where) if is_short else ()
@@ -129,7 +129,7 @@ class AttributeChanges:
             found[_PARTS] = _OTHER_OBJECT
         for items in self._items:
             if items.has_changed():
-                items.look()
+                items.update()
                 found[*items.key, "items"] = _OTHER_OBJECT
         try:
             changed = [table for table in self._tables if table.has_changed()]

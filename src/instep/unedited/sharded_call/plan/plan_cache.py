@@ -164,7 +164,7 @@ class CacheEntry:
         """
         has_reductions = self.plan is not None and self.plan.has_reductions
         is_power = self.plan is not None and (
-            self.plan.changes_attributes or not self.plan.is_proven
+            self.plan.changes_attributes or not self.plan.has_values
         )
         return (
             self.calls in SAMPLED_CALLS
@@ -217,7 +217,7 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
     return entries[-1]
 
 
-def doubt_others(entry: CacheEntry, module: nn.Module) -> None:
+def compare_others(entry: CacheEntry, module: nn.Module) -> None:
     """Let the next calls with other keys be compared: of this one a comparison has failed."""
     for each in _entries.get(module, ()):
         each.is_in_doubt = each is not entry

@@ -26,7 +26,7 @@ class OutputPlan:
     """Whether one row of each sample comes after the other: (time x batch, ...)."""
     is_lazy: bool = False
     """Whether the rows stay on their ranks until the script looks at them, however few they are."""
-    is_proven: bool = field(default=True, compare=False)
+    has_values: bool = field(default=True, compare=False)
     """Whether it was compared when it was not all zeros."""
 
 
@@ -64,9 +64,9 @@ class ShardingPlan:
     since what they add up has no rows. None: all go over this rank's rows."""
 
     @property
-    def is_proven(self) -> bool:
+    def has_values(self) -> bool:
         """Whether each of its outputs is."""
-        return all(output.is_proven for output in self.outputs)
+        return all(output.has_values for output in self.outputs)
 
     def updated(self, later: ShardingPlan) -> ShardingPlan:
         """With what a later comparison of such a call has found."""
