@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import instep
 from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call.run import sharded_output
 from pool import ranks
 from sharded_training import sharding
 
@@ -275,3 +277,51 @@ def test_one_gradient_in_two_buckets_is_summed_once(door) -> None:
     twin(x).square().mean().backward()
     for mine, expected in zip(gradients(model), gradients(twin), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-8)
+
+
+# ---------------------------------------------------------- outputs that stay on their ranks
+
+
+@ranks(2)
+def test_weights_of_classes_are_told_from_rows_where_there_are_as_many() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, ROWS), torch.randn(ROWS, 4)
+    weight, y = torch.rand(ROWS) + 0.5, torch.arange(ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_output, "LARGE", 1)
+        with sharding():
+            scores = model(x)
+            assert isinstance(scores, sharded_output.ShardedOutput)
+            losses = [
+                F.cross_entropy(scores, y, weight),
+                F.binary_cross_entropy_with_logits(model(x), x.new_ones(ROWS, ROWS), weight),
+            ]
+    expected = [
+        F.cross_entropy(model(x), y, weight),
+        F.binary_cross_entropy_with_logits(model(x), x.new_ones(ROWS, ROWS), weight),
+    ]
+    assert torch.allclose(torch.stack(losses), torch.stack(expected), rtol=1e-5)
+
+
+@ranks(2)
+def test_a_thread_of_the_script_reads_an_output_while_the_main_thread_goes_on() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(ROWS, 4)
+    found: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(sharded_output, "LARGE", 1)
+        with sharding():
+            first, second = model(x), model(2 * x)
+            threads = [
+                threading.Thread(target=lambda out=out: found.append(out + 0))
+                for out in (first, second)
+            ]
+            for thread in threads[:: 1 if instep.rank else -1]:  # in no common order
+                thread.start()
+            third = model(3 * x) + 0
+            for thread in threads:
+                thread.join()
+    assert torch.allclose(third, model(3 * x), atol=1e-6)
+    sums = sorted(each.sum().item() for each in found)
+    expected = sorted(model(k * x).sum().item() for k in (1, 2))
+    assert sums == pytest.approx(expected, rel=1e-4)

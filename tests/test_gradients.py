@@ -1,6 +1,8 @@
 """`.grad` is what it is in one process, however gradients travel."""
 
+import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from instep.compat.apex.parallel import DistributedDataParallel
 from instep.distributed.communication.transport import get_transport
 from instep.errors import MixedSumsError, TrainingError
 from oracle import compare
-from pool import run, talking_over
+from pool import ranks, run, talking_over
 from test_training import accumulating, branching, classify
 
 pytestmark = pytest.mark.slow
@@ -410,3 +412,25 @@ def differ_by_rank(tensor):
 @pytest.mark.parametrize("resumes_at", [None, 0])
 def test_accumulate_has_the_gradients_of_one_process(resumes_at):
     same_on_one_rank(accumulated, resumes_at)
+
+
+@ranks(1, 2, 3)
+def test_a_backward_that_sums_does_so_for_all_that_accumulated_before():
+    """Also for replicas that it does not reach."""
+    torch.manual_seed(0)
+    body, first, second = (nn.Linear(3, 3) for _ in range(3))
+    twins = [copy.deepcopy(each) for each in (body, first, second)]
+    x, y = torch.randn(6, 3), torch.randn(6, 3)
+
+    def add_up(body, first, second, shard, accumulating):
+        for _ in range(2):
+            with accumulating():
+                first(body(shard(x))).square().mean().backward()
+            second(body(shard(y))).square().mean().backward()
+
+    replicas = [instep.replicate(each) for each in (body, first, second)]
+    add_up(*replicas, instep.shard, instep.no_sync)
+    add_up(*twins, lambda batch: batch, nullcontext)
+    for one, other in zip(replicas, twins, strict=True):
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)

@@ -215,3 +215,26 @@ def test_samples_in_memory_have_nothing_random_in_a_part_of_them_either():
 
     assert is_deterministic(Subset(Subset(numbers(4), [0, 1]), [1]))
     assert not is_deterministic(Subset(Random(), [0]))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("of", ["torch", "generator", "sliced"])
+def test_a_look_at_some_batches_on_one_rank_leaves_all_ranks_in_one_order(of):
+    data = TensorDataset(torch.arange(12.0).view(12, 1))
+    generator = torch.Generator().manual_seed(3) if of == "generator" else None
+    whole = DataLoader(data, 4, shuffle=True, generator=generator)
+    loader = instep.shard(list(whole) if of == "sliced" else whole)
+    model = instep.replicate(nn.Linear(1, 1))
+
+    def look():
+        if instep.rank == 0:
+            with torch.no_grad():
+                next(iter(loader))
+
+    for _ in range(3):
+        look()
+        seen = []
+        for (x,) in loader:
+            seen += x.flatten().tolist()
+            model(x).sum().backward()
+        assert sorted(chain.from_iterable(instep.all_gather_object(seen))) == list(range(12))

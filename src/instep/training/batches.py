@@ -228,6 +228,7 @@ _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
 _requests = 0
+_steps = 0
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
@@ -256,7 +257,14 @@ def register_end(tracker: BatchTracker) -> None:
 
 def end_step() -> None:
     """A backward has ended."""
+    global _steps
+    _steps += 1
     _manual.end_step()
+
+
+def count_steps() -> int:
+    """How many backwards have ended."""
+    return _steps
 
 
 def reset() -> None:

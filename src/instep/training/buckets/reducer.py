@@ -50,6 +50,9 @@ a script has that trains two of them by turns. Each set has flat tensors as larg
 gradients."""
 
 _current: BackwardState | None = None
+_unfinished: dict[Reducer, None] = {}
+"""Those with parts of sums that are still to be made: the next backward that sums makes them,
+whether it reaches their parameters or not."""
 _reducer_numbers = count()
 """All ranks make their reducers in the same order."""
 
@@ -66,6 +69,9 @@ def reduce_during_backward(backward: BackwardState) -> Iterator[None]:
     _current = backward
     try:
         yield
+        if backward.sync:
+            for reducer in sorted(_unfinished, key=lambda each: each.number):
+                reducer.join(backward)
         for reducer in backward.reducers:
             reducer.finish()
     finally:
@@ -110,7 +116,8 @@ class Reducer:
         # bucket is full depends on which parameters this rank has used.
         self._bucket_transport = overlap_group(transport)
         self._compression = compression
-        self._number = next(_reducer_numbers)
+        self.number = next(_reducer_numbers)
+        """Equal on all ranks."""
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
         self._bucket_sets: dict[tuple[object, ...], _BucketSet] = {}
@@ -129,12 +136,16 @@ class Reducer:
             reducer_of[parameter] = self
             self._hooks.append(_Hook(self, index, parameter))
 
+    def join(self, backward: BackwardState) -> None:
+        """Take part in this backward."""
+        if self not in backward.reducers:
+            backward.reducers[self] = None
+            self._choose_buckets()
+
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
         """Autograd calls this with a parameter's gradient of this backward."""
         assert _current is not None
-        if self not in _current.reducers:
-            _current.reducers[self] = None
-            self._choose_buckets()
+        self.join(_current)
         if _current.is_placeholder:
             grad = torch.zeros_like(grad)
         if not _current.sync:
@@ -169,6 +180,7 @@ class Reducer:
             bucket.wait()
             bucket.write_grads(skip=self._reduced)
         self._partial.clear()
+        _unfinished.pop(self, None)
 
     def reset(self) -> None:
         """Forget this backward."""
@@ -209,7 +221,7 @@ class Reducer:
         for layout in plan_tensors(trained):
             members = {slot.index: trained[slot.index] for slot in layout.slots}
             codec = make_codec(layout, members, self._compression)
-            ids = (self._number, *members)
+            ids = (self.number, *members)
             bucket = make_bucket(layout, members, self._bucket_transport, ids, codec)
             buckets.append(bucket)
             bucket.title = f"gradients, bucket {len(buckets)}"
@@ -227,7 +239,7 @@ class Reducer:
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return all_reduce_sparse(grad)
-        checksum = bucket_checksum(grad, self._number, index)
+        checksum = bucket_checksum(grad, self.number, index)
         flat = torch.cat([grad.reshape(-1), checksum])
         self.transport.all_reduce(as_real(flat), "sum").wait()
         self._checksums[index] = flat[-LENGTH:]
@@ -244,6 +256,7 @@ class Reducer:
 
         The sum that was there is the same on all ranks, so an N-th of it is this rank's part.
         """
+        _unfinished[self] = None
         if index not in self._partial:
             self._partial.add(index)
             grad = self._parameters[index].grad

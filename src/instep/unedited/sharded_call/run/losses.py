@@ -126,10 +126,10 @@ class _LossCall:
                 local[name] = value.local
             elif not isinstance(value, Tensor):
                 local[name] = value
+            elif name in _PER_CLASS and value.dim() < output.dim():
+                local[name] = value  # also where there are as many classes as rows
             elif value.dim() and value.shape[0] == output.shape[0]:
                 (local[name],) = scatter_to_region(value, [output.block], 0, output.group)
-            elif name in _PER_CLASS:
-                local[name] = value
             else:
                 return None
         return local

@@ -7,13 +7,16 @@ like any other: the first operation on it gathers the rows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.thread_channel import ThreadChannel
 from instep.process.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -23,6 +26,9 @@ from instep.training.blocks import Block
 from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
+_FIRST_CHANNEL, _CHANNELS = 1 << 20, 1 << 20
+"""The tags of messages between threads; those below are of loaders."""
+_numbers = count()
 LARGE = 2**20
 """Bytes of a whole output from which on gathering it costs more than the two messages that a loss
 over rows needs."""
@@ -37,6 +43,8 @@ class ShardedOutput(Tensor):
     group: ShardGroup
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
+    number: int
+    """Equal on all ranks: all make these tensors in the same order."""
 
     @staticmethod
     def of(local: Tensor, block: Block, group: ShardGroup) -> ShardedOutput:
@@ -47,10 +55,19 @@ class ShardedOutput(Tensor):
 
     def full_tensor(self) -> Tensor:
         """All rows. Collective, the first time."""
+        if self.full is None and threading.current_thread() is not threading.main_thread():
+            return self._full_in_thread()
         if self.full is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self.full = apply(_FullTensor, self)
         return self.full
+
+    def _full_in_thread(self) -> Tensor:
+        """All rows, for a thread of the script's that reads them on every rank while the main
+        threads go on: in messages of their own, and without a gradient."""
+        channel = ThreadChannel(_FIRST_CHANNEL + self.number)
+        parts = channel.all_gather_object(self.local.detach().cpu())
+        return torch.cat(parts).to(self.local.device)
 
     def is_aligned_with(self, other: ShardedOutput) -> bool:
         """Whether both are still on their ranks, row by row."""
@@ -95,6 +112,7 @@ class _Shard(torch.autograd.Function):
             device=local.device,
         )
         output.local, output.block, output.group, output.full = local, block, group, None
+        output.number = next(_numbers) % _CHANNELS
         return output
 
     @staticmethod
