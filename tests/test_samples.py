@@ -20,7 +20,7 @@ from instep.unedited.data.batch_exchange import (
     _with_rows_in_order,
 )
 from instep.unedited.data.exchange_policy import ExchangePolicy, is_exchange_faster
-from instep.unedited.data.generators import find_generator
+from instep.unedited.data.generators import find_generator, may_set_generator
 from instep.unedited.data.packed_samples import CannotPackError, pack, unpack
 from instep.unedited.data.row_loading import LoadedRows
 
@@ -253,6 +253,17 @@ class Drawing:
         return _module_rng.random()
 
 
+class OfClass:
+    rng = np.random.default_rng(0)
+
+
+sample_schema.rng = random.Random(0)
+
+
+def draws_from_another_module(x):
+    return x + sample_schema.rng.random()
+
+
 @pytest.mark.parametrize(
     ("dataset", "where"),
     [
@@ -270,6 +281,8 @@ class Drawing:
         (Holding(draw=functools.partial(max, random.Random(0))), "self.draw[0]"),
         (Holding(draw=functools.partial(max, key=random.Random(0))), "self.draw['key']"),
         (Drawing(), "_module_rng"),
+        (OfClass(), "self.rng"),
+        (Holding(transform=draws_from_another_module), "sample_schema.rng"),
         (Holding(rng=torch.default_generator, other=random._inst), None),
         (Holding(draw=not_yet_bound(), x=torch.ones(2), kind=Drawing, module=random), None),
         (Holding(long=[*range(16), random.Random(0)]), None),
@@ -279,6 +292,21 @@ class Drawing:
 )
 def test_a_generator_of_a_data_sets_own_is_found(dataset, where):
     assert find_generator(dataset) == where
+
+
+def give_generator(worker):
+    torch.utils.data.get_worker_info().dataset.rng = np.random.default_rng(worker)
+
+
+def seed(worker):
+    np.random.seed(worker)
+
+
+def test_what_may_give_a_workers_data_set_a_generator():
+    assert may_set_generator(give_generator)
+    assert may_set_generator(functools.partial(give_generator))
+    assert not may_set_generator(seed)
+    assert not may_set_generator(None)
 
 
 def test_a_data_set_that_holds_itself_is_looked_at_once():

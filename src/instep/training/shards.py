@@ -198,7 +198,7 @@ class ShardedLoader(DataLoader[T]):
                 self.generator.set_state(self._position.generator_state)
             return self._position, RNGStates.capture()
         last, epoch = self._position, self._position.epoch + 1
-        if last.was_only_looked_at:
+        if last.is_unused:
             epoch = last.epoch
             if self.generator is not None and last.generator_state is not None:
                 self.generator.set_state(last.generator_state)

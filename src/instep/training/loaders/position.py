@@ -28,7 +28,7 @@ class LoaderPosition:
     """How many backwards there were when it began."""
 
     @property
-    def was_only_looked_at(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether a loop has left the epoch before its end, and no backward came in between.
 
         Then the next loop begins the same epoch, so that a look at some batches on one rank

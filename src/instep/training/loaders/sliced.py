@@ -63,7 +63,7 @@ class SlicedLoader(Generic[T]):
             position = LoaderPosition(self._position.epoch)
         elif resumed is None:
             epoch = self._position.epoch + 1
-            if self._position.was_only_looked_at:
+            if self._position.is_unused:
                 epoch = self._position.epoch
                 set_states(self._whole, self._begin)
             position = self._position = LoaderPosition(epoch, 0, 0, False)

@@ -50,6 +50,13 @@ def find_generator(dataset: object) -> str | None:
     return None
 
 
+def may_set_generator(init: object) -> bool:
+    """Whether a worker_init_fn may give the data set of a worker a generator of its own, as in
+    `get_worker_info().dataset.rng = default_rng(seed)`."""
+    code = getattr(getattr(init, "func", init), "__code__", None)
+    return code is not None and "dataset" in code.co_names
+
+
 def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The objects that a value refers to, by name."""
     if isinstance(value, dict):
@@ -66,23 +73,32 @@ def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type | types.ModuleType | np.ndarray | torch.Tensor):
         attributes: Iterable[tuple[str, Any]] = getattr(value, "__dict__", {}).items()
         yield from ((f"{name}.{key}", entry) for key, entry in attributes)
-        yield from _methods(name, type(value))
+        yield from _of_class(name, type(value))
 
 
-def _methods(name: str, type_: type) -> Iterator[tuple[str, Any]]:
-    """The methods of the user's classes; those of libraries use no generator of the user's."""
+def _of_class(name: str, type_: type) -> Iterator[tuple[str, Any]]:
+    """The methods and generators of the user's classes; those of libraries use none of these."""
     for base in type_.__mro__:
-        if base.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "random"):
+        if _is_of_user(base.__module__):
             for key, entry in vars(base).items():
-                if isinstance(entry, types.FunctionType):
+                if isinstance(entry, (types.FunctionType, *_GENERATORS)):
                     yield f"{name}.{key}", entry
 
 
+def _is_of_user(module: str) -> bool:
+    return module.partition(".")[0] not in ("builtins", "torch", "numpy", "random")
+
+
 def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables that a function's code names."""
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    """The globals, attributes of global modules, and closure variables that a function names."""
+    names = function.__code__.co_names
+    for name in names:
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, types.ModuleType) and _is_of_user(value.__name__):
+            yield from ((f"{name}.{key}", vars(value)[key]) for key in names if key in vars(value))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield name, cell.cell_contents

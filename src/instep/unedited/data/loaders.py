@@ -34,7 +34,7 @@ from instep.unedited.data.batch_exchange import (
     finish_exchange,
 )
 from instep.unedited.data.exchange_policy import ExchangePolicy
-from instep.unedited.data.generators import find_generator
+from instep.unedited.data.generators import find_generator, may_set_generator
 from instep.unedited.data.row_loading import (
     LoadedRows,
     LoadedSamples,
@@ -146,6 +146,8 @@ def _has_generator(loader: DataLoader[Any]) -> bool:
     known.passes += 1
     if not known.passes & (known.passes - 1):
         known.generator = find_generator(loader.dataset)
+    if loader.num_workers and may_set_generator(loader.worker_init_fn):
+        known.generator = known.generator or "which worker_init_fn may make"
     if known.generator:
         where = f"a generator of its own ({known.generator})"
         _warn(loader, f"each rank loads all of it: it draws from {where}.")
