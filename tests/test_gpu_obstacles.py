@@ -152,10 +152,11 @@ def counted(model: nn.Module, x: Tensor) -> tuple[Any, Tensor, list[int]]:
 @pytest.mark.parametrize(
     ("has_loss", "on_accelerator", "expected"),
     [
-        (False, False, [0, 1]),
-        (False, True, [0, 0]),
-        (True, False, [0, 1, 2, 3]),
-        (True, True, [0, 0, 1, 1]),  # that of this rank's rows, beside the trial of other values
+        # The whole forward, the one that tells what is drawn, and that of this rank's rows.
+        (False, False, [0, 1, 1]),
+        (False, True, [0, 0, 0]),
+        (True, False, [0, 1, 1, 2, 3]),
+        (True, True, [0, 0, 0, 1, 1]),  # that of this rank's rows, beside the trial of other values
     ],
 )
 def test_on_an_accelerator_a_trial_begins_without_the_graph_of_the_whole_forward(

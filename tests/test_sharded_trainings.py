@@ -526,6 +526,60 @@ def hooks_on_gradients(log: Log) -> None:
 
 
 @sharded
+def hooks_on_gradients_that_come_after_the_forward(log: Log) -> None:
+    model, engine = mlp(), torch.autograd.Variable._execution_engine
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        handles = [p.register_hook(lambda g: g.clamp(-0.01, 0.01)) for p in model[0].parameters()]
+        loss.register_hook(lambda _: engine.queue_callback(remove))
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return loss
+
+    train(log, model, step)
+
+
+class Experts(nn.Module):
+    """An expert sees the rows of one sign, and is not called where there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 3)
+        for k, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == k).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+@sharded
+def hooks_on_gradients_of_experts_that_some_ranks_do_not_call(log: Log) -> None:
+    model = Experts()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g.clamp(-0.05, 0.05))
+    train(log, model, lambda x, y: F.cross_entropy(model(x[x[:, 0].argsort()]), y))
+
+
+@sharded
+def gradients_of_experts_that_the_script_asks_for(log: Log) -> None:
+    model = Experts()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x[x[:, 0].argsort()]), y)
+        slopes = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+        return loss + 0.1 * sum(slope.square().sum() for slope in slopes)
+
+    train(log, model, step)
+
+
+@sharded
 def sparse_embedding(log: Log) -> None:
     table = nn.Embedding(6, 3, sparse=True).double()
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 
 import instep
-from instep.errors import CannotShardError, ShardedTwiceError
+from instep.errors import CannotShardError, DriftError, ShardedTwiceError
 from instep.training.random_streams import is_deterministic
 from pool import ranks, run
 
@@ -217,24 +218,49 @@ def test_samples_in_memory_have_nothing_random_in_a_part_of_them_either():
     assert not is_deterministic(Subset(Random(), [0]))
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("of", ["torch", "generator", "sliced"])
-def test_a_look_at_some_batches_on_one_rank_leaves_all_ranks_in_one_order(of):
+@ranks(2)
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_a_loader_that_only_one_rank_has_looked_at_is_an_error(is_sliced):
+    """It would be in another order there in each epoch that follows."""
     data = TensorDataset(torch.arange(12.0).view(12, 1))
-    generator = torch.Generator().manual_seed(3) if of == "generator" else None
-    whole = DataLoader(data, 4, shuffle=True, generator=generator)
-    loader = instep.shard(list(whole) if of == "sliced" else whole)
+    whole = DataLoader(
+        Streaming(data) if is_sliced else data, 2, shuffle=None if is_sliced else True
+    )
+    loader = instep.shard(whole)
     model = instep.replicate(nn.Linear(1, 1))
+    if instep.rank == 0:
+        with torch.no_grad():
+            next(iter(loader))
+    with pytest.raises(DriftError, match=r"different epochs of a loader .rank 0: 2; rank 1: 1"):
+        train_an_epoch(model, loader)
 
-    def look():
-        if instep.rank == 0:
-            with torch.no_grad():
-                next(iter(loader))
 
-    for _ in range(3):
-        look()
-        seen = []
-        for (x,) in loader:
-            seen += x.flatten().tolist()
-            model(x).sum().backward()
-        assert sorted(chain.from_iterable(instep.all_gather_object(seen))) == list(range(12))
+class Streaming(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def train_an_epoch(model, loader):
+    for batch in loader:
+        model(batch[0]).sum().backward()
+
+
+@ranks(2)
+def test_strings_and_arrays_of_a_batch_are_cut_as_its_tensors_are():
+    rows = torch.arange(5)
+    batch = {
+        "x": rows,
+        "names": ("a", "b", "c", "d", "e"),
+        "array": rows.numpy(),
+        "of the batch": (5, np.zeros(2), "train"),
+    }
+    shard = instep.shard(batch)
+    block = range(*((0, 2) if instep.rank == 0 else (2, 5)))
+    assert shard["x"].tolist() == shard["array"].tolist() == list(block)
+    assert shard["names"] == tuple("abcde"[k] for k in block)
+    assert shard["of the batch"][0] == 5
+    assert shard["of the batch"][1].shape == (2,)
+    assert shard["of the batch"][2] == "train"

@@ -228,7 +228,7 @@ _trackers: list[BatchTracker] = []
 """Those of iterators that a loop may be using; the one of the last request comes last."""
 _manual = ManualBatchTracker()
 _requests = 0
-_steps = 0
+_epoch = 0
 
 
 def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
@@ -257,14 +257,20 @@ def register_end(tracker: BatchTracker) -> None:
 
 def end_step() -> None:
     """A backward has ended."""
-    global _steps
-    _steps += 1
     _manual.end_step()
 
 
-def count_steps() -> int:
-    """How many backwards have ended."""
-    return _steps
+def note_epoch(epoch: int) -> None:
+    """A loop takes a batch of this epoch of its loader."""
+    global _epoch
+    if torch.is_grad_enabled() and threading.current_thread() is threading.main_thread():
+        _epoch = epoch
+
+
+def last_epoch() -> int:
+    """That of the last batch that the main thread has taken for training; equal on ranks in
+    step."""
+    return _epoch
 
 
 def reset() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from instep.process.torch_private import tree_leaves, tree_map
@@ -81,7 +82,8 @@ def count_rows(batch: object) -> int:
 
 
 def slice_rows(batch: T, block: Block) -> T:
-    """A block's rows of every tensor, as views, and of every list with an entry for each row."""
+    """A block's rows of every tensor, as views; and of every list, NumPy array and tuple of strings
+    with an entry for each row."""
 
     def local_rows(node: Any) -> Any:
         if isinstance(node, Tensor):
@@ -89,7 +91,10 @@ def slice_rows(batch: T, block: Block) -> T:
         return block.slice(node)
 
     def has_rows(node: Any) -> bool:
-        entries = isinstance(node, list) and len(node) == block.total
+        if isinstance(node, np.ndarray):
+            return node.ndim > 0 and len(node) == block.total
+        is_column = type(node) is tuple and all(isinstance(entry, str) for entry in node)
+        entries = (isinstance(node, list) or is_column) and len(node) == block.total
         return isinstance(node, Tensor) or (entries and not tensor_leaves(node))
 
     local: T = tree_map(

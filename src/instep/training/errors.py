@@ -108,6 +108,16 @@ class DriftError(TrainingError):
         )
 
     @classmethod
+    def of_epochs(cls, groups: Mapping[int, Sequence[int]], since: tuple[int, int]) -> DriftError:
+        """Of the epochs of a loader; `groups`: the ranks in each of them."""
+        shown = "; ".join(f"{format_ranks(ranks)}: {epoch + 1}" for epoch, ranks in groups.items())
+        return cls(
+            f"the ranks are in different epochs of a loader ({shown}), {_since(since)}: each has "
+            "another order of samples. Some ranks only have begun to iterate over it, as by "
+            "next(iter(loader)); do that on every rank, or on none."
+        )
+
+    @classmethod
     def of_tensor(
         cls,
         name: str,

@@ -243,7 +243,7 @@ def _end_checks(state: BackwardState) -> None:
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
         if check is not None:
-            check.end_backward(batches.count_requests())
+            check.end_backward(batches.count_requests(), batches.last_epoch())
     if state.finite_check is not None:
         state.finite_check.end(checks)
 

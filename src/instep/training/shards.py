@@ -197,13 +197,8 @@ class ShardedLoader(DataLoader[T]):
             if self.generator is not None and self._position.generator_state is not None:
                 self.generator.set_state(self._position.generator_state)
             return self._position, RNGStates.capture()
-        last, epoch = self._position, self._position.epoch + 1
-        if last.is_unused:
-            epoch = last.epoch
-            if self.generator is not None and last.generator_state is not None:
-                self.generator.set_state(last.generator_state)
         state = None if self.generator is None else self.generator.get_state()
-        self._position = LoaderPosition(epoch, 0, 0, False, state)
+        self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False, state)
         return self._position, None
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from instep.training.batches import count_steps
+from instep.training.batches import note_epoch
 from instep.training.errors import OtherDataError
 
 
@@ -24,20 +24,10 @@ class LoaderPosition:
     """Whether the loop has come to the end of the epoch, or none has begun."""
     generator_state: Tensor | None = None
     """Of the loader's own generator, before the epoch."""
-    steps_before: int = field(default_factory=count_steps)
-    """How many backwards there were when it began."""
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether a loop has left the epoch before its end, and no backward came in between.
-
-        Then the next loop begins the same epoch, so that a look at some batches on one rank
-        (`next(iter(loader))`) leaves the ranks in one order.
-        """
-        return not self.has_ended and self.steps_before == count_steps()
 
     def count(self, samples: int) -> None:
         """The loop has taken a batch."""
+        note_epoch(self.epoch)
         self.batches += 1
         self.samples += samples
 

@@ -62,11 +62,7 @@ class SlicedLoader(Generic[T]):
         if in_scope:
             position = LoaderPosition(self._position.epoch)
         elif resumed is None:
-            epoch = self._position.epoch + 1
-            if self._position.is_unused:
-                epoch = self._position.epoch
-                set_states(self._whole, self._begin)
-            position = self._position = LoaderPosition(epoch, 0, 0, False)
+            position = self._position = LoaderPosition(self._position.epoch + 1, 0, 0, False)
         else:
             position = self._position
         if torch.is_grad_enabled():

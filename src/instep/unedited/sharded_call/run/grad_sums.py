@@ -188,8 +188,12 @@ def _type_of(parameter: Tensor) -> tuple[object, ...]:
 def _is_reduced_now(parameter: Tensor) -> bool:
     """Whether its gradient is summed at once: the script's hooks must see the sum, and so must
     the tensors from which the script has computed the parameter (torch.func.functional_call)."""
-    hooks: Any = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return bool(hooks) or not parameter.is_leaf or (len(_sparse) > 0 and parameter in _sparse)
+    is_sparse = len(_sparse) > 0 and parameter in _sparse
+    return _has_hooks(parameter) or not parameter.is_leaf or is_sparse
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class _Alias(torch.autograd.Function):
@@ -213,16 +217,23 @@ class _Alias(torch.autograd.Function):
         if ctx.group.is_virtual:
             return None, None, None, None, *_sum_shards(ctx, grads)
         if backward is None or not backward.accepts(ctx.bucket):
-            return None, None, None, None, *_reduce_now(grads, ctx.group)
-        sparse: list[Tensor | None] = [None] * len(grads)
+            own = _with_zeros(grads, ctx.parameters, ctx.group)
+            return None, None, None, None, *_reduce_now(own, ctx.group)
+        sums: list[Tensor | None] = [None] * len(grads)
+        hooked = list(map(_has_hooks, ctx.parameters))  # by now: the forward saw none
+        if any(hooked):
+            own = [grad if late else None for grad, late in zip(grads, hooked, strict=True)]
+            sums = _reduce_now(_with_zeros(own, ctx.parameters, ctx.group), ctx.group)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
-            if grad is not None and grad.is_sparse:
-                sparse[k] = all_reduce_sparse(grad)
+            if grad is None or hooked[k]:
+                continue
+            if grad.is_sparse:
+                sums[k] = all_reduce_sparse(grad)
                 _sparse[ctx.parameters[k]] = True
-            elif grad is not None:
+            else:
                 ctx.bucket.add(index, grad)
         backward.finish_call(ctx.bucket)
-        return None, None, None, None, *sparse
+        return None, None, None, None, *sums
 
 
 def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -235,6 +246,23 @@ def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]
         before = results[k]
         results[k] = gradient if before is None else before + gradient
     return results
+
+
+def _with_zeros(
+    grads: Sequence[Tensor | None], parameters: Sequence[Tensor], group: ShardGroup
+) -> Sequence[Tensor | None]:
+    """This rank's gradients; zeros where only other ranks have one, as those of an expert to whom
+    none of this rank's rows goes. Collective. On accelerators, where it would have to wait for
+    them, as they are."""
+    if group.transport.control_device.type != "cpu":
+        return grads
+    has = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device="cpu")
+    own = has.clone()
+    group.transport.all_reduce(has, "max").wait()
+    if torch.equal(own, has):
+        return grads
+    pairs = zip(grads, parameters, has.tolist(), strict=True)
+    return [torch.zeros_like(p) if grad is None and any_ else grad for grad, p, any_ in pairs]
 
 
 def _without_gaps(
