@@ -603,7 +603,10 @@ def test_a_job_that_ends_its_ranks_by_sigterm_has_killed_none(launch: Launch) ->
     script = launch.script("""
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if rank == 0:
+            while not os.path.exists("rank1_is_ready"):
+                pass
             raise ConnectionError("connection closed by peer")
+        open("rank1_is_ready", "w").close()
         forever()
     """)
     result = launch.run("-n", 2, script)

@@ -137,7 +137,9 @@ class _Mapping:
         reserved = _map(None, around, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
         self.address = round_up(reserved, HUGE_PAGE)
         self.buffer = (ctypes.c_char * size).from_address(self.address)
-        weakref.finalize(self.buffer, _libc.munmap, reserved, around).atexit = False
+        self._reserved = reserved, around
+        self._unmap = weakref.finalize(self.buffer, _libc.munmap, reserved, around)
+        self._unmap.atexit = False
         self.map(flags, descriptor)
 
     def map(self, flags: int, descriptor: int) -> None:
@@ -148,6 +150,11 @@ class _Mapping:
         """Map the pages of another mapping of this size here, and no longer there."""
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
         _check(_libc.mremap(other.address, self._size, self._size, flags, self.address))
+        start, around = other._reserved  # what is between its ends may be somebody else's by now
+        stop = other.address + self._size
+        other._unmap.detach()
+        _libc.munmap(start, other.address - start)
+        _libc.munmap(stop, start + around - stop)
 
     def advise(self, advice: int) -> None:
         """madvise(2), as far as the kernel knows this advice."""
