@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import instep
 from instep.errors import (
     DisagreementError,
+    InstepWarning,
     MixedBatchesError,
     ReplicatedTwiceError,
     TrainingError,
@@ -374,3 +376,17 @@ def test_a_hook_of_the_users_that_raises_before_an_inner_call_leaves_the_outer_c
     torch.testing.assert_close(model.scale.weight.grad, data.mean(0, keepdim=True))
     with pytest.raises(ValueError, match="of the user's"):
         inner(data)
+
+
+@ranks(2)
+def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
+    model = instep.replicate(nn.Linear(3, 3))
+    copied, x = copy.deepcopy(model), instep.shard(torch.randn(6, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            copied(x)
+        copied.eval()(x)
+        copied.train()(torch.randn(6, 3))  # the same on all ranks, for all that is known
+    with pytest.warns(InstepWarning, match=r"a copy of a replicated Linear .* \[INS708\]"):
+        copied(x)

@@ -123,6 +123,22 @@ since each rank has one device. Leave it out.""",
         of_python=True,
     ),
     RunWarning(
+        "INS708",
+        "copy-trains-alone",
+        "A copy of a replicated model is trained, and is no replica.",
+        """\
+`copy.deepcopy(model)`, or a pickled model that is loaded again, is an ordinary module: its
+gradients are those of this rank's rows, and its parameters become different on each rank. A copy
+that is only evaluated (a moving average, a teacher) is no cause for the warning.
+
+To train the copy, replicate it, too:
+
+```python
+copy = instep.replicate(copy.deepcopy(model))
+```""",
+        of_python=True,
+    ),
+    RunWarning(
         "INS711",
         "computed-whole",
         "Every rank computes a module's whole batch.",

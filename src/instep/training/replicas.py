@@ -29,7 +29,8 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
-from instep.training.batches import find_candidates
+from instep.training.batches import find_candidates, is_registered
+from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
 from instep.training.draws import functions
@@ -80,6 +81,8 @@ class Replica:
 
 _replica_of: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
 """Replicated models, without their parts."""
+_copies: set[type] = set()
+"""The classes of which a copy that trains was found."""
 copy_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to the float32 copies of parameters in half precision, by these."""
 _statistics_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -231,6 +234,23 @@ def _warn_of_draws(
         )
 
 
+def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn once of a class whose copy trains on this rank's share of a batch."""
+    if type(module) in _copies or not (module.training and torch.is_grad_enabled()):
+        return
+    if not any(is_registered(leaf) for leaf in tensor_leaves((args, kwargs))):
+        return
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        _copies.add(type(module))
+        warnings.warn(
+            f"a copy of a replicated {type(module).__name__} is called for training with this "
+            "rank's share of a batch. It is no replica: its gradients stay this rank's own. Call "
+            "instep.replicate(copy). [INS708]",
+            InstepWarning,
+            stacklevel=2,
+        )
+
+
 # Hooks are functions of this module that look up the replica: a deep copy or an unpickled model
 # has these hooks and is not a replica.
 
@@ -239,6 +259,7 @@ def _warn_of_draws(
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     replica = _replica_of.get(module)
     if replica is None:
+        _look_at_copy(module, args, kwargs)
         return
     if module.training and is_capturing_graph():
         raise CapturedStepError(type(module).__name__)

@@ -48,17 +48,8 @@ class GradientCheck:
         Raises DriftError on every rank. A difference that rounding explains is none.
         """
         self._step += 1
-        if is_due(self._step, int(settings.DRIFT_STEPS)):
-            self._compare(parameters, gradients, options, transport)
-            self._same_at = self._step
-
-    def _compare(
-        self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        options: Mapping[str, object],
-        transport: Transport,
-    ) -> None:
+        if not is_due(self._step, int(settings.DRIFT_STEPS)):
+            return
         compared = {
             place: gradient
             for place, gradient in enumerate(gradients)
@@ -68,29 +59,44 @@ class GradientCheck:
         texts = {name: repr(value) for name, value in sorted(options.items())}
         code = crc32(repr((list(compared), texts)).encode())
         mine = torch.tensor([combine(sums), code], device="cpu").to(transport.control_device)
-        if all(torch.equal(theirs, mine) for theirs in transport.all_gather(mine)):
-            return
-        since = (max(self._same_at, 1), self._step)
-        rows = dict(zip(compared, sums.tolist(), strict=True))
-        of_ranks: list[tuple[dict[int, int], dict[str, str]]]
-        of_ranks = transport.all_gather_object((rows, texts))
-        for name in texts:
-            values = [theirs.get(name) for _, theirs in of_ranks]
-            if len({*values}) > 1:
-                raise DriftError.of_option(f"{name} of an optimizer", by_value(values), since)
-        found = []
-        for place in sorted({place for theirs, _ in of_ranks for place in theirs}):
-            ways = [theirs.get(place) for theirs, _ in of_ranks]
-            if len({*ways}) == 1:
-                continue
-            name = f"the gradient of {name_of(parameters[place])}"
-            if None in ways:
-                shown = ["missing" if way is None else "there" for way in ways]
-                raise DriftError.of_option(name, by_value(shown), since)
-            gradient = compared[place]
-            largest, difference = measure_difference(gradient, transport)
-            if not is_rounding(gradient.dtype, largest, difference):
-                found.append((name, by_value(ways), difference))
-        if found:
-            (name, groups, difference), *others = found
-            raise DriftError.of_tensor(name, groups, since, difference, len(others))
+        if any(not torch.equal(theirs, mine) for theirs in transport.all_gather(mine)):
+            rows = dict(zip(compared, sums.tolist(), strict=True))
+            since = (max(self._same_at, 1), self._step)
+            _check_options(transport.all_gather_object(texts), since)
+            _check_gradients(
+                parameters, compared, transport.all_gather_object(rows), since, transport
+            )
+        self._same_at = self._step
+
+
+def _check_options(of_ranks: Sequence[Mapping[str, str]], since: tuple[int, int]) -> None:
+    for name in of_ranks[0]:
+        values = [theirs.get(name, "none") for theirs in of_ranks]
+        if len({*values}) > 1:
+            raise DriftError.of_option(f"{name} of an optimizer", by_value(values), since)
+
+
+def _check_gradients(
+    parameters: Sequence[Tensor],
+    compared: Mapping[int, Tensor],
+    of_ranks: Sequence[Mapping[int, int]],
+    since: tuple[int, int],
+    transport: Transport,
+) -> None:
+    """`of_ranks`: the checksums of each rank's gradients, by place. Collective."""
+    found = []
+    for place in sorted({place for theirs in of_ranks for place in theirs}):
+        ways = [theirs.get(place) for theirs in of_ranks]
+        if len({*ways}) == 1:
+            continue
+        name = f"the gradient of {name_of(parameters[place])}"
+        if None in ways:
+            shown = ["missing" if way is None else "there" for way in ways]
+            raise DriftError.of_option(name, by_value(shown), since)
+        gradient = compared[place]
+        largest, difference = measure_difference(gradient, transport)
+        if not is_rounding(gradient.dtype, largest, difference):
+            found.append((name, by_value(ways), difference))
+    if found:
+        (name, groups, difference), *others = found
+        raise DriftError.of_tensor(name, groups, since, difference, len(others))
