@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import random
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ _GENERATORS = (
     torch.Generator,
 )
 _GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _MAX_OBJECTS = 2000
 """Enough for any chain of transforms, not for the samples themselves."""
 _MAX_ENTRIES = 16
@@ -89,6 +92,14 @@ def _is_of_user(module: str) -> bool:
     return module.partition(".")[0] not in ("builtins", "torch", "numpy", "random")
 
 
+def _is_of_script(module: types.ModuleType) -> bool:
+    """Whether a module is a file of the script's, and none of a library's."""
+    file = getattr(module, "__file__", None)
+    if file is None or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return False
+    return not file.startswith(_STDLIB)
+
+
 def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals, attributes of global modules, and closure variables that a function names."""
     names = function.__code__.co_names
@@ -97,7 +108,7 @@ def _names_used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
         value = function.__globals__[name]
         yield name, value
-        if isinstance(value, types.ModuleType) and _is_of_user(value.__name__):
+        if isinstance(value, types.ModuleType) and _is_of_script(value):
             yield from ((f"{name}.{key}", vars(value)[key]) for key in names if key in vars(value))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:

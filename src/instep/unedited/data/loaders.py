@@ -141,11 +141,13 @@ def _known(loader: DataLoader[Any]) -> _KnownDataset:
 
 
 def _has_generator(loader: DataLoader[Any]) -> bool:
-    """Whether the data set holds one; looked for in the passes 1, 2, 4, 8 and so on."""
+    """Whether the data set holds one; looked for in the passes 1, 2, 4, 8 and so on. Collective:
+    where there is much to be looked at, ranks may find it in different places, or not at all."""
     known = _known(loader)
     known.passes += 1
     if not known.passes & (known.passes - 1):
-        known.generator = find_generator(loader.dataset)
+        found = get_transport().all_gather_object(find_generator(loader.dataset))
+        known.generator = next(filter(None, found), None)
     if loader.num_workers and may_set_generator(loader.worker_init_fn):
         known.generator = known.generator or "which worker_init_fn may make"
     if known.generator:
