@@ -477,6 +477,19 @@ def test_a_new_loader_for_each_pass_knows_what_the_last_one_learned():
     assert said.getvalue().count("generator of its own") == (2 if instep.rank == 0 else 0)
 
 
+@ranks(2)
+def test_what_one_rank_finds_in_a_data_set_counts_for_all():
+    def find(_):
+        return "self.rng" if instep.rank == 1 else None
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said := io.StringIO()):
+        patch.setattr(loaders, "find_generator", find)
+        data = Counting(8)
+        list(batches(DataLoader(data, 4)))
+    assert data.loaded == list(range(8))
+    assert ("(self.rng)" in said.getvalue()) == (instep.rank == 0)
+
+
 class Forgetless(Noisy):
     """Each sample depends on how many came before."""
 
