@@ -7,7 +7,7 @@ import re
 from math import ceil
 from pathlib import Path
 
-STEPS = 80
+STEPS = 400
 """A longer run has about so many steps, or fewer where they are slow."""
 SECONDS = 8.0
 

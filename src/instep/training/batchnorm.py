@@ -18,56 +18,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from instep.distributed import numbers
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import get_transport, use_transport
-from instep.distributed.pending import Pending
+from instep.distributed.numbers import (
+    Numbers,
+    NumbersTransport,
+    join,
+    to_numbers,
+    to_tensor,
+)
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
-
-
-class ReduceTransport(Protocol):
-    """The part of a Transport that batch normalisation needs."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor."""
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
-        """Start to reduce `tensor` into itself."""
+_MANY = 1 << 14  # elements of a tensor
 
 
 class ShardCollectives(Protocol):
-    """The same between shards, of which each rank has one or several."""
+    """Collectives between shards, of which each rank has one or several."""
 
     @property
     def transport(self) -> Any:
         """Between the ranks."""
 
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Every shard's tensor, from those of this rank's shards."""
+    def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """Every shard's numbers, in rows, from those of this rank's shards."""
 
-    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The sum over all shards, from the tensors of this rank's, which it overwrites."""
+    def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """The sum over all shards, from the numbers of this rank's, which it may overwrite."""
 
 
 @dataclass(frozen=True)
 class _OneShard:
     """A rank is one shard."""
 
-    transport: ReduceTransport
+    transport: NumbersTransport
 
-    def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.transport.all_gather(tensors[0])
+    def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        return numbers.gather(by_shard[0], self.transport)
 
-    def sum(self, tensors: Sequence[Tensor]) -> Tensor:
-        self.transport.all_reduce(tensors[0], "sum").wait()
-        return tensors[0]
+    def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        return numbers.sum_over_ranks(by_shard[0], self.transport)
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     *,
-    transport: ReduceTransport | None = None,
+    transport: NumbersTransport | None = None,
 ) -> Tensor:
     """torch.nn.functional.batch_norm, with the statistics of the global batch.
 
@@ -113,32 +111,19 @@ def batch_norm(
 
 def batch_norm_of_shards(shards: Sequence[Shard], collectives: ShardCollectives) -> list[Tensor]:
     """`batch_norm` for each of this rank's shards, as one node of the autograd graph."""
-    is_placeholder = current_candidates().is_placeholder
-    first = shards[0]
-    outputs: list[Tensor]
-    *outputs, mean, var, count = apply(
+    outputs: tuple[Tensor, ...] = apply(
         _GlobalBatchNorm,
-        first.eps,
-        is_placeholder,
+        shards,
+        current_candidates().is_placeholder,
         collectives,
         *(shard.input for shard in shards),
         *(shard.weight for shard in shards),
         *(shard.bias for shard in shards),
     )
-    _check_value_count(count, first.input, is_placeholder)
-    with torch.no_grad():
-        # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
-        # version counters as they are.
-        for shard in shards:
-            if shard.running_mean is not None:
-                shard.running_mean.data.lerp_(mean.to(shard.running_mean.dtype), shard.momentum)
-            if shard.running_var is not None:
-                unbiased = var * (count / (count - 1))
-                shard.running_var.data.lerp_(unbiased.to(shard.running_var.dtype), shard.momentum)
-    return outputs
+    return list(outputs)
 
 
-def normalize(module: BatchNorm, x: Tensor, transport: ReduceTransport) -> Tensor:
+def normalize(module: BatchNorm, x: Tensor, transport: NumbersTransport) -> Tensor:
     """The forward of Horovod's and Apex's SyncBatchNorm. Collective among `transport`'s ranks."""
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and module.num_batches_tracked is not None:
@@ -159,49 +144,56 @@ def normalize(module: BatchNorm, x: Tensor, transport: ReduceTransport) -> Tenso
 
 
 class _GlobalBatchNorm(torch.autograd.Function):
-    """Normalise with merged statistics; returns them after the outputs."""
+    """Normalise with merged statistics, and update the running ones."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        eps: float,
+        shards: Sequence[Shard],
         is_placeholder: bool,
         collectives: ShardCollectives,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         inputs, weights, biases = _thirds(tensors)
-        dtype = _statistics_dtype(inputs[0])
-        moments = [_local_moments(x, is_placeholder) for x in inputs]
-        mean, var, count = _merge(collectives.all_gather(moments))
-        mean, var = mean.to(dtype), var.to(dtype)
+        eps, dtype = shards[0].eps, _statistics_dtype(inputs[0])
+        with np.errstate(all="ignore"):  # as torch, of values that are not finite
+            moments = collectives.gather_numbers(
+                [_local_moments(x, is_placeholder) for x in inputs]
+            )
+            _check_value_count(moments, inputs[0], is_placeholder)
+            merged = _merge(moments)
+            _update_running(shards, merged)
+        mean, var = to_tensor(merged.mean, dtype), to_tensor(merged.var, dtype)
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
             # The kernels take weights in half precision with statistics in that only.
-            slope, offset = (t if t is None else t.to(dtype) for t in (weight, bias))
+            slope, offset = (
+                t if t is None or t.dtype is dtype else t.to(dtype) for t in (weight, bias)
+            )
             output, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
             outputs.append(output)
-        ctx.save_for_backward(*tensors, mean, var)
-        ctx.eps, ctx.is_placeholder, ctx.count = eps, is_placeholder, count
-        ctx.collectives = collectives
-        ctx.mark_non_differentiable(mean, var, count)
-        return *outputs, mean, var, count
+        ctx.save_for_backward(*tensors)
+        ctx.statistics, ctx.mean, ctx.var = merged, mean, var
+        ctx.eps, ctx.is_placeholder, ctx.collectives = eps, is_placeholder, collectives
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, mean, var = ctx.saved_tensors
+        tensors, mean, var = ctx.saved_tensors, ctx.mean, ctx.var
         inputs, weights, biases = _thirds(tensors)
         if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
             return _differentiable_backward(ctx, grads[0], tensors)
-        own = [_local_sums(g, x, mean, var, ctx.eps) for g, x in zip(grads, inputs, strict=False)]
-        sums = [torch.stack(each).double() for each in own]
+        own = [_local_sums(g, x, mean, var, ctx.eps) for g, x in zip(grads, inputs, strict=True)]
+        by_shard = [join(sums) for sums in own]
         if ctx.is_placeholder:
-            sums[0].zero_()
-        averages = ctx.collectives.sum(sums).div_(ctx.count)
-        needed = _thirds(ctx.needs_input_grad[3:])
-        results: list[Tensor | None] = [
-            _input_gradient(grad, x, weight, mean, var, averages, ctx.eps) if need else None
-            for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=False)
-        ]
+            by_shard[0][:] = 0
+        with np.errstate(all="ignore"):
+            sums = ctx.collectives.sum_numbers(by_shard)
+            needed = _thirds(ctx.needs_input_grad[3:])
+            results: list[Tensor | None] = [
+                _input_gradient(grad, x, weight, sums, ctx) if need else None
+                for grad, x, weight, need in zip(grads, inputs, weights, needed[0], strict=True)
+            ]
         for k, (parameters, needs) in enumerate(zip((weights, biases), needed[1:], strict=True)):
             results += [
                 each[k].to(parameter.dtype) if need else None
@@ -272,30 +264,27 @@ class _ZeroGrad(torch.autograd.Function):
         return apply(_ZeroGrad, grads[0], False), None
 
 
-def _check_value_count(count: Tensor, x: Tensor, is_placeholder: bool) -> None:
+def _check_value_count(moments: Numbers, x: Tensor, is_placeholder: bool) -> None:
     # Reading the count from a GPU stalls the stream; a rank with two values need not ask.
     few = is_placeholder or x.numel() < 2 * x.shape[1]
-    if few and count < 2:
+    if few and (count := moments[:, -1].sum()) < 2:
         raise TrainingError(
             "batch normalisation in training needs more than one value per channel, but all "
             f"ranks together hold {int(count)} (this rank's input is {tuple(x.shape)})."
         )
 
 
-def _local_moments(x: Tensor, is_placeholder: bool) -> Tensor:
-    """The statistics of this rank's rows, in float64: each channel's mean, then each channel's sum
-    of squared distances from it, then the number of values in a channel."""
+def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
+    """The statistics of this rank's rows: each channel's mean, then each channel's sum of squared
+    distances from it, then the number of values in a channel."""
     channels = x.shape[1]
     count = 0 if is_placeholder else x.numel() // channels
-    if count == 0:
-        return x.new_zeros(2 * channels + 1, dtype=torch.float64)
-    mean, squares = _moments(x, count)
-    return torch.cat((mean, squares, mean.new_full((1,), count, dtype=torch.float64)))
+    return join(_moments(x, count), count) if count else numbers.zeros(2 * channels + 1, x)
 
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Of each channel the mean, and the sum of squared distances from it."""
-    if _channel_stride(x) >= _LONG:  # torch's own kernel is not vectorised here
+    if _channel_stride(x) >= _LONG and x.numel() > _MANY:  # torch's kernel is not vectorised here
         dims, shape = _all_but_channels(x)
         mean = x.sum(dims).div_(count)
         return mean, (x - mean.view(shape)).square_().sum(dims)
@@ -327,40 +316,56 @@ def _channel_stride(x: Tensor) -> int:
     return x.stride(1) if plain else 0
 
 
-def _merge(moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of all shards' rows together, and their number; in float64."""
-    channels = moments[0].numel() // 2
-    means, squares, counts = torch.stack(list(moments)).split((channels, channels, 1), 1)
+@dataclass(frozen=True)
+class _Statistics:
+    """Of all shards' rows together."""
+
+    mean: Numbers
+    var: Numbers
+    """Biased."""
+    count: Any
+    """How many values a channel has: a float, or a tensor on an accelerator."""
+
+
+def _merge(moments: Numbers) -> _Statistics:
+    channels = moments.shape[1] // 2
+    means, squares, counts = moments[:, :channels], moments[:, channels:-1], moments[:, -1:]
     total = counts.sum()
-    merged = (counts * means).sum(0).div_(total)
-    offsets = means - merged
-    spread = squares.addcmul_(counts * offsets, offsets).sum(0).div_(total)
-    return merged, spread, total
+    mean = (counts * means).sum(0) / total
+    offsets = means - mean
+    return _Statistics(mean, (squares + counts * offsets * offsets).sum(0) / total, total)
+
+
+def _update_running(shards: Sequence[Shard], merged: _Statistics) -> None:
+    # An earlier call's graph may hold the statistics: as by torch's kernel, their version counters
+    # are left as they are.
+    for shard in shards:
+        if (running := shard.running_mean) is not None:
+            numbers.lerp_(running, merged.mean, shard.momentum)
+        if (running := shard.running_var) is not None:
+            unbiased = merged.var * (merged.count / (merged.count - 1))
+            numbers.lerp_(running, unbiased, shard.momentum)
 
 
 def _input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    averages: Tensor,
-    eps: float,
+    grad: Tensor, x: Tensor, weight: Tensor | None, sums: Numbers, ctx: Any
 ) -> Tensor:
     """scale * (grad - avg(grad) - x_hat * avg(grad * x_hat)), x_hat = (x - mean) * inv_std.
+
+    `sums`: of grad * x_hat and of grad over all rows, for each channel.
 
     Ioffe and Szegedy 2015, section 3. Written as an affine map of x (one fused pass) plus
     scale * grad (another).
     """
-    dtype = mean.dtype
-    inv_std = (var.double() + eps).rsqrt()
-    scale = inv_std if weight is None else inv_std * weight.double()
-    dot, total = averages.unbind(0)
-    slope = (-scale * dot).to(dtype)
-    offset = (-scale * total).to(dtype)
-    affine, _, _ = torch.native_batch_norm(x, slope, offset, mean, var, False, 0.0, eps)
+    dtype, statistics, channels = ctx.mean.dtype, ctx.statistics, x.shape[1]
+    scale = (statistics.var + ctx.eps) ** -0.5
+    if weight is not None:
+        scale = scale * to_numbers(weight)
+    factors = sums.reshape(2, channels) * (scale / -statistics.count)
+    slope, offset = to_tensor(factors[0], dtype), to_tensor(factors[1], dtype)
+    affine, *_ = torch.native_batch_norm(x, slope, offset, ctx.mean, ctx.var, False, 0.0, ctx.eps)
     _, shape = _all_but_channels(x)
-    return affine.addcmul_(grad, scale.to(grad.dtype).view(shape))
+    return affine.addcmul_(grad, to_tensor(scale, grad.dtype).view(shape))
 
 
 def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instep.distributed import shm
@@ -274,10 +276,8 @@ class ProcessGroupTransport:
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
-    """Over a group of one host's CPU ranks.
-
-    The frequent calls bypass torch's dispatcher, which takes longer than a small collective.
-    """
+    """Over a group of one host's CPU ranks. The frequent calls bypass torch's dispatcher, which
+    takes longer than a small collective."""
 
     in_place = True
 
@@ -297,6 +297,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._count()
         return self._shm_group.all_gather_now(tensor)
+
+    def all_gather_array(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every rank's 1-D array of few numbers, in rows; all have one length."""
+        self._count()
+        return self._shm_group.all_gather_array_now(array)
 
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]]) -> None:
         self._count()

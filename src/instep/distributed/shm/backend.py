@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, ReduceOp, Store
 
 from instep.distributed.flight_record.recorder import recorder
-from instep.distributed.shm.exchange import Exchange
+from instep.distributed.shm.exchange import Exchange, part_bytes
 from instep.distributed.shm.memory.flat import is_plain, match
 from instep.distributed.shm.memory.reduction import Reduction, find_reduction
 from instep.distributed.shm.memory_handover import open_on_all_ranks
@@ -131,6 +133,20 @@ class InstepProcessGroup(ProcessGroupOverGloo):
         outputs = [torch.empty_like(mine) for _ in range(self.size())]
         self.allgather([outputs], [mine], opts).wait()
         return outputs
+
+    def all_gather_array_now(self, array: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every rank's 1-D array of few numbers, in rows."""
+        if array.nbytes > part_bytes(self._exchange.size):
+            return torch.stack(self.all_gather_now(torch.from_numpy(array))).numpy()
+        exchange = self._exchange
+        rows: list[NDArray[np.float64]] = []
+
+        def step(_: list[Tensor], __: list[Tensor], timeout: timedelta | None) -> None:
+            rows.append(exchange.all_gather_array(array, timeout))
+
+        signature = self._signature("all_gather", array.shape, torch.float64)
+        self._queue.run(Collective(step, signature=signature), "all_gather", [])
+        return rows[0]
 
     def all_gather_each_now(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Overwrite the 1-D tensors `parts[r]`, of one dtype, with those of rank r, for each r."""

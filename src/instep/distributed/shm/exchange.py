@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -179,6 +181,15 @@ class Exchange:
             return
         outputs[self.rank].copy_(flat)
         self._gather_each([[output] for output in outputs], signature, timeout)
+
+    def all_gather_array(
+        self, array: NDArray[np.float64], timeout: timedelta | None
+    ) -> NDArray[np.float64]:
+        """The 1-D `array` of rank r in row r, for every r. It fits in a part of the staging."""
+        rows, places = self._staging.rows(len(array))
+        rows[places[self.rank]] = array
+        self.signals.barrier(signature_of("all_gather", torch.float64, len(array)), timeout)
+        return rows[places]
 
     def all_gather_each(self, parts: Sequence[Sequence[Tensor]], timeout: timedelta | None) -> None:
         """Overwrite the tensors `parts[r]` with those of rank r, for every other rank r.

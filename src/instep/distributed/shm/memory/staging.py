@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BUFFERS = 2
@@ -33,6 +35,8 @@ class Staging:
         self.slot_bytes: Final = self.part_bytes // ranks // _ALIGNMENT * _ALIGNMENT
         self._uses = 0
         self._views: dict[tuple[torch.dtype, int, int], list[Tensor]] = {}
+        self._rows: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._places = [[(rank + swap) % ranks for rank in range(ranks)] for swap in range(ranks)]
 
     def next_use(self) -> int:
         """The number of the next use, for `part` and `slot`; the same on all ranks."""
@@ -56,6 +60,20 @@ class Staging:
                 views = [self._view(buffer, part, 0, dtype, numel) for part in range(self._ranks)]
             self._views[dtype, numel, buffer] = views
         return views[swap:] + views[:swap]
+
+    def rows(self, numel: int) -> tuple[NDArray[np.float64], list[int]]:
+        """The first `numel` float64 of every part in the next use, and which row is each rank's."""
+        use = self.next_use()
+        buffer, swap = use % BUFFERS, use // BUFFERS % self._ranks
+        rows = self._rows.get((buffer, numel))
+        if rows is None:
+            if len(self._rows) >= _CACHED_VIEWS:
+                self._rows.clear()
+            offset = buffer * self._ranks * self.part_bytes
+            rows = self._rows[buffer, numel] = np.ndarray(
+                (self._ranks, numel), np.float64, self._memory, offset, (self.part_bytes, 8)
+            )
+        return rows, self._places[swap]
 
     def slot(self, use: int, writer: int, reader: int, dtype: torch.dtype, numel: int) -> Tensor:
         """The first `numel` elements of the slot from `writer` to `reader` in this use."""

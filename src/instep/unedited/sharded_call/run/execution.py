@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.flight_record.recorder import recorder
 from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -60,7 +61,11 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     generators = TorchGeneratorStates(plan.generators)
     versions = _buffer_versions(call.parts)
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
-    region, local, structure = run_planned(call, plan, group)
+    try:
+        region, local, structure = run_planned(call, plan, group)
+    except Exception as error:
+        _wait_for_same_error(error, name, group)
+        raise
     if not plan.is_random and not generators.same(TorchGeneratorStates(plan.generators)):
         if versions != _buffer_versions(call.parts):
             raise ShardedCallError(
@@ -87,6 +92,21 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     ]
     tag_outputs(chain(*local), region)
     return plan, write_back(unflatten(joined, structure), call)
+
+
+def _wait_for_same_error(error: Exception, name: str, group: ShardGroup) -> None:
+    """Let the other ranks, where they come to another collective, report that they disagree.
+
+    A script that goes on after an error of one rank's rows alone would join the sums of this rank
+    with those of other steps. Collective.
+    """
+    recorder.detail = f"{type(error).__name__} in forward of {name}"
+    try:
+        group.transport.barrier()
+    except Exception as disagreement:  # of torch's, too, where a peer has gone
+        error.add_note(f"Not all ranks have this error in the forward of {name}: {disagreement}")
+    finally:
+        recorder.detail = ""
 
 
 def _buffer_versions(parts: Iterable[nn.Module]) -> list[int]:

@@ -14,8 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from instep.distributed import numbers
 from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport
+from instep.distributed.numbers import Numbers
 from instep.process import settings
 from instep.process.torch_private import foreach_add, foreach_add_
 from instep.training.blocks import Block
@@ -56,6 +58,20 @@ class ShardGroup:
             return self.transport.all_gather(tensors[0])
         by_rank = self.transport.all_gather(torch.stack(list(tensors)))
         return [part for parts in by_rank for part in parts]
+
+    def gather_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """Every shard's numbers, in rows, from those of this rank's shards. Collective."""
+        if len(by_shard) == 1:
+            return numbers.gather(by_shard[0], self.transport)
+        own = numbers.concatenate(by_shard)
+        return numbers.gather(own, self.transport).reshape(self.size, -1)
+
+    def sum_numbers(self, by_shard: Sequence[Numbers]) -> Numbers:
+        """The sum over all shards, from the numbers of this rank's, which it may overwrite.
+        Collective."""
+        if self.is_virtual:  # in the order of the shards, whatever the number of ranks
+            return self.gather_numbers(by_shard).sum(0)
+        return numbers.sum_over_ranks(by_shard[0], self.transport)
 
     def sum(self, tensors: Sequence[Tensor]) -> Tensor:
         """The sum over all shards, from the tensors of this rank's, which it may overwrite.

@@ -1,0 +1,103 @@
+"""Collectives of a few numbers: on CPUs in arrays of NumPy, whose small operations take a third of
+the time that torch's take between the layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from instep.distributed.pending import Pending
+
+Numbers: TypeAlias = NDArray[np.float64] | Tensor
+"""Of float64: an array, or a tensor on an accelerator."""
+
+_OF_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+class NumbersTransport(Protocol):
+    """The part of a Transport that they need; `all_gather_array`, where it has that, is faster."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Start to reduce `tensor` into itself."""
+
+
+def join(tensors: Sequence[Tensor], *others: float) -> Numbers:
+    """1-D tensors, which need no gradient, and some more numbers, one after the other."""
+    if tensors[0].is_cpu:
+        arrays = [_to_array(tensor) for tensor in tensors]
+        return np.concatenate((*arrays, others) if others else arrays, dtype=np.float64)
+    more = [tensors[0].new_full((1,), other, dtype=torch.float64) for other in others]
+    return torch.cat((*tensors, *more)).double()
+
+
+def concatenate(parts: Sequence[Numbers]) -> Numbers:
+    """Numbers, one after the other."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else np.concatenate(parts)
+
+
+def zeros(count: int, like: Tensor) -> Numbers:
+    """So many zeros, on the device of `like`."""
+    return np.zeros(count) if like.is_cpu else like.new_zeros(count, dtype=torch.float64)
+
+
+def to_tensor(numbers: Numbers, dtype: torch.dtype) -> Tensor:
+    """As a tensor of this dtype; it may share the memory."""
+    if isinstance(numbers, Tensor):
+        return numbers.to(dtype)
+    if dtype in _OF_NUMPY:
+        return torch.from_numpy(numbers.astype(_OF_NUMPY[dtype], copy=False))
+    return torch.from_numpy(numbers).to(dtype)
+
+
+def lerp_(tensor: Tensor, numbers: Numbers, weight: float) -> None:
+    """`tensor.lerp_(numbers, weight)`, which leaves the tensor's version counter as it is."""
+    if isinstance(numbers, Tensor) or tensor.dtype not in _OF_NUMPY:
+        tensor.data.lerp_(to_tensor(numbers, tensor.dtype), weight)
+    else:
+        array = tensor.detach().numpy()
+        array += weight * (numbers - array)
+
+
+def to_numbers(tensor: Tensor) -> Numbers:
+    """The values of a 1-D tensor, which are only read."""
+    if not tensor.is_cpu:
+        return tensor.detach().double()
+    return _to_array(tensor).astype(np.float64, copy=False)
+
+
+def _to_array(tensor: Tensor) -> NDArray[Any]:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def gather(numbers: Numbers, transport: NumbersTransport) -> Numbers:
+    """Every rank's numbers, in rows. Collective."""
+    if isinstance(numbers, Tensor):
+        return torch.stack(transport.all_gather(numbers))
+    if all_gather_array := _gathering_arrays(transport):
+        return all_gather_array(numbers)
+    return torch.stack(transport.all_gather(torch.from_numpy(numbers))).numpy()
+
+
+def sum_over_ranks(numbers: Numbers, transport: NumbersTransport) -> Numbers:
+    """The sum of every rank's numbers, which it may overwrite. Collective."""
+    if _gathering_arrays(transport):
+        return gather(numbers, transport).sum(0)
+    tensor = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
+    transport.all_reduce(tensor, "sum").wait()
+    return numbers
+
+
+def _gathering_arrays(
+    transport: Any,
+) -> Callable[[NDArray[np.float64]], NDArray[np.float64]] | None:
+    return getattr(transport, "all_gather_array", None)

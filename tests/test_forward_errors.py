@@ -1,0 +1,68 @@
+"""Errors in a divided forward that the script catches: it goes on where all ranks have them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import Launch
+
+SCRIPT = """
+    import torch
+    from torch import nn
+
+    class Checked(nn.Linear):
+        def forward(self, x):
+            if x.isnan().any():
+                raise ValueError("not a number")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Checked(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(8):
+        x = torch.randn(6, 4)
+        if step in {bad}:
+            x[{rows}] = torch.nan
+        optimizer.zero_grad()
+        try:
+            loss = model(x).square().mean()
+        except ValueError:
+            continue
+        loss.backward()
+        optimizer.step()
+    print(f"{{model.weight.abs().sum():.5f}}")
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launch = Launch(tmp_path, ("run",))
+    yield launch
+    launch.close()
+
+
+def write(launch: Launch, **parts: str) -> Path:
+    script = launch.folder / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(**parts)))
+    return script
+
+
+def test_an_error_of_all_ranks_skips_the_same_batches_as_in_one_process(launch: Launch) -> None:
+    script = write(launch, bad="(4, 6)", rows=":")
+    one, two = (launch.run("-n", count, script) for count in (1, 2))
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert one.stdout == two.stdout != ""
+
+
+def test_an_error_of_one_rank_ends_the_job_with_its_name(launch: Launch) -> None:
+    script = write(launch, bad="(4,)", rows="-1")
+    ended = launch.run("-n", 2, script)
+    assert ended.returncode == 1
+    line = 1 + script.read_text().splitlines().index("        loss = model(x).square().mean()")
+    culprit = f"barrier (ValueError in forward of Checked) at {script}:{line} on rank 1"
+    assert culprit in ended.stderr
+    assert ended.stdout == ""
