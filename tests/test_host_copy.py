@@ -47,6 +47,8 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "AdamW": lambda p: optim.AdamW(p, 1e-2, amsgrad=True),
     "Adam, loops": lambda p: optim.Adam(p, 1e-2, foreach=False),
     "Adam, fused": lambda p: optim.Adam(p, 1e-2, fused=True),
+    "RMSprop": lambda p: optim.RMSprop(p, 1e-3, weight_decay=0.1),
+    "RMSprop, centered": lambda p: optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
 }
 
 

@@ -29,7 +29,9 @@ def cycle(begin):
 times = int(sys.argv[1])
 ways = [instep.init] * times + [lambda: dist.init_process_group("gloo")] * times
 watchers, had = zip(*map(cycle, ways))
-tell(rank, had[2:4] == had[-2:] or had, len({*map(tuple, watchers)}), {*map(len, watchers)} == {1})
+early, late = (list(zip(*some)) for some in (had[2:4], had[-2:]))
+stays = all(min(b) <= max(a) for a, b in zip(early, late))  # Gloo closes a socket late at times
+tell(rank, stays or had, len({*map(tuple, watchers)}), {*map(len, watchers)} == {1})
 """
 
 

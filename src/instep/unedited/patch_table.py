@@ -78,6 +78,10 @@ OPTIMIZER_PATCHES: tuple[Patch, ...] = (
         ("torch.optim.adam", "adam", fused_kernels.adam),
         ("torch.optim.sgd", "sgd", fused_kernels.sgd),
     ),
+    *patches(
+        "the ranks of a host would each make the whole step",
+        ("torch.optim.rmsprop", "rmsprop", fused_kernels.rmsprop),
+    ),
 )
 
 PATCHES: tuple[Patch, ...] = (

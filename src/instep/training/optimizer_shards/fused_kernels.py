@@ -1,9 +1,10 @@
-"""Steps of Adam, AdamW and SGD on CPUs in an unedited script: by which kernel, and by which ranks.
+"""Steps of Adam, AdamW, SGD and RMSprop on CPUs in an unedited script: by which kernel, and by
+which ranks.
 
 The kernels are the fused ones where the script leaves that to PyTorch, which takes loops over
 tensors then. These go through memory a dozen times for Adam: with the 5 million parameters of
 benchmarks/models.py that takes 34 ms on one thread and the fused kernel 4 ms; SGD with momentum
-takes 3.4 ms and 2.3 ms. Ranks of one host also share its memory. The results are equal up to
+takes 3.4 ms and 2.3 ms. RMSprop has none. Ranks of one host also share its memory. The results are equal up to
 rounding, as sums over ranks are.
 """
 
@@ -24,15 +25,23 @@ _DTYPES = (torch.float32, torch.float64)
 """With fewer bits the loops round after each operation, and the kernels once."""
 _OF_SCALER = ("grad_scale", "found_inf")
 _FLAGS = ("capturable", "differentiable", "has_sparse_grad")
-_NUMBERS = ("lr", "beta1", "beta2", "momentum", "weight_decay", "eps")
+_NUMBERS = ("lr", "beta1", "beta2", "alpha", "momentum", "weight_decay", "eps")
 
 
 def adam(original: Function, *lists: Sequence[Tensor], **options: Any) -> Any:
     """torch.optim.adam.adam, which Adam and AdamW call in a step with the lists of parameters,
     gradients, their means, the means of their squares, the maxima of these, and steps."""
-    if not (_is_plain(options) and _has_adam_kernel(lists)):
+    if not (_is_plain(options) and _have_flat_states(lists)):
         return original(*lists, **options)
     return _step(original, lists, options, is_fused=_is_open(options))
+
+
+def rmsprop(original: Function, *lists: Sequence[Tensor], **options: Any) -> Any:
+    """torch.optim.rmsprop.rmsprop, which RMSprop calls in a step with the lists of parameters,
+    gradients, means of their squares, their means, momentum buffers, and steps."""
+    if not (_is_plain(options) and _have_flat_states(lists)):
+        return original(*lists, **options)
+    return _step(original, lists, options, is_fused=False)
 
 
 def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
@@ -88,7 +97,7 @@ def _is_plain(options: dict[str, Any]) -> bool:
     )
 
 
-def _has_adam_kernel(lists: Sequence[Sequence[Tensor]]) -> bool:
+def _have_flat_states(lists: Sequence[Sequence[Tensor]]) -> bool:
     if len(lists) != 6 or not _are_different(lists[0]):
         return False
     *by_element, steps = lists
