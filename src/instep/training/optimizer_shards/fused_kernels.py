@@ -4,8 +4,8 @@ which ranks.
 The kernels are the fused ones where the script leaves that to PyTorch, which takes loops over
 tensors then. These go through memory a dozen times for Adam: with the 5 million parameters of
 benchmarks/models.py that takes 34 ms on one thread and the fused kernel 4 ms; SGD with momentum
-takes 3.4 ms and 2.3 ms. RMSprop has none. Ranks of one host also share its memory. The results are equal up to
-rounding, as sums over ranks are.
+takes 3.4 ms and 2.3 ms. RMSprop has none. Ranks of one host also share its memory. The results are
+equal up to rounding, as sums over ranks are.
 """
 
 from __future__ import annotations
