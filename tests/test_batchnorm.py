@@ -19,6 +19,7 @@ SHAPES = {
     "1d sequences": (nn.BatchNorm1d, (11, 4, 3)),
     "2d": (nn.BatchNorm2d, (11, 4, 3, 2)),
     "2d large": (nn.BatchNorm2d, (11, 4, 5, 4)),
+    "2d very large": (nn.BatchNorm2d, (11, 4, 64, 32)),
     "3d": (nn.BatchNorm3d, (11, 4, 2, 3, 2)),
 }
 
@@ -124,6 +125,17 @@ def test_the_kernel_of_backward_gets_all_that_it_needs_on_a_gpu(affine):
     with WithoutNone() as kernel:
         layer(torch.randn(3, 4, 5, 5).requires_grad_()).square().mean().backward()
     assert kernel.seen == 1
+
+
+@ranks(2)
+def test_the_memory_of_the_scripts_tensors_stays_pytorchs_alone():
+    layer = instep.replicate(nn.BatchNorm1d(4))
+    x = instep.shard(torch.randn(6, 4)).clone().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    parts = [*layer.parameters(), *layer.buffers()]
+    tensors = [x, x.grad, y, *parts, *(p.grad for p in layer.parameters())]
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
 
 
 @ranks(2)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -488,6 +489,18 @@ class Reader(threading.Thread):
     def end(self) -> None:
         self.ends.release()
         self.join()
+
+
+@ranks(2)
+def test_the_thread_of_asynchronous_collectives_reads_nothing_between_them() -> None:
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    with small_copies():
+        training = Training(OPTIMIZERS["SGD"])
+        before = [StorageWeakRef(p.untyped_storage()) for p in training.parameters]
+        for _ in range(5):
+            training.step()
+        assert training.copy is not None
+        assert all(storage.expired() for storage in before)
 
 
 @ranks(2)

@@ -337,14 +337,14 @@ def _merge(moments: Numbers) -> _Statistics:
 
 
 def _update_running(shards: Sequence[Shard], merged: _Statistics) -> None:
-    # An earlier call's graph may hold the statistics: as by torch's kernel, their version counters
-    # are left as they are.
+    # An earlier call's graph may hold the statistics: like torch's kernel, .data leaves their
+    # version counters as they are.
     for shard in shards:
         if (running := shard.running_mean) is not None:
-            numbers.lerp_(running, merged.mean, shard.momentum)
+            running.data.lerp_(to_tensor(merged.mean, running.dtype), shard.momentum)
         if (running := shard.running_var) is not None:
             unbiased = merged.var * (merged.count / (merged.count - 1))
-            numbers.lerp_(running, unbiased, shard.momentum)
+            running.data.lerp_(to_tensor(unbiased, running.dtype), shard.momentum)
 
 
 def _input_gradient(

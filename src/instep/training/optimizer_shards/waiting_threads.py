@@ -24,8 +24,9 @@ _WAITS = {
     ("multiprocessing.connection", "wait"),
     ("multiprocessing.synchronize", "__enter__"),
     ("subprocess", "_try_wait"),
+    ("instep.distributed.shm.work_queue", "_serve_one"),
 }
-"""Functions of Python's library, by their modules, that call nothing that reads a tensor."""
+"""Functions, by their modules, that call nothing that reads a tensor by themselves."""
 
 
 def do_others_wait() -> bool:

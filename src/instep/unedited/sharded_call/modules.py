@@ -89,8 +89,8 @@ def module_call(original: Function) -> Function:
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_compiling()
-            or torch.jit.is_tracing()  # to look at an argument's shape would be an operation, too
             or call_state.inside
+            or torch.jit.is_tracing()  # to look at an argument's shape would be an operation, too
             or (call_state.whole_depth and not module._modules and not has_work(module, args))
             or threading.current_thread() is not threading.main_thread()
             or is_rank_local()  # a sample that only this rank loads, or a loader's worker
