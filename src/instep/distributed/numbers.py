@@ -35,7 +35,7 @@ class NumbersTransport(Protocol):
 def join(tensors: Sequence[Tensor], *others: float) -> Numbers:
     """1-D tensors, which need no gradient, and some more numbers, one after the other."""
     if tensors[0].is_cpu:
-        return np.concatenate((_to_array(torch.cat(tensors)), others), dtype=np.float64)
+        return np.concatenate((_to_array(torch.cat(list(tensors))), others), dtype=np.float64)
     more = [tensors[0].new_full((1,), other, dtype=torch.float64) for other in others]
     return torch.cat((*tensors, *more)).double()
 
