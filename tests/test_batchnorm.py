@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 from instep.errors import TrainingError
@@ -136,6 +137,23 @@ def test_the_memory_of_the_scripts_tensors_stays_pytorchs_alone():
     parts = [*layer.parameters(), *layer.buffers()]
     tensors = [x, x.grad, y, *parts, *(p.grad for p in layer.parameters())]
     assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+def statistics_after_update_bn(rows):
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(rows, 4, generator=generator) * 3 + 5)
+    layer = instep.replicate(nn.BatchNorm1d(4))
+    torch.optim.swa_utils.update_bn(instep.shard(DataLoader(data, 4)), layer)
+    return layer.state_dict()
+
+
+@pytest.mark.parametrize("rows", [8, 10])
+def test_statistics_are_updated_without_gradients(rows):
+    (whole,) = run(1, statistics_after_update_bn, rows)
+    for size in (2, 3):
+        for theirs in run(size, statistics_after_update_bn, rows):
+            for name, value in whole.items():
+                assert torch.allclose(theirs[name], value, rtol=1e-6), name
 
 
 @ranks(2)

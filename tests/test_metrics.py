@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from instep.errors import TrainingError
 from pool import ranks, run
 
 
@@ -15,7 +16,12 @@ def test_accuracy_takes_one_k_too() -> None:
     assert instep.Accuracy(topk=(1, 5)).topk == (1, 5)
 
 
-def evaluate(n, batch_size):
+def evaluate(n, batch_size, grad=True):
+    with torch.set_grad_enabled(grad):
+        return evaluate_so(n, batch_size)
+
+
+def evaluate_so(n, batch_size):
     generator = torch.Generator().manual_seed(3)
     scores, target = torch.randn(n, 7, generator=generator), torch.arange(n) % 7
     accuracy, mean = instep.Accuracy(topk=(1, 5)), instep.Mean()
@@ -34,6 +40,26 @@ def test_evaluation_is_that_of_one_process(n):
     for size in (2, 3, 4):
         for theirs in run(size, evaluate, n, 4):
             assert theirs == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [5, 9, 23])
+def test_so_is_one_without_gradients_whose_last_batch_has_fewer_rows_than_ranks(n):
+    (whole,) = run(1, evaluate, n, 4)
+    for size in (2, 3, 4):
+        for theirs in run(size, evaluate, n, 4, False):
+            assert theirs == pytest.approx(whole, rel=1e-12)
+
+
+@ranks(2)
+def test_a_loop_whose_only_batch_some_ranks_skip_cannot_gather():
+    rows = DataLoader(TensorDataset(torch.randn(1, 3)), 4)
+    with torch.no_grad():
+        for (x,) in instep.shard(rows):
+            with pytest.raises(TrainingError, match="fewer rows than there are ranks"):
+                instep.gather_rows(x)
+    for (x,) in instep.shard(rows):
+        with torch.no_grad():
+            assert len(instep.gather_rows(x)) == 1
 
 
 @ranks(1, 2)

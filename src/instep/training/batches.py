@@ -20,11 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.transport import get_transport
+from instep.errors import TrainingError
 from instep.training.blocks import Block, tensor_leaves
 from instep.training.errors import UnknownBatchError
 
 _MAX_BLOCKS = 1024
 """The blocks of this many batches are kept for each iterator."""
+
+_collectives = 0
+"""How many of the script's own collectives there were that a placeholder does not change."""
 
 
 class BatchTracker:
@@ -44,6 +48,9 @@ class BatchTracker:
         """The fewest and the most requests that can lie between a batch's own and its forward."""
         self._observed = False
         """Whether forwards have shown these bounds, and not just the number of requests."""
+        self._collectives = _collectives
+        self.is_skipped_by_some = False
+        """Whether ranks that have no rows of the last batch do not get it."""
 
     def request(self, block: Block | None) -> int:
         """The loop gets `block` (None: there are no more batches); returns its index."""
@@ -78,6 +85,13 @@ class BatchTracker:
         latest = self._requests - 1 - (self._delivered - len(self._blocks))
         first, last = max(latest - most, 0), min(latest - fewest, len(self._blocks) - 1)
         return [self._blocks[k] for k in range(first, last + 1)]
+
+    def yields(self, block: Block) -> bool:
+        """Whether the loop gets a block. A placeholder is for training, and for loops in which all
+        ranks take part in collectives that it does not change (`note_collective`)."""
+        has_placeholders = torch.is_grad_enabled() or _collectives > self._collectives
+        self.is_skipped_by_some = block.total < block.size and not has_placeholders
+        return has_placeholders or not block.is_empty
 
     @property
     def in_other_thread(self) -> bool:
@@ -253,6 +267,22 @@ def register_skipped(block: Block, tracker: BatchTracker) -> None:
 def register_end(tracker: BatchTracker) -> None:
     """A loop has reached the end of the data."""
     _request(tracker, None)
+
+
+def note_collective() -> None:
+    """The script is about to call, in its loop, a collective that a placeholder does not change.
+
+    Raises TrainingError where ranks without rows of the batch will not come.
+    """
+    global _collectives
+    _collectives += 1
+    in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    if len(in_use) == 1 and in_use[0].is_skipped_by_some:
+        raise TrainingError(
+            "the first batch of this loop has fewer rows than there are ranks. Without gradients a "
+            "rank without rows skips it, so that not all ranks come to this collective. Put "
+            "torch.no_grad() into the loop, or run on fewer ranks."
+        )
 
 
 def end_step() -> None:

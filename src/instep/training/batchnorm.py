@@ -35,6 +35,7 @@ from instep.distributed.numbers import (
 )
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
+from instep.training.batches import note_collective
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side
@@ -104,6 +105,8 @@ def batch_norm(
     Running statistics are updated in place with the merged mean and the unbiased variance.
     Collective. Raises TrainingError when all ranks together hold one value per channel.
     """
+    if not torch.is_grad_enabled():
+        note_collective()
     shard = Shard(input, running_mean, running_var, weight, bias, training, momentum, eps)
     (output,) = batch_norm_of_shards([shard], _OneShard(transport or get_transport()))
     return output

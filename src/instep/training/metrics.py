@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.distributed.communication.exchanges import all_gather
 from instep.distributed.communication.transport import get_transport
-from instep.training.batches import find_candidates
+from instep.training.batches import find_candidates, note_collective
 from instep.training.forward_calls import last
 
 M = TypeVar("M", bound="Metric")
@@ -172,7 +172,8 @@ def gather_rows(rows: Tensor) -> Tensor:
         for x, y in loader:                     # from instep.shard
             predicted += instep.gather_rows(model(x).argmax(1)).tolist()
 
-    It is called once for each batch: rows of several batches would be ordered by rank first.
+    It is called once for each batch: rows of several batches would be ordered by rank first. Add up
+    what it returns: a rank without rows of the last batch gets a placeholder in such a loop.
 
     Args:
         rows: (n, ...), one row for each sample of this rank's part of the batch, of any dtype. A
@@ -181,10 +182,12 @@ def gather_rows(rows: Tensor) -> Tensor:
     Returns:
         (N, ...), detached, on the device of `rows`; N is the number of samples of the batch.
 
-    Collective. Raises ValueError for a tensor without dimensions, and what `all_gather` raises.
+    Collective. Raises ValueError for a tensor without dimensions, TrainingError if some ranks have
+    no rows of the first batch of a loop without gradients, and what `all_gather` raises.
     """
     if rows.dim() == 0:
         raise ValueError("gather_rows takes a tensor with one row for each sample; got a scalar.")
+    note_collective()
     own = rows[:0] if _is_placeholder(rows) else rows
     return torch.cat(all_gather(own.detach()))
 

@@ -21,7 +21,7 @@ from instep.training import batches
 from instep.training.batches import BatchTracker, is_registered, register
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import CannotShardError, ShardedTwiceError, check_bitwise
-from instep.training.loaders.block_batches import BlockBatchSampler, empty_block, is_yielded
+from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
 from instep.training.loaders.position import LoaderPosition
 from instep.training.loaders.sliced import SlicedLoader
 from instep.training.optimizer_shards.sharded_step import shard_optimizer
@@ -250,7 +250,7 @@ class TrackedIterator(Generic[T]):
             self._last = batch
             block = self._planned.popleft()
             self._position.count(block.total)
-            if is_yielded(block):
+            if self._tracker.yields(block):
                 register(batch, block, self._tracker)
                 return batch
             batches.register_skipped(block, self._tracker)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sized
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
 from instep.distributed.communication.transport import get_transport
@@ -20,11 +19,6 @@ def empty_block() -> Block:
     """This rank's block of a batch without samples. In a scope of one rank all rows are its own."""
     transport = get_transport()
     return Block(transport.rank, transport.size, 0)
-
-
-def is_yielded(block: Block) -> bool:
-    """Whether the loop gets this block: a placeholder is for training only."""
-    return torch.is_grad_enabled() or not block.is_empty
 
 
 class BlockBatchSampler:

@@ -15,7 +15,7 @@ from instep.training import batches
 from instep.training.batches import BatchTracker, register
 from instep.training.blocks import Block, count_rows, slice_rows
 from instep.training.errors import OtherDataError
-from instep.training.loaders.block_batches import empty_block, is_yielded
+from instep.training.loaders.block_batches import empty_block
 from instep.training.loaders.generators import broadcast_states, get_states, set_states
 from instep.training.loaders.position import LoaderPosition
 from instep.training.random_streams import (
@@ -171,7 +171,7 @@ class SlicedIterator(Generic[T]):
                 raise
             block = replace(self._empty_block, total=count_rows(batch))
             self._position.count(block.total)
-            if is_yielded(block):
+            if self._tracker.yields(block):
                 local = slice_rows(batch, block)
                 register(local, block, self._tracker)
                 return local
