@@ -390,3 +390,7 @@ def test_a_copy_of_a_replica_that_trains_alone_is_told_of():
         copied.train()(torch.randn(6, 3))  # the same on all ranks, for all that is known
     with pytest.warns(InstepWarning, match=r"a copy of a replicated Linear .* \[INS708\]"):
         copied(x)
+    averaged = torch.optim.swa_utils.AveragedModel(instep.replicate(nn.BatchNorm1d(3)))
+    rows = DataLoader(TensorDataset(torch.randn(6, 3)), 6)
+    with pytest.warns(InstepWarning, match=r"its batch statistics stay this rank's .* \[INS708\]"):
+        torch.optim.swa_utils.update_bn(instep.shard(rows), averaged)

@@ -128,10 +128,11 @@ since each rank has one device. Leave it out.""",
         "A copy of a replicated model is trained, and is no replica.",
         """\
 `copy.deepcopy(model)`, or a pickled model that is loaded again, is an ordinary module: its
-gradients are those of this rank's rows, and its parameters become different on each rank. A copy
-that is only evaluated (a moving average, a teacher) is no cause for the warning.
+gradients and, in training mode, its batch statistics are those of this rank's rows, and the copies
+of the ranks become different. A copy in evaluation mode (a moving average, a teacher) is no cause
+for the warning.
 
-To train the copy, replicate it, too:
+To train the copy, or to call `update_bn` for it, replicate it, too:
 
 ```python
 copy = instep.replicate(copy.deepcopy(model))

@@ -236,19 +236,24 @@ def _warn_of_draws(
 
 def _look_at_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Warn once of a class whose copy trains on this rank's share of a batch."""
-    if type(module) in _copies or not (module.training and torch.is_grad_enabled()):
+    if type(module) in _copies or not module.training:
         return
     if not any(is_registered(leaf) for leaf in tensor_leaves((args, kwargs))):
         return
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        _copies.add(type(module))
-        warnings.warn(
-            f"a copy of a replicated {type(module).__name__} is called for training with this "
-            "rank's share of a batch. It is no replica: its gradients stay this rank's own. Call "
-            "instep.replicate(copy). [INS708]",
-            InstepWarning,
-            stacklevel=2,
-        )
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        of_rank = "gradients"
+    elif any(isinstance(part, BatchNorm) for part in module.modules()):
+        of_rank = "batch statistics"
+    else:
+        return
+    _copies.add(type(module))
+    warnings.warn(
+        f"a copy of a replicated {type(module).__name__} is called for training with this rank's "
+        f"share of a batch. It is no replica: its {of_rank} stay this rank's own. Call "
+        "instep.replicate(copy). [INS708]",
+        InstepWarning,
+        stacklevel=2,
+    )
 
 
 # Hooks are functions of this module that look up the replica: a deep copy or an unpickled model
