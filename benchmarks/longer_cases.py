@@ -9,7 +9,7 @@ from pathlib import Path
 
 STEPS = 400
 """A longer run has about so many steps, or fewer where they are slow."""
-SECONDS = 8.0
+SECONDS = 16.0
 
 _LENGTH = re.compile(
     r"(?:for (?:step|epoch|update|episode) in range\("

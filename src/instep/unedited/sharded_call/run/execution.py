@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instep.distributed.flight_record.recorder import recorder
+from instep.errors import CollectiveError
 from instep.training.pytree import Structure, flatten, unflatten, versions
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -63,6 +64,8 @@ def run_sharded(call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> tuple
     start = 0 if group.is_virtual or not plan.stored else next_sequence_number()
     try:
         region, local, structure = run_planned(call, plan, group)
+    except CollectiveError:  # the others have one, too
+        raise
     except Exception as error:
         _wait_for_same_error(error, name, group)
         raise
