@@ -130,6 +130,38 @@ def test_what_has_no_blocks_says_why():
         instep.shard(3)
 
 
+class Batches:
+    """A loader that knows nothing of torch's."""
+
+    name = "rows"
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return iter(torch.arange(11)[:, None].split(4))
+
+
+@ranks(1, 2, 4)
+def test_a_loader_of_another_class_is_cut_batch_by_batch():
+    loader = instep.shard(Batches())
+    assert (len(loader), loader.name) == (3, "rows")
+    for _ in range(2):
+        with torch.no_grad():
+            found = [instep.gather_rows(x) for x in loader]
+        assert torch.cat(found).flatten().tolist() == [*range(11)]
+    with pytest.raises(ShardedTwiceError):
+        instep.shard(loader)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["iterator", "data set", "string", "set"])
+def test_what_could_be_iterated_but_is_no_loader_is_refused(kind):
+    what = {"iterator": iter(Batches()), "data set": Endless(), "string": "rows", "set": {1, 2}}
+    with pytest.raises(CannotShardError, match="a batch is tensors"):
+        instep.shard(what[kind])
+
+
 @ranks(2, 3)
 def test_a_batch_by_hand_is_cut_in_place():
     x = torch.arange(7)

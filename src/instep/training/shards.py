@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
@@ -48,19 +49,19 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
     batch of n, in the order in which one process would see them. No sample is padded, dropped or
     counted twice. A rank without samples gets one placeholder that leaves no trace in
     gradients or batch statistics, so that its loop runs as the others do. Where gradients are
-    switched off (evaluation under torch.no_grad()) it gets nothing instead: whatever the script
-    adds up counts every sample once.
+    switched off (evaluation under torch.no_grad()) it gets nothing instead, unless the loop has
+    called `gather_rows`: whatever the script adds up counts every sample once.
 
     Args:
         what: a DataLoader over a map-style dataset, with any sampler or batch sampler, drop_last,
             collate_fn and workers: each rank loads its own samples, and what is random in a
             sample depends on (seed, epoch, index) only. Or any other loader (an iterable dataset,
-            batch_size=None, a class of its own): each rank loads every batch and keeps its rows;
-            the batches must be the same on all ranks. Or one batch: tensors, or tuples, lists
-            and dicts of them, whose dimension 0 is the batch. Or a torch.optim.Optimizer of the
-            parameters of a replicated model: from now on each rank keeps the state of, and
-            updates, 1/N of them and receives the others' (ZeRO stage 1), with the numbers that
-            the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad,
+            batch_size=None, a class of its own whose iterators yield batches): each rank loads
+            every batch and keeps its rows; the batches must be the same on all ranks. Or one
+            batch: tensors, or tuples, lists and dicts of them, whose dimension 0 is the batch. Or
+            a torch.optim.Optimizer of the parameters of a replicated model: from now on each rank
+            keeps the state of, and updates, 1/N of them and receives the others' (ZeRO stage 1),
+            with the numbers that the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad,
             Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by whole parameters;
             for others by their class attribute `updates_by = "element"` or `"parameter"`.
         bitwise: as in `replicate`.
@@ -81,6 +82,8 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
         raise ShardedTwiceError
     if isinstance(what, DataLoader):
         return _shard_loader(what)
+    if _is_other_loader(what):
+        return SlicedLoader(what)
     if isinstance(what, Optimizer):
         shard_optimizer(what)
         return what
@@ -101,6 +104,15 @@ def _shard_batch(batch: T) -> T:
 
 
 # ------------------------------------------------------------------- a loader, by its indices
+
+
+def _is_other_loader(what: object) -> bool:
+    """Whether this is a loader of a class that knows nothing of DataLoader: it can be iterated
+    again and again, and is of no kind that a batch is."""
+    kinds = (Iterator, Mapping, Sequence, Set, Dataset, np.ndarray)
+    if not isinstance(what, Iterable) or isinstance(what, kinds) or hasattr(what, "to"):
+        return False
+    return not tensor_leaves(what)
 
 
 def _shard_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
