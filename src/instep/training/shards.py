@@ -61,9 +61,10 @@ def shard(what: Any, *, bitwise: int | None = None) -> Any:
             batch: tensors, or tuples, lists and dicts of them, whose dimension 0 is the batch. Or
             a torch.optim.Optimizer of the parameters of a replicated model: from now on each rank
             keeps the state of, and updates, 1/N of them and receives the others' (ZeRO stage 1),
-            with the numbers that the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad,
-            Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by whole parameters;
-            for others by their class attribute `updates_by = "element"` or `"parameter"`.
+            with the numbers that the undivided optimizer has. For SGD, Adam, AdamW, NAdam, RAdam,
+            RMSprop, Adagrad, Adadelta, Adamax, ASGD, Rprop by elements; for Adafactor and Muon by
+            whole parameters; for others by their class attribute `updates_by = "element"` or
+            `"parameter"`.
         bitwise: as in `replicate`.
 
     Returns:
