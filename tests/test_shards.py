@@ -142,6 +142,13 @@ class Batches:
         return iter(torch.arange(11)[:, None].split(4))
 
 
+class Samples(Batches):
+    """As a data set of the package datasets."""
+
+    def __getitem__(self, index):
+        return torch.arange(4)
+
+
 @ranks(1, 2, 4)
 def test_a_loader_of_another_class_is_cut_batch_by_batch():
     loader = instep.shard(Batches())
@@ -155,9 +162,15 @@ def test_a_loader_of_another_class_is_cut_batch_by_batch():
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("kind", ["iterator", "data set", "string", "set"])
+@pytest.mark.parametrize("kind", ["iterator", "data set", "samples", "string", "set"])
 def test_what_could_be_iterated_but_is_no_loader_is_refused(kind):
-    what = {"iterator": iter(Batches()), "data set": Endless(), "string": "rows", "set": {1, 2}}
+    what = {
+        "iterator": iter(Batches()),
+        "data set": Endless(),
+        "samples": Samples(),
+        "string": "rows",
+        "set": {1, 2},
+    }
     with pytest.raises(CannotShardError, match="a batch is tensors"):
         instep.shard(what[kind])
 

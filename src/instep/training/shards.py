@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Set, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -109,11 +108,11 @@ def _shard_batch(batch: T) -> T:
 
 def _is_other_loader(what: object) -> bool:
     """Whether this is a loader of a class that knows nothing of DataLoader: it can be iterated
-    again and again, and is of no kind that a batch is."""
-    kinds = (Iterator, Mapping, Sequence, Set, Dataset, np.ndarray)
-    if not isinstance(what, Iterable) or isinstance(what, kinds) or hasattr(what, "to"):
+    again and again, and is neither a batch nor a data set."""
+    if not isinstance(what, Iterable) or isinstance(what, Iterator | Set | Dataset):
         return False
-    return not tensor_leaves(what)
+    kind = type(what)
+    return not (hasattr(kind, "__getitem__") or hasattr(kind, "to") or tensor_leaves(what))
 
 
 def _shard_loader(loader: DataLoader[T]) -> DataLoader[T] | SlicedLoader[T]:
