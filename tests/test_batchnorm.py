@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import instep
+from instep.distributed import numbers
+from instep.distributed.communication.transport import get_transport
 from instep.errors import TrainingError
 from instep.training.batchnorm import batch_norm
 from instep.training.blocks import Block
@@ -154,6 +157,18 @@ def test_statistics_are_updated_without_gradients(rows):
         for theirs in run(size, statistics_after_update_bn, rows):
             for name, value in whole.items():
                 assert torch.allclose(theirs[name], value, rtol=1e-6), name
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("length", [1, 129, 1 << 18])
+def test_every_rank_gets_the_numbers_of_all_in_their_order(length):
+    for step in range(7):  # the ranks swap their parts of the staging
+        mine = np.full(length, 10.0 * step + instep.rank)
+        found = numbers.gather(mine, get_transport())
+        assert found.shape == (instep.world_size, length)
+        assert (found == 10 * step + np.arange(instep.world_size)[:, None]).all()
+        total = numbers.sum_over_ranks(mine, get_transport())
+        assert (total == 10 * step * instep.world_size + sum(range(instep.world_size))).all()
 
 
 @ranks(2)

@@ -16,20 +16,16 @@ def test_accuracy_takes_one_k_too() -> None:
     assert instep.Accuracy(topk=(1, 5)).topk == (1, 5)
 
 
-def evaluate(n, batch_size, grad=True):
-    with torch.set_grad_enabled(grad):
-        return evaluate_so(n, batch_size)
-
-
-def evaluate_so(n, batch_size):
+def evaluate(n, batch_size, has_gradients=True):
     generator = torch.Generator().manual_seed(3)
     scores, target = torch.randn(n, 7, generator=generator), torch.arange(n) % 7
     accuracy, mean = instep.Accuracy(topk=(1, 5)), instep.Mean()
     predicted = []
-    for s, t in instep.shard(DataLoader(TensorDataset(scores, target), batch_size)):
-        accuracy.update(s, t)
-        mean.update(s.sum(1))
-        predicted += instep.gather_rows(s.argmax(1)).tolist()
+    with torch.set_grad_enabled(has_gradients):
+        for s, t in instep.shard(DataLoader(TensorDataset(scores, target), batch_size)):
+            accuracy.update(s, t)
+            mean.update(s.sum(1))
+            predicted += instep.gather_rows(s.argmax(1)).tolist()
     assert predicted == scores.argmax(1).tolist()
     return (*accuracy.compute(), mean.compute())
 
@@ -43,7 +39,7 @@ def test_evaluation_is_that_of_one_process(n):
 
 
 @pytest.mark.parametrize("n", [5, 9, 23])
-def test_so_is_one_without_gradients_whose_last_batch_has_fewer_rows_than_ranks(n):
+def test_evaluation_without_gradients_gathers_a_last_batch_smaller_than_the_world(n):
     (whole,) = run(1, evaluate, n, 4)
     for size in (2, 3, 4):
         for theirs in run(size, evaluate, n, 4, False):

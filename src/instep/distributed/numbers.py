@@ -60,7 +60,7 @@ def to_tensor(numbers: Numbers, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(numbers).to(dtype)
 
 
-def to_numbers(tensor: Tensor) -> Numbers:
+def from_tensor(tensor: Tensor) -> Numbers:
     """The values of a 1-D tensor, which are only read."""
     if not tensor.is_cpu:
         return tensor.detach().double()

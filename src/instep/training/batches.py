@@ -87,8 +87,11 @@ class BatchTracker:
         return [self._blocks[k] for k in range(first, last + 1)]
 
     def yields(self, block: Block) -> bool:
-        """Whether the loop gets a block. A placeholder is for training, and for loops in which all
-        ranks take part in collectives that it does not change (`note_collective`)."""
+        """Whether the loop gets this block, its next one; sets `is_skipped_by_some`.
+
+        A placeholder is for training, and for loops in which all ranks take part in collectives
+        that it does not change (`note_collective`).
+        """
         has_placeholders = torch.is_grad_enabled() or _collectives > self._collectives
         self.is_skipped_by_some = block.total < block.size and not has_placeholders
         return has_placeholders or not block.is_empty

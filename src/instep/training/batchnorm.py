@@ -26,13 +26,7 @@ from instep.distributed import numbers
 from instep.distributed.communication.collectives import all_reduce
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import get_transport, use_transport
-from instep.distributed.numbers import (
-    Numbers,
-    NumbersTransport,
-    join,
-    to_numbers,
-    to_tensor,
-)
+from instep.distributed.numbers import Numbers, NumbersTransport
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
 from instep.training.batches import note_collective
@@ -166,7 +160,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
             _check_value_count(moments, inputs[0], is_placeholder)
             merged = _merge(moments)
             _update_running(shards, merged)
-        mean, var = to_tensor(merged.mean, dtype), to_tensor(merged.var, dtype)
+        mean, var = numbers.to_tensor(merged.mean, dtype), numbers.to_tensor(merged.var, dtype)
         outputs = []
         for x, weight, bias in zip(inputs, weights, biases, strict=True):
             # The kernels take weights in half precision with statistics in that only.
@@ -187,7 +181,7 @@ class _GlobalBatchNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: this will be differentiated
             return _differentiable_backward(ctx, grads[0], tensors)
         own = [_local_sums(g, x, mean, var, ctx.eps) for g, x in zip(grads, inputs, strict=True)]
-        by_shard = [join(sums) for sums in own]
+        by_shard = [numbers.join(sums) for sums in own]
         if ctx.is_placeholder:
             by_shard[0][:] = 0
         with np.errstate(all="ignore"):
@@ -282,7 +276,7 @@ def _local_moments(x: Tensor, is_placeholder: bool) -> Numbers:
     distances from it, then the number of values in a channel."""
     channels = x.shape[1]
     count = 0 if is_placeholder else x.numel() // channels
-    return join(_moments(x, count), count) if count else numbers.zeros(2 * channels + 1, x)
+    return numbers.join(_moments(x, count), count) if count else numbers.zeros(2 * channels + 1, x)
 
 
 def _moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -344,10 +338,10 @@ def _update_running(shards: Sequence[Shard], merged: _Statistics) -> None:
     # version counters as they are.
     for shard in shards:
         if (running := shard.running_mean) is not None:
-            running.data.lerp_(to_tensor(merged.mean, running.dtype), shard.momentum)
+            running.data.lerp_(numbers.to_tensor(merged.mean, running.dtype), shard.momentum)
         if (running := shard.running_var) is not None:
             unbiased = merged.var * (merged.count / (merged.count - 1))
-            running.data.lerp_(to_tensor(unbiased, running.dtype), shard.momentum)
+            running.data.lerp_(numbers.to_tensor(unbiased, running.dtype), shard.momentum)
 
 
 def _input_gradient(
@@ -363,12 +357,12 @@ def _input_gradient(
     dtype, statistics, channels = ctx.mean.dtype, ctx.statistics, x.shape[1]
     scale = (statistics.var + ctx.eps) ** -0.5
     if weight is not None:
-        scale = scale * to_numbers(weight)
+        scale = scale * numbers.from_tensor(weight)
     factors = sums.reshape(2, channels) * (scale / -statistics.count)
-    slope, offset = to_tensor(factors[0], dtype), to_tensor(factors[1], dtype)
+    slope, offset = numbers.to_tensor(factors[0], dtype), numbers.to_tensor(factors[1], dtype)
     affine, *_ = torch.native_batch_norm(x, slope, offset, ctx.mean, ctx.var, False, 0.0, ctx.eps)
     _, shape = _all_but_channels(x)
-    return affine.addcmul_(grad, to_tensor(scale, grad.dtype).view(shape))
+    return affine.addcmul_(grad, numbers.to_tensor(scale, grad.dtype).view(shape))
 
 
 def _all_but_channels(x: Tensor) -> tuple[list[int], tuple[int, ...]]:
