@@ -307,7 +307,9 @@ def last_epoch() -> int:
 
 
 def reset() -> None:
-    """Forget every batch."""
+    """Forget every batch, and the epoch of the last one."""
+    global _epoch
+    _epoch = 0
     _trackers.clear()
     _parts.clear()
     _block_of.clear()
