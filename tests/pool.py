@@ -193,10 +193,13 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     import torch
 
-    from instep.training import batches, forward_calls
+    from instep.training import forward_calls
+    from instep.training.batches import registry
+    from instep.training.buckets import reducer
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
-    batches.reset()
+    registry.reset()
+    reducer._unfinished.clear()
     forward_calls._last = None
     try:
         body: Any = importlib.import_module(module)

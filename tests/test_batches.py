@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import instep
 from instep.errors import UnknownBatchError
-from instep.training import batches
-from instep.training.batches import BatchCandidates, BatchTracker, find_candidates, register
+from instep.training.batches import registry
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.registry import find_candidates, register
+from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block
 from pool import ranks
 
@@ -23,22 +25,22 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def _nothing_delivered():
-    batches.reset()
+    registry.reset()
     yield
-    batches.reset()
+    registry.reset()
 
 
 @settings(deadline=None)
 @given(totals=st.lists(st.integers(2, 9), min_size=1, max_size=9), ahead=st.integers(0, 3))
 def test_a_loop_that_loads_ahead_may_work_on_the_right_batch_whatever_it_hands_over(totals, ahead):
-    batches.reset()
+    registry.reset()
     loop = Loop()
     tracker, source = BatchTracker(loop), iter(totals)
 
     def request():
         total = next(source, None)
         if total is None:
-            batches.register_end(tracker)
+            registry.register_end(tracker)
         else:
             register((), Block(0, 2, total), tracker)
         return total
@@ -57,7 +59,7 @@ def test_a_loop_that_loads_ahead_may_work_on_the_right_batch_whatever_it_hands_o
 @settings(deadline=None)
 @given(totals=st.lists(st.integers(2, 9), min_size=3, max_size=9), ahead=st.integers(0, 2))
 def test_a_loop_whose_first_model_got_the_batch_itself_is_known_for_good(totals, ahead):
-    batches.reset()
+    registry.reset()
     loop = Loop()
     tracker = BatchTracker(loop)
     loaded = []
@@ -132,7 +134,7 @@ def test_what_is_remembered_of_an_endless_loop_is_bounded():
         register(data[:4], Block(0, 2, 8), tracker)
         register(torch.ones(4), Block(0, 2, 8), tracker)
     assert len(tracker.candidates()) == 1024
-    assert sum(len(parts) for _, parts in batches._parts.values()) < 5
+    assert sum(len(parts) for _, parts in registry._parts.values()) < 5
 
 
 def test_a_finished_loop_inside_another_is_no_candidate():
@@ -144,7 +146,7 @@ def test_a_finished_loop_inside_another_is_no_candidate():
     assert set(find_candidates(torch.ones(50)).blocks) == {Block(0, 2, 64), Block(0, 2, 100)}
     assert find_candidates(torch.ones(50)).resolve() == Block(0, 2, 100)
     assert find_candidates(torch.ones(32)).resolve() == Block(0, 2, 64)
-    batches.register_end(inner)
+    registry.register_end(inner)
     del evaluation
     register((), Block(0, 2, 20), outer)
     assert find_candidates(torch.ones(7)).blocks == (Block(0, 2, 20),)

@@ -112,7 +112,7 @@ class Training:
                 self.scheduler.step()
                 self.mean.update(loss, len(x))
                 noise = (torch.rand(()).item(), float(np.random.rand()))
-                block = instep.training.batches.find_block(x)
+                block = instep.training.batches.registry.find_block(x)
                 own = [] if block is not None and block.is_empty else index.tolist()
                 self.seen.append((self.checkpoint.steps, epoch, own, *noise))
                 self.checkpoint.step()

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import InstepWarning
-from instep.training import batches, replicas
+from instep.training import replicas
+from instep.training.batches import registry
 from instep.training.blocks import Block
 from instep.training.draws.batch_draws import BatchDrawMode
 
@@ -61,15 +62,15 @@ def played(
         torch.manual_seed(5)
         block = Block(rank, ranks, len(x))
         own = block.slice(x)
-        batches.end_step()
-        batches.register(own, block)
+        registry.end_step()
+        registry.register(own, block)
         y = call(own)
         if y.requires_grad and not block.is_empty:
             torch._C._set_grad_enabled(True)
             (y.square().sum() + y.sin().sum()).backward(inputs=list(model.parameters()))
         outputs += [] if block.is_empty else [y.detach()]
         following.add(torch.rand(()).item())
-    batches.reset()
+    registry.reset()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(following) == 1, "the generators stay in step"
     return torch.cat(outputs), gradients, following
@@ -251,8 +252,8 @@ def shuffled(model: Drawing, y: Tensor) -> Tensor:
 def test_a_line_that_each_rank_draws_for_itself_is_named(body: Body, message: str) -> None:
     parts = [nn.LSTM(8, 8, 2, dropout=0.5)] if body is packed else []
     model, x = instep.replicate(Drawing(body, *parts)), torch.ones(5, 6)
-    batches.end_step()
-    batches.register(x, Block(0, 2, 10))
+    registry.end_step()
+    registry.register(x, Block(0, 2, 10))
     with pytest.warns(InstepWarning, match=rf"test_draws.py:\d+ {message}"):
         model(x)
     model(x)  # said once
@@ -261,8 +262,8 @@ def test_a_line_that_each_rank_draws_for_itself_is_named(body: Body, message: st
 def test_a_draw_is_named_of_which_the_rows_are_unknown() -> None:
     model, x = instep.replicate(Drawing(like)), torch.ones(8, 6)
     model.lock = threading.Lock()  # so it cannot be copied
-    batches.end_step()
-    batches.register(x, Block(0, 2, 16))
+    registry.end_step()
+    registry.register(x, Block(0, 2, 16))
     with pytest.warns(InstepWarning, match=r"py:\d+ draws \(8, 8\) in a forward with 8 rows"):
         model(x)
 

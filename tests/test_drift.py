@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain, count
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import DriftError, InstepWarning, NonFiniteGradError
 from instep.process.patching import Patch, PatchHandle
+from instep.training.batches import progress
 from instep.training.drift import ddp, non_finite
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.comparison import is_due
@@ -199,23 +201,80 @@ def test_a_step_that_one_rank_leaves_out_of_a_loop_with_ddp_is_named():
         if k < 6:
             model(x).sum().backward()
     with pytest.raises(DriftError, match=r"ranks 0, 2: \d+; rank 1: \d+.*between 4 and 8"):
-        leave_out(model, loader, step=2)
+        each(model, loader, step=2)
 
 
-def leave_out(model, loader, *, step):
-    for k, (x,) in enumerate(loader):
+def from_a_loader(data):
+    return instep.shard(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 6))
+
+
+def by_hand(data):
+    return ([instep.shard(batch)] for batch in data.split(6))
+
+
+def each(model, batches, step):
+    for k, (x,) in enumerate(batches):
         if instep.rank != 1 or k != step:
             model(x).sum().backward()
 
 
+def accumulated(model, batches, step):
+    for k, (x,) in enumerate(batches):
+        with instep.no_sync() if k % 2 == 0 else nullcontext():
+            if instep.rank != 1 or k != step:
+                model(x).sum().backward()
+
+
+def with_a_hook(model, batches, step):
+    model.weight.register_hook(torch.clone)
+    each(model, batches, step)
+
+
+def caught(model, batches, step):
+    def refuse(module, args):
+        if instep.rank == 1 and next(calls) == step:
+            raise FloatingPointError
+
+    calls = count()
+    model.register_forward_pre_hook(refuse)
+    for (x,) in batches:
+        with suppress(FloatingPointError):
+            model(x).sum().backward()
+
+
 @ranks(3)
-def test_a_step_that_one_rank_leaves_out_is_named_though_all_parameters_are_equal():
-    with variable("INSTEP_DRIFT_STEPS", "4"):
+@pytest.mark.parametrize("batches", [from_a_loader, by_hand])
+@pytest.mark.parametrize(
+    ("train", "step"), [(each, 0), (each, 3), (accumulated, 2), (with_a_hook, 3), (caught, 3)]
+)
+def test_a_batch_that_one_rank_leaves_out_is_found_in_the_next_sum(batches, train, step):
+    with variable("INSTEP_DRIFT_STEPS", "0"):
         model = instep.replicate(nn.Linear(4, 2))
-    data = torch.utils.data.TensorDataset(torch.randn(60, 4))
-    loader = instep.shard(torch.utils.data.DataLoader(data, 6))
-    with pytest.raises(DriftError, match=r"ranks 0, 2: 3; rank 1: 4.*between 2 and 4"):
-        leave_out(model, loader, step=2)
+    with pytest.raises(DriftError, match=r"different numbers \(ranks 0, 2: 0; rank 1: 1\)"):
+        train(model, batches(torch.randn(60, 4)), step)
+
+
+@ranks(2)
+def test_the_last_batch_of_an_epoch_that_one_rank_leaves_out_is_found_in_the_next_epoch():
+    model = instep.replicate(nn.Linear(4, 2))
+    loader = from_a_loader(torch.randn(60, 4))
+    two_epochs = chain(loader, loader)
+    with pytest.raises(DriftError, match=r"different epochs of a loader .rank 0: 1; rank 1: 2"):
+        each(model, two_epochs, step=9)
+
+
+@ranks(2)
+def test_batches_that_all_ranks_leave_out_or_use_twice_are_no_error():
+    model, torn = instep.replicate(nn.Linear(4, 2)), torch.randn(15, 4)
+    for loader in (from_a_loader(torch.randn(60, 4)), from_a_loader(torn), by_hand(torn)):
+        for k, (x,) in enumerate(loader):
+            for _ in range(k % 3):
+                model(x).sum().backward()
+        if instep.rank == 0:  # an evaluation of one rank
+            with torch.no_grad():
+                model(next(iter([x]))).sum()
+    model(torch.ones(2, 4)).sum().backward()
+    assert progress.count_left_out() == 6
 
 
 @ranks(2)

@@ -217,7 +217,7 @@ def exploding(log):
 
 
 def log_ghost(x):
-    from instep.training.batches import find_block
+    from instep.training.batches.registry import find_block
 
     block = find_block(x)
     return block is not None and block.is_empty

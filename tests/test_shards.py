@@ -48,7 +48,7 @@ def epochs_of(kind, n, batch_size, drop_last, workers):
     assert len(sharded) == len(loader)
     assert sharded.dataset is data
     assert (sharded.batch_size, sharded.drop_last) == (loader.batch_size, loader.drop_last)
-    from instep.training.batches import find_block
+    from instep.training.batches.registry import find_block
 
     epochs = []
     for _ in range(2):

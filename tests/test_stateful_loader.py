@@ -85,7 +85,7 @@ def loop(folder, kind, stop_at=None, *, is_sharded=True, seed=5, leaves=False, e
     seen = []
     for _ in checkpoint.epochs(epochs):
         for count, batch in enumerate(loader):
-            block = instep.training.batches.find_block(batch) if is_sharded else None
+            block = instep.training.batches.registry.find_block(batch) if is_sharded else None
             own = [] if block is not None and block.is_empty else batch.tolist()
             seen.append((own, torch.rand(()).item()))
             checkpoint.step()

@@ -29,7 +29,7 @@ from instep.distributed.communication.transport import get_transport, use_transp
 from instep.distributed.numbers import Numbers, NumbersTransport
 from instep.errors import TrainingError
 from instep.process.torch_private import BatchNorm
-from instep.training.batches import note_collective
+from instep.training.batches.registry import note_collective
 from instep.training.forward_calls import current_candidates
 
 _SHORT, _LONG = 8, 16  # elements of a channel that lie side by side

@@ -69,8 +69,9 @@ class MixedSumsError(TrainingError):
     def of_models(cls) -> MixedSumsError:
         """In a bucket."""
         return cls(
-            "this rank summed the gradients of one model while another rank summed those of "
-            "another model. Let backward use the same models on every rank, in the same order."
+            "this rank summed the gradients of one model or batch while another rank summed those "
+            "of another. Let backward use the same models and batches on every rank, in the same "
+            "order."
         )
 
     @classmethod
@@ -84,7 +85,7 @@ class MixedSumsError(TrainingError):
 
 
 class DriftError(TrainingError):
-    """The ranks' parameters, buffers or hyper-parameters have become different."""
+    """The ranks' parameters, buffers or hyper-parameters, or their steps, have become different."""
 
     @classmethod
     def of_option(
@@ -108,13 +109,24 @@ class DriftError(TrainingError):
         )
 
     @classmethod
-    def of_epochs(cls, groups: Mapping[int, Sequence[int]], since: tuple[int, int]) -> DriftError:
+    def of_left_out(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
+        """Of the batches without a backward; `groups`: the ranks that have each number of them."""
+        shown = "; ".join(f"{format_ranks(ranks)}: {count}" for count, ranks in groups.items())
+        return cls(
+            "the ranks would sum gradients of different batches: of those that they took from "
+            f"loaders, they have left out different numbers ({shown}). Leave a batch out on all "
+            "ranks, or on none: decide by a value that is equal on them, such as "
+            "instep.all_reduce(loss.detach())."
+        )
+
+    @classmethod
+    def of_epochs(cls, groups: Mapping[int, Sequence[int]]) -> DriftError:
         """Of the epochs of a loader; `groups`: the ranks in each of them."""
         shown = "; ".join(f"{format_ranks(ranks)}: {epoch + 1}" for epoch, ranks in groups.items())
         return cls(
-            f"the ranks are in different epochs of a loader ({shown}), {_since(since)}: each has "
-            "another order of samples. Some ranks only have begun to iterate over it, as by "
-            "next(iter(loader)); do that on every rank, or on none."
+            f"the ranks are in different epochs of a loader ({shown}): each has another order of "
+            "samples. Some ranks only have begun to iterate over it, as by next(iter(loader)), or "
+            "have left it early; do that on every rank, or on none."
         )
 
     @classmethod

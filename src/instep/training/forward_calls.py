@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.training.autograd_graph import next_nodes, tag, walk
-from instep.training.batches import BatchCandidates, find_candidates
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.registry import find_candidates
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 

@@ -21,7 +21,8 @@ from instep.distributed.flight_record.recorder import phase
 from instep.errors import TrainingError
 from instep.process.patching import Function, Patch
 from instep.process.torch_private import current_graph_task_id
-from instep.training import batches, forward_calls
+from instep.training import forward_calls
+from instep.training.batches import progress, registry
 from instep.training.blocks import Block
 from instep.training.buckets.reducer import (
     BackwardState,
@@ -202,7 +203,7 @@ def _backward_of_averages(
         original(roots, _multiply_grads(roots, grad_tensors, weight), *rest)
     finally:
         forward_calls.pop()
-        batches.end_step()
+        registry.end_step()
 
 
 def _backward_of_replicas(
@@ -213,6 +214,7 @@ def _backward_of_replicas(
     call: ForwardCall,
 ) -> None:
     forward_calls.push(call)  # gradient checkpointing runs parts of the forward again
+    progress.note_backward()
     try:
         # The numbers of a placeholder may be anything, and a mean over no token is not a number;
         # they are not used.
@@ -231,7 +233,7 @@ def _backward_of_replicas(
             _end_checks(state)
     finally:
         forward_calls.pop()
-        batches.end_step()
+        registry.end_step()
 
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -243,7 +245,7 @@ def _end_checks(state: BackwardState) -> None:
     checks = dict.fromkeys(reducer.drift_check for reducer in state.reducers)
     for check in checks:
         if check is not None:
-            check.end_backward(batches.count_requests(), batches.last_epoch())
+            check.end_backward()
     if state.finite_check is not None:
         state.finite_check.end(checks)
 

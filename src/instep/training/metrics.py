@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instep.distributed.communication.exchanges import all_gather
 from instep.distributed.communication.transport import get_transport
-from instep.training.batches import find_candidates, note_collective
+from instep.training.batches.registry import find_candidates, note_collective
 from instep.training.forward_calls import last
 
 M = TypeVar("M", bound="Metric")

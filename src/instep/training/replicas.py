@@ -29,7 +29,7 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
-from instep.training.batches import find_candidates, is_registered
+from instep.training.batches.registry import find_candidates, is_registered
 from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer

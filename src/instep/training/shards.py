@@ -17,8 +17,8 @@ from instep.distributed.communication.objects import broadcast_object
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
 from instep.process.torch_private import tree_map
-from instep.training import batches
-from instep.training.batches import BatchTracker, is_registered, register
+from instep.training.batches.registry import is_registered, register, register_end, register_skipped
+from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, count_rows, slice_rows, tensor_leaves
 from instep.training.errors import CannotShardError, ShardedTwiceError, check_bitwise
 from instep.training.loaders.block_batches import BlockBatchSampler, empty_block
@@ -257,7 +257,7 @@ class TrackedIterator(Generic[T]):
                 batch = self._load()
             except StopIteration:
                 self._position.has_ended = True
-                batches.register_end(self._tracker)
+                register_end(self._tracker)
                 raise
             self._last = batch
             block = self._planned.popleft()
@@ -265,7 +265,7 @@ class TrackedIterator(Generic[T]):
             if self._tracker.yields(block):
                 register(batch, block, self._tracker)
                 return batch
-            batches.register_skipped(block, self._tracker)
+            register_skipped(block, self._tracker)
 
     def _load(self) -> T:
         try:

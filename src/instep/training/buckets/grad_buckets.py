@@ -89,10 +89,21 @@ class GradBucket(ABC):
         self.filled: set[int] = set()
         """The indices whose gradient this rank has."""
         self._parameters = parameters
-        like = next(iter(parameters.values()))
-        self._trailer = flags_and_checksum(len(layout.slots), bucket_checksum(like, *ids))
+        self._step = 0
+        self._like = next(iter(parameters.values())).new_empty(0)
+        self._trailer = self._make_trailer()
         self._before: dict[int, Tensor | None] = {}
         """What `.grad` was, of parameters in whose `.grad` autograd leaves this rank's gradient."""
+
+    def set_step(self, step: int) -> None:
+        """Let it be summed with buckets of the same step only: a small number."""
+        if step != self._step:
+            self._step = step
+            self._trailer = self._make_trailer()
+
+    def _make_trailer(self) -> Tensor:
+        checksum = bucket_checksum(self._like, *self.ids, self._step)
+        return flags_and_checksum(len(self.layout.slots), checksum)
 
     @property
     def indices(self) -> list[int]:

@@ -15,14 +15,15 @@ from instep.distributed.communication.objects import all_gather_object
 from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
+from instep.training.batches import progress
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_buckets import GradBucket, make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
-from instep.training.drift.comparison import DriftCheck
+from instep.training.drift.comparison import DriftCheck, by_value
 from instep.training.drift.non_finite import FiniteCheck
-from instep.training.errors import MixedSumsError
+from instep.training.errors import DriftError, MixedSumsError
 
 reducer_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The reducer of each parameter."""
@@ -53,6 +54,8 @@ _current: BackwardState | None = None
 _unfinished: dict[Reducer, None] = {}
 """Those with parts of sums that are still to be made: the next backward that sums makes them,
 whether it reaches their parameters or not."""
+_STEP_NUMBERS = 64
+"""So many checksums a bucket may have."""
 _reducer_numbers = count()
 """All ranks make their reducers in the same order."""
 
@@ -118,6 +121,9 @@ class Reducer:
         self._compression = compression
         self.number = next(_reducer_numbers)
         """Equal on all ranks."""
+        self._left_out_before = progress.count_left_out()
+        self._progress = 0, 0
+        """In this backward: how many batches were left out, and the epoch of the last one."""
         # Backward reaches the last parameters first.
         self._parameters = list(reversed(parameters))
         self._bucket_sets: dict[tuple[object, ...], _BucketSet] = {}
@@ -140,6 +146,8 @@ class Reducer:
         """Take part in this backward."""
         if self not in backward.reducers:
             backward.reducers[self] = None
+            left_out = progress.count_left_out() - self._left_out_before
+            self._progress = left_out, progress.last_epoch()
             self._choose_buckets()
 
     def collect(self, index: int, grad: Tensor) -> Tensor | None:
@@ -168,7 +176,8 @@ class Reducer:
         if _current is None or not _current.sync:
             return
         self._add_accumulated()
-        self._verify_checksums()
+        with self._explained_mismatch():
+            self._verify_checksums()
         self._inspect(self._buckets[self._started :], are_last=True)
         separate(self._buckets[self._started :])
         for bucket in self._buckets[self._started :]:
@@ -177,7 +186,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.start_second_phase(self._bucket_transport)
         for bucket in self._buckets:
-            bucket.wait()
+            with self._explained_mismatch():
+                bucket.wait()
             bucket.write_grads(skip=self._reduced)
         self._partial.clear()
         _unfinished.pop(self, None)
@@ -210,6 +220,28 @@ class Reducer:
             chosen = _BucketSet(self._make_buckets())
         self._bucket_sets[key] = chosen
         self._buckets, self._bucket_of = chosen.buckets, chosen.bucket_of
+        for bucket in self._buckets:
+            bucket.set_step(self._step_number)
+
+    @property
+    def _step_number(self) -> int:
+        """Different on ranks whose progress differs by a few batches or one epoch."""
+        left_out, epoch = self._progress
+        return (left_out + epoch * (_STEP_NUMBERS // 2)) % _STEP_NUMBERS
+
+    @contextmanager
+    def _explained_mismatch(self) -> Iterator[None]:
+        """Raise DriftError where ranks have summed different gradients since they are in different
+        steps. Collective then: all ranks find out at the same sum."""
+        try:
+            yield
+        except MixedSumsError:
+            left_out, epochs = zip(*self.transport.all_gather_object(self._progress), strict=True)
+            if len({*epochs}) > 1:
+                raise DriftError.of_epochs(by_value(epochs)) from None
+            if len({*left_out}) > 1:
+                raise DriftError.of_left_out(by_value(left_out)) from None
+            raise
 
     def _make_buckets(self) -> list[GradBucket]:
         trained = {
@@ -239,7 +271,7 @@ class Reducer:
         if grad.is_sparse:
             self._sparse.add(index)  # from the next backward on it has no place in a bucket
             return all_reduce_sparse(grad)
-        checksum = bucket_checksum(grad, self.number, index)
+        checksum = bucket_checksum(grad, self.number, index, self._step_number)
         flat = torch.cat([grad.reshape(-1), checksum])
         self.transport.all_reduce(as_real(flat), "sum").wait()
         self._checksums[index] = flat[-LENGTH:]

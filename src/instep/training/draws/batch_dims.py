@@ -25,7 +25,7 @@ from instep.distributed.identity import torch_devices
 from instep.errors import InstepWarning
 from instep.process.torch_private import tree_leaves, tree_map_only
 from instep.training import forward_calls
-from instep.training.batches import BatchCandidates
+from instep.training.batches.candidates import BatchCandidates
 from instep.training.forward_calls import ForwardCall
 from instep.training.random_streams import RNGStates, default_generators
 

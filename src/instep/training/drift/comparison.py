@@ -74,19 +74,18 @@ class DriftCheck:
         if self._every:
             follow_optimizers()
 
-    def end_backward(self, requests: int = 0, epoch: int = 0) -> None:
+    def end_backward(self, requests: int = 0) -> None:
         """A backward has summed gradients of the model: compare if it is time to. Collective.
 
-        `requests`: how many batches this rank has requested from sharded loaders; `epoch`: that of
-        the last one. Raises DriftError on every rank.
+        `requests`: how many batches this rank has requested. Raises DriftError on every rank.
         """
         self.step += 1
         if self.step == 1:
             self._requests_before = requests
         if is_due(self.step, self._every):
-            self.compare(requests - self._requests_before, epoch)
+            self.compare(requests - self._requests_before)
 
-    def compare(self, requests: int = 0, epoch: int = 0) -> None:
+    def compare(self, requests: int = 0) -> None:
         """Compare now. Collective. Raises DriftError on every rank."""
         model = self._model()
         if model is None:
@@ -95,11 +94,11 @@ class DriftCheck:
         sums = bit_sums(tensors.values())
         options = named_options({id(p): name for name, p in model.named_parameters()})
         texts = {name: repr(value) for name, value in sorted(options.items())}
-        others = list(tensors), texts, requests, epoch
+        others = list(tensors), texts, requests
         mine = torch.tensor([combine(sums), crc32(repr(others).encode())], device="cpu")
         parts = self._transport.all_gather(mine.to(self._transport.control_device))
         if any(part.tolist() != mine.tolist() for part in parts):
-            self._raise_difference(tensors, sums.tolist(), texts, (requests, epoch))
+            self._raise_difference(tensors, sums.tolist(), texts, requests)
         self._same_at = self.step
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -123,21 +122,19 @@ class DriftCheck:
         tensors: Mapping[str, Tensor],
         sums: Sequence[int],
         texts: Mapping[str, str],
-        position: tuple[int, int],
+        requests: int,
     ) -> None:
         """Find what differs first. Collective. Raises DriftError unless all of it is harmless."""
         rows = {
             name: (tuple(t.shape), str(t.dtype), total)
             for (name, t), total in zip(tensors.items(), sums, strict=True)
         }
-        requests, epochs = zip(*self._transport.all_gather_object(position), strict=True)
+        requests_of = self._transport.all_gather_object(requests)
         of_ranks: list[tuple[dict[str, Any], dict[str, str]]]
         of_ranks = self._transport.all_gather_object((rows, dict(texts)))
         since = (max(self._same_at, 1), self.step)
-        if len({*epochs}) > 1:
-            raise DriftError.of_epochs(by_value(epochs), since)
-        if len({*requests}) > 1:
-            raise DriftError.of_batches(by_value(requests), since)
+        if len({*requests_of}) > 1:
+            raise DriftError.of_batches(by_value(requests_of), since)
         model = f" of {type(self._model()).__name__}" if len(_check_of) > 1 else ""
         for name in texts:
             values = [options.get(name) for _, options in of_ranks]

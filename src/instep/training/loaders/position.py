@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instep.training.batches import note_epoch
+from instep.training.batches.progress import note_epoch
 from instep.training.errors import OtherDataError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from instep.distributed.flight_record.recorder import phase, set_epoch
 from instep.distributed.rendezvous import bootstrap
-from instep.training import batches
-from instep.training.batches import BatchTracker, register
+from instep.training.batches.registry import register, register_end, register_skipped
+from instep.training.batches.trackers import BatchTracker
 from instep.training.blocks import Block, count_rows, slice_rows
 from instep.training.errors import OtherDataError
 from instep.training.loaders.block_batches import empty_block
@@ -167,7 +167,7 @@ class SlicedIterator(Generic[T]):
                     batch = next(self._batches)
             except StopIteration:
                 self._position.has_ended = True
-                batches.register_end(self._tracker)
+                register_end(self._tracker)
                 raise
             block = replace(self._empty_block, total=count_rows(batch))
             self._position.count(block.total)
@@ -175,4 +175,4 @@ class SlicedIterator(Generic[T]):
                 local = slice_rows(batch, block)
                 register(local, block, self._tracker)
                 return local
-            batches.register_skipped(block, self._tracker)
+            register_skipped(block, self._tracker)

@@ -14,7 +14,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.training import forward_calls
 from instep.training.autograd_graph import next_nodes, tag, walk
-from instep.training.batches import find_block
+from instep.training.batches.registry import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 from instep.training.random_streams import default_generators, derive_seed, make_rng_state

@@ -1,0 +1,84 @@
+"""The batches to which a forward may belong, and the choice of one of them by its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from instep.distributed.communication.transport import get_transport
+from instep.training.blocks import Block
+from instep.training.errors import UnknownBatchError
+
+
+@dataclass(frozen=True)
+class BatchCandidates:
+    """The batches to which a forward may belong (None: to no batch), and its inputs' rows."""
+
+    blocks: tuple[Block | None, ...]
+    rows: frozenset[int] = frozenset()
+    same_on_all_ranks: bool = True
+    """Whether all ranks have the same candidates, in the same order."""
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether this rank has no rows. Collective where batches have fewer samples than ranks."""
+        sparse = any(block is not None and block.total < block.size for block in self.blocks)
+        block = self.resolve() if sparse else None
+        return block is not None and block.is_empty
+
+    def resolve(self) -> Block | None:
+        """The one batch. Raises UnknownBatchError.
+
+        Collective where batches of different sizes give some rank the same number of rows.
+        """
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        fits = [block is not None and _rows(block) in self.rows for block in self.blocks]
+        if self.same_on_all_ranks and not self._is_decided_by_each_rank():
+            fits = _all_reduce_and(fits)
+        fitting = [block for block, fit in zip(self.blocks, fits, strict=True) if fit]
+        if len(fitting) == 1:
+            return fitting[0]
+        if len({_fractions(block) for block in self.blocks}) == 1:
+            return self.blocks[-1]
+        if None in self.blocks and self.rows and not fitting:
+            return None
+        raise UnknownBatchError(
+            sorted(self.rows), [(b.total, _rows(b)) for b in self.blocks if b is not None]
+        )
+
+    def resolve_on_this_rank(self) -> Block | None:
+        """The one batch; None if this rank cannot tell by itself. Not collective."""
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        fitting = [b for b in self.blocks if b is not None and _rows(b) in self.rows]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def _is_decided_by_each_rank(self) -> bool:
+        """Whether on every rank these batches differ in the number of rows."""
+        if None in self.blocks:
+            return False
+        blocks = [block for block in self.blocks if block is not None]
+        return all(
+            len({_rows(replace(block, rank=rank)) for block in blocks}) == len(blocks)
+            for rank in range(blocks[0].size)
+        )
+
+
+def _rows(block: Block) -> int:
+    """The rows of this rank's part; a placeholder is one."""
+    return max(block.count, 1)
+
+
+def _fractions(block: Block | None) -> tuple[float, ...]:
+    size = get_transport().size
+    return (1 / size,) * size if block is None else block.fractions()
+
+
+def _all_reduce_and(fits: list[bool]) -> list[bool]:
+    """For each, whether it is true on every rank. Collective."""
+    transport = get_transport()
+    counts = torch.tensor(fits, dtype=torch.int64, device=transport.control_device)
+    transport.all_reduce(counts, "sum").wait()
+    return [count == transport.size for count in counts.tolist()]

@@ -1,0 +1,159 @@
+"""The batches that are in use: their memory, and the loops that have requested them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from instep.errors import TrainingError
+from instep.training.batches import progress
+from instep.training.batches.candidates import BatchCandidates
+from instep.training.batches.trackers import BatchTracker, ManualBatchTracker, count_collective
+from instep.training.blocks import Block, tensor_leaves
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The bytes of a storage that a registered tensor covers."""
+
+    first: int
+    end: int
+    tensor: TensorWeakRef
+    block: Block
+    tracker: BatchTracker
+    index: int
+
+
+_block_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The registered tensors themselves, with their blocks."""
+_parts: dict[int, tuple[StorageWeakRef, list[_Part]]] = {}
+"""The registered parts of each storage, by its address."""
+_trackers: list[BatchTracker] = []
+"""Those of iterators that a loop may be using; the one of the last request comes last."""
+_manual = ManualBatchTracker()
+
+
+def register(batch: object, block: Block, tracker: BatchTracker = _manual) -> None:
+    """A loop has requested `batch` and works on it now or later."""
+    index = _request(tracker, block)
+    for leaf in tensor_leaves(batch):
+        _block_of[leaf] = block
+        covered = _bytes_of(leaf)
+        if covered is not None:
+            storage = leaf.untyped_storage()
+            if storage._cdata not in _parts:
+                _parts[storage._cdata] = StorageWeakRef(storage), []
+            part = _Part(*covered, TensorWeakRef(leaf), block, tracker, index)
+            _parts[storage._cdata][1].append(part)
+
+
+def register_skipped(block: Block, tracker: BatchTracker) -> None:
+    """A loop has skipped a batch of which this rank has no rows."""
+    _request(tracker, block)
+
+
+def register_end(tracker: BatchTracker) -> None:
+    """A loop has reached the end of the data."""
+    _request(tracker, None)
+
+
+def note_collective() -> None:
+    """The script is about to call, in its loop, a collective that a placeholder does not change.
+
+    Raises TrainingError where ranks without rows of the batch will not come.
+    """
+    count_collective()
+    in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    if len(in_use) == 1 and in_use[0].is_skipped_by_some:
+        raise TrainingError(
+            "the first batch of this loop has fewer rows than there are ranks. Without gradients a "
+            "rank without rows skips it, so that not all ranks come to this collective. Put "
+            "torch.no_grad() into the loop, or run on fewer ranks."
+        )
+
+
+def end_step() -> None:
+    """A backward has ended."""
+    _manual.end_step()
+
+
+def reset() -> None:
+    """Forget every batch, and how far the training has come in them."""
+    progress.reset()
+    _trackers.clear()
+    _parts.clear()
+    _block_of.clear()
+
+
+def _request(tracker: BatchTracker, block: Block | None) -> int:
+    if block is not None:
+        progress.note_request()
+    _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
+    for address, (storage, parts) in list(_parts.items()):
+        # One storage may hold the whole data set: batches that are gone are not searched there.
+        parts[:] = [p for p in parts if p.tracker is not tracker or p.tensor() is not None]
+        if not parts or storage.expired():
+            del _parts[address]
+    return tracker.request(block)
+
+
+def is_registered(tensor: Tensor) -> bool:
+    """Whether this very tensor is a part of a batch that is sharded already."""
+    return tensor in _block_of
+
+
+def find_block(tensor: Tensor) -> Block | None:
+    """The block in whose memory this tensor lies."""
+    part = _part_of(tensor)
+    block: Block | None = _block_of.get(tensor) if part is None else part.block
+    return block
+
+
+def find_candidates(values: object) -> BatchCandidates:
+    """The batches to which these inputs may belong: one, if they lie in its memory."""
+    tensors = tensor_leaves(values)
+    for tensor in tensors:
+        part = _part_of(tensor)
+        if part is not None:
+            part.tracker.observe(part.index)
+        block = find_block(tensor)
+        if block is not None:
+            return BatchCandidates((block,))
+    return _candidates(frozenset(tensor.shape[0] for tensor in tensors if tensor.dim()))
+
+
+def _candidates(rows: frozenset[int]) -> BatchCandidates:
+    """The batches that the order of requests leaves."""
+    in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    if len(in_use) == 1:
+        in_use[0].assume_forward()
+    blocks: list[Block | None] = [b for tracker in in_use for b in tracker.candidates()]
+    if not in_use:
+        blocks = [_trackers[-1].last, None] if _trackers else [None]
+    same_on_all_ranks = not any(tracker.in_other_thread for tracker in in_use)
+    return BatchCandidates(tuple(dict.fromkeys(blocks)), rows, same_on_all_ranks)
+
+
+def _part_of(tensor: Tensor) -> _Part | None:
+    covered = _bytes_of(tensor) if _parts else None
+    if covered is None:
+        return None
+    _, parts = _parts.get(tensor.untyped_storage()._cdata, (None, []))
+    first, end = covered
+    return next((part for part in reversed(parts) if part.first <= first and end <= part.end), None)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The first byte that a tensor covers in its storage, and the one behind its last.
+
+    None where it covers none, or has no storage (a sparse tensor).
+    """
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first, width = int(tensor.storage_offset()), tensor.element_size()
+    return first * width, (first + reach + 1) * width

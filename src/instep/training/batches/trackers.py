@@ -1,0 +1,141 @@
+"""The batches that a loop has requested, and how far behind its requests it works."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from instep.training.blocks import Block
+
+_MAX_BLOCKS = 1024
+"""The blocks of this many batches are kept for each iterator."""
+
+_collectives = 0
+"""How many of the script's own collectives there were that a placeholder does not change."""
+
+
+class BatchTracker:
+    """The batches that a loop has requested from one iterator, and how far behind them it works.
+
+    A loop that loads ahead works on a batch some requests after its own; its first forward shows
+    how many. The iterator is held weakly.
+    """
+
+    def __init__(self, iterator: object) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._blocks: deque[Block] = deque(maxlen=_MAX_BLOCKS)
+        self._delivered = 0
+        self._requests = 0
+        self._thread = threading.get_ident()
+        self._ahead: tuple[int, int] | None = None
+        """The fewest and the most requests that can lie between a batch's own and its forward."""
+        self._observed = False
+        """Whether forwards have shown these bounds, and not just the number of requests."""
+        self._collectives = _collectives
+        self.is_skipped_by_some = False
+        """Whether ranks that have no rows of the last batch do not get it."""
+
+    def request(self, block: Block | None) -> int:
+        """The loop gets `block` (None: there are no more batches); returns its index."""
+        self._requests += 1
+        self._thread = threading.get_ident()
+        if block is not None:
+            self._blocks.append(block)
+            self._delivered += 1
+        return self._delivered - 1
+
+    def observe(self, index: int) -> None:
+        """The loop works on batch `index`."""
+        ahead = self._requests - 1 - index
+        if self._ahead is None or not self._observed:
+            self._ahead = ahead, ahead
+        else:
+            fewest, most = self._ahead
+            self._ahead = min(fewest, ahead), max(most, ahead)
+        self._observed = True
+
+    def assume_forward(self) -> None:
+        """The loop works on one of the batches that it has requested so far."""
+        if self._ahead is None:
+            self._ahead = 0, self._requests - 1
+            self._observed = self._requests == 1
+
+    def candidates(self) -> list[Block]:
+        """The batches that the loop may work on now, oldest first; none after its end."""
+        if self.in_other_thread:
+            return list(self._blocks)
+        fewest, most = self._ahead or (0, self._requests - 1)
+        latest = self._requests - 1 - (self._delivered - len(self._blocks))
+        first, last = max(latest - most, 0), min(latest - fewest, len(self._blocks) - 1)
+        return [self._blocks[k] for k in range(first, last + 1)]
+
+    def yields(self, block: Block) -> bool:
+        """Whether the loop gets this block, its next one; sets `is_skipped_by_some`.
+
+        A placeholder is for training, and for loops in which all ranks take part in collectives
+        that it does not change (`note_collective`).
+        """
+        has_placeholders = torch.is_grad_enabled() or _collectives > self._collectives
+        self.is_skipped_by_some = block.total < block.size and not has_placeholders
+        return has_placeholders or not block.is_empty
+
+    @property
+    def in_other_thread(self) -> bool:
+        """Whether another thread of the script requests batches: then their order says nothing."""
+        return self._thread != threading.get_ident()
+
+    @property
+    def last(self) -> Block | None:
+        """The batch that was registered last."""
+        return self._blocks[-1] if self._blocks else None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether another loop's request shows that this one has been left."""
+        return self._iterator() is None
+
+
+class ManualBatchTracker(BatchTracker):
+    """The batches that a script has sharded itself, by `instep.shard(tensors)`.
+
+    Those sharded since the last backward are candidates for the next one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self)
+        self._step_ended = False
+
+    def request(self, block: Block | None) -> int:
+        """The script has sharded a batch."""
+        if self._step_ended:
+            self._blocks.clear()
+            self._step_ended = False
+        return super().request(block)
+
+    def end_step(self) -> None:
+        """A backward has used the batches that were sharded before."""
+        self._step_ended = True
+
+    def observe(self, index: int) -> None:
+        """A forward says nothing about the other batches of the step."""
+
+    def assume_forward(self) -> None:
+        """A forward says nothing about the other batches of the step."""
+
+    def candidates(self) -> list[Block]:
+        """The batches of this step."""
+        return list(self._blocks)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a loop's request shows that these are no longer in use."""
+        return self._step_ended
+
+
+def count_collective() -> None:
+    """The script is about to call a collective that a placeholder does not change."""
+    global _collectives
+    _collectives += 1
