@@ -19,7 +19,8 @@ from instep.training.batches import progress
 from instep.training.buckets.checksum import LENGTH, bucket_checksum, verify_checksum
 from instep.training.buckets.codec import as_real
 from instep.training.buckets.compression import Compression, make_codec
-from instep.training.buckets.grad_buckets import GradBucket, make_bucket, separate
+from instep.training.buckets.grad_bucket import GradBucket
+from instep.training.buckets.grad_buckets import make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
 from instep.training.drift.comparison import DriftCheck, by_value
 from instep.training.drift.non_finite import FiniteCheck

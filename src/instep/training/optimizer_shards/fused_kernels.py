@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from instep.process.patching import Function
 from instep.training.optimizer_shards import divided_steps
+from instep.training.optimizer_shards.host_copy import are_many
 from instep.training.optimizer_shards.layout import is_dense
 
 _DTYPES = (torch.float32, torch.float64)
@@ -50,9 +51,10 @@ def sgd(original: Function, *lists: list[Tensor | None], **options: Any) -> Any:
 
     Without momentum the loop goes through memory as often as the kernel.
     """
-    if not (_is_plain(options) and _has_sgd_kernel(lists)):
-        return original(*lists, **options)
     is_fused = _is_open(options) and bool(options.get("momentum"))
+    is_worth_it = is_fused or are_many([each for each in lists[0] if each is not None])
+    if not (is_worth_it and _is_plain(options) and _has_sgd_kernel(lists)):
+        return original(*lists, **options)
     return _step(original, lists, options, is_fused)
 
 

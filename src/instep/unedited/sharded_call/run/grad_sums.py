@@ -12,25 +12,27 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
-from instep.training.buckets.compression import compression_setting, make_codec
-from instep.training.buckets.grad_buckets import GradBucket, make_bucket, separate
-from instep.training.buckets.layout import plan_tensors
+from instep.training.buckets.grad_bucket import GradBucket
+from instep.training.buckets.grad_buckets import separate
 from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
+from instep.unedited.sharded_call.shards.grad_places import (
+    divide_into_buckets,
+    have_hooks,
+    note_sparse,
+)
 from instep.unedited.sharded_call.shards.large_weights import (
     CollectedRows,
     collect_rows,
@@ -49,24 +51,6 @@ first, and an alias is made before everything that is computed from it."""
 
 _SPARSE = 2
 """The kind of a gradient in the ranks' message about theirs: 0 is none, 1 is dense."""
-
-
-class _Place(NamedTuple):
-    """Where the gradients of a parameter are summed."""
-
-    bucket: GradBucket
-    slot: int
-    """Its index in the bucket."""
-    type: tuple[object, ...]
-    """The parameter's, when its bucket was made."""
-
-
-_places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By parameter."""
-_sparse: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters that had a sparse gradient, which does not travel in a bucket."""
-_bucket_numbers = count()
-"""All ranks make their buckets in the same order."""
 
 
 class CallGradients:
@@ -97,24 +81,16 @@ def alias_parameters(
         by_shard = alias_for_shards(own, len(group.own), _HIGHEST_PRIORITY)
         gradients.collected_rows = collect_rows(parameters, by_shard, group)
         return by_shard
-    in_buckets = [p for p in parameters if not _is_reduced_now(p)]
-    places = {id(p): _find_place(p) for p in in_buckets}
-    if unplanned := [p for p in in_buckets if places[id(p)] is None]:
-        _make_buckets(unplanned, group.transport)
-        places |= {id(p): _find_place(p) for p in unplanned}
-    by_bucket: dict[GradBucket | None, list[int]] = {}
-    for k, parameter in enumerate(parameters):
-        place = places.get(id(parameter))
-        by_bucket.setdefault(place and place.bucket, []).append(k)
-    found: dict[int, Tensor] = {}
-    for bucket, members in by_bucket.items():
-        own = [parameters[k] for k in members]
-        indices = [place.slot if (place := places.get(id(p))) else 0 for p in own]
-        aliases = _alias(own, gradients, bucket, indices, group)
-        found |= zip(members, aliases, strict=True)
-    buckets = (bucket for bucket in by_bucket if bucket is not None)
+    parts = divide_into_buckets(parameters, gradients.module, group.transport)
+    found: list[Any] = [None] * len(parameters)
+    for part in parts:
+        own = [parameters[k] for k in part.members]
+        aliases = _alias(own, gradients, part.bucket, part.slots, group)
+        for k, alias in zip(part.members, aliases, strict=True):
+            found[k] = alias
+    buckets = (part.bucket for part in parts if part.bucket is not None)
     gradients.buckets = sorted(buckets, key=lambda bucket: bucket.ids)
-    return [[found[k] for k in range(len(parameters))]]
+    return [found]
 
 
 def _alias(
@@ -135,65 +111,6 @@ def _alias(
 def is_alias(node: Any) -> bool:
     """Whether this node of the autograd graph is the input of a parameter into a sharded call."""
     return isinstance(node, _Alias._backward_cls) or is_alias_for_shard(node)
-
-
-class _WeakParameters(Mapping[int, Tensor]):
-    """Parameters by index, without those that are gone."""
-
-    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
-        self._references = {index: TensorWeakRef(p) for index, p in parameters.items()}
-
-    def __getitem__(self, index: int) -> Tensor:
-        parameter: Tensor | None = self._references[index]()
-        if parameter is None:
-            raise KeyError(index)
-        return parameter
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._references)
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-
-def _make_buckets(parameters: Sequence[Tensor], transport: Transport) -> None:
-    compression = compression_setting()
-    last_first = dict(enumerate(reversed(parameters)))  # backward reaches the last ones first
-    for layout in plan_tensors(last_first):
-        members = {slot.index: last_first[slot.index] for slot in layout.slots}
-        number = next(_bucket_numbers)
-        bucket = make_bucket(
-            layout,
-            _WeakParameters(members),
-            transport,
-            ids=(number,),
-            codec=make_codec(layout, members, compression),
-            grads_as_views=True,
-        )
-        bucket.title = f"gradients, bucket {number + 1}"
-        for index, parameter in members.items():
-            _places[parameter] = _Place(bucket, index, _type_of(parameter))
-
-
-def _find_place(parameter: Tensor) -> _Place | None:
-    place: _Place | None = _places.get(parameter)
-    return place if place is not None and place.type == _type_of(parameter) else None
-
-
-def _type_of(parameter: Tensor) -> tuple[object, ...]:
-    """What stays the same for a parameter, until `model.half()` and the like."""
-    return parameter.dtype, parameter.device, parameter.shape
-
-
-def _is_reduced_now(parameter: Tensor) -> bool:
-    """Whether its gradient is summed at once: the script's hooks must see the sum, and so must
-    the tensors from which the script has computed the parameter (torch.func.functional_call)."""
-    is_sparse = len(_sparse) > 0 and parameter in _sparse
-    return _has_hooks(parameter) or not parameter.is_leaf or is_sparse
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class _Alias(torch.autograd.Function):
@@ -220,8 +137,9 @@ class _Alias(torch.autograd.Function):
             own = _with_zeros(grads, ctx.parameters, ctx.group)
             return None, None, None, None, *_reduce_now(own, ctx.group)
         sums: list[Tensor | None] = [None] * len(grads)
-        hooked = list(map(_has_hooks, ctx.parameters))  # by now: the forward saw none
-        if any(hooked):
+        hooked = [False] * len(grads)
+        if have_hooks(ctx.parameters):  # by now: the forward saw none
+            hooked = [have_hooks([parameter]) for parameter in ctx.parameters]
             own = [grad if late else None for grad, late in zip(grads, hooked, strict=True)]
             sums = _reduce_now(_with_zeros(own, ctx.parameters, ctx.group), ctx.group)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
@@ -229,7 +147,7 @@ class _Alias(torch.autograd.Function):
                 continue
             if grad.is_sparse:
                 sums[k] = all_reduce_sparse(grad)
-                _sparse[ctx.parameters[k]] = True
+                note_sparse(ctx.parameters[k])
             else:
                 ctx.bucket.add(index, grad)
         backward.finish_call(ctx.bucket)

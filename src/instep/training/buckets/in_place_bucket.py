@@ -1,0 +1,115 @@
+"""A bucket whose gradients stay where autograd has put them: between CPU ranks of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from instep.distributed.communication.transport import Transport
+from instep.process.torch_private import (
+    flatten_dense_tensors,
+    foreach_copy_,
+    unflatten_dense_tensors,
+)
+from instep.training.buckets.codec import as_real
+from instep.training.buckets.grad_bucket import GradBucket
+from instep.training.buckets.layout import BucketLayout
+
+_SMALL_BYTES = 16 << 10
+"""Gradients of up to this many are packed for the sum: to sum each by itself takes longer."""
+
+
+class InPlaceBucket(GradBucket):
+    """Gradients stay where they are; the caller's thread sums them when backward has ended.
+
+    All ranks lay them out in memory as the parameter is.
+    """
+
+    # Autograd puts the last gradient into `.grad` only after its hook. And a gradient that was
+    # handed over may still be needed for what is before the parameter.
+    starts_early = False
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Mapping[int, Tensor], ids: Sequence[int]
+    ) -> None:
+        super().__init__(layout, parameters, ids)
+        self._grads: dict[int, Tensor] = {}
+        self._totals: list[Tensor] = []
+        self._flags = self._trailer
+
+    def add(self, index: int, grad: Tensor) -> None:
+        if index in self.filled:
+            grad = self._grads[index] + grad
+        self._grads[index] = _with_layout_of(self._parameters[index], grad)
+        self.filled.add(index)
+
+    def add_accumulated(self, index: int) -> None:
+        self._before[index] = None
+        self.filled.add(index)
+
+    def intercept(self, index: int, grad: Tensor, partial: bool) -> None:
+        parameter = self._parameters[index]
+        self._before[index] = None
+        if parameter.grad is not None and not partial:
+            self._before[index] = parameter.grad
+            parameter.grad = None
+        self.filled.add(index)
+
+    def separate(self, storages: set[int]) -> None:
+        for index in self.filled:
+            grad = self.own_grad(index)
+            storage = grad.untyped_storage()
+            pointer = storage.data_ptr()
+            if pointer in storages or storage.nbytes() != grad.nbytes:
+                self._grads[index] = grad.clone()
+            storages.add(pointer)
+
+    def _start(self, transport: Transport) -> None:
+        self._flags = self._trailer.clone()
+        for k, slot in enumerate(self.layout.slots):
+            if slot.index in self.filled:
+                self._totals.append(self.own_grad(slot.index))
+            else:
+                self._totals.append(self._zeros(slot.index, slot.stop - slot.start))
+                self._flags[k] = 0
+        tensors = [self._flags, *self._totals]
+        if self._flags.is_complex():
+            tensors = list(map(as_real, tensors))
+        small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+        large = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
+        packed = flatten_dense_tensors(small)
+        transport.all_reduce_each([packed, *large], "sum")
+        foreach_copy_(small, unflatten_dense_tensors(packed, small))
+
+    def own_grad(self, index: int) -> Tensor:
+        grad = self._grads.get(index)
+        return self._accumulated(index) if grad is None else grad
+
+    def start_second_phase(self, transport: Transport) -> None:
+        return None
+
+    def reset(self) -> None:
+        super().reset()
+        self._grads, self._totals = {}, []
+
+    def _sums(self) -> tuple[Iterable[Tensor], Tensor]:
+        return self._totals, self._flags
+
+    def _can_give(self, index: int, total: Tensor, parameter: Tensor) -> bool:
+        return index in self._before or total.stride() == parameter.stride()
+
+    def _zeros(self, index: int, numel: int) -> Tensor:
+        parameter = self._parameters.get(index)
+        return self._trailer.new_zeros(numel) if parameter is None else torch.zeros_like(parameter)
+
+
+def _with_layout_of(parameter: Tensor, grad: Tensor) -> Tensor:
+    """`grad`, or a copy of it, in the parameter's order in memory."""
+    if grad.is_contiguous() and parameter.is_contiguous():
+        return grad
+    steps = zip(grad.shape, grad.stride(), parameter.stride(), strict=True)
+    if all(size == 1 or mine == its for size, mine, its in steps):
+        return grad
+    return torch.empty_like(parameter).copy_(grad)
