@@ -130,7 +130,7 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
         _report_whole(call.module, _CHECKPOINTED if call_state.is_checkpointed else _CAPTURED)
         _count_whole(call)
         return call.run_whole()
-    entry = plan_cache.lookup(call, group.size)
+    entry = plan_cache.lookup(call, group)
     entry.calls += 1
     if entry.plan is not None and not all(each.is_current() for each in entry.plan.stored):
         entry.plan, entry.why_whole = None, MOVED

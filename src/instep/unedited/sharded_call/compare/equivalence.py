@@ -71,7 +71,7 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    if why := mismatch or reference.check_supported():
+    if why := mismatch or _first_reason(reference, group):
         return None, reference.value_of(call), why
     reasons = []
     sums_all_rows = [False]
@@ -101,7 +101,7 @@ def verify_plan(
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    why = mismatch or reference.check_supported()
+    why = mismatch or _first_reason(reference, group)
     reference.stored, reference.known_outputs = plan.stored, plan.outputs
     if plan.sums_without_rows is not None:
         reference.sums = RowSums(None, plan.sums_without_rows)
@@ -112,6 +112,16 @@ def verify_plan(
         if found is not None:
             return plan.updated(found[0]), found[1], ""
     return plan, reference.value_of(call), why
+
+
+def _first_reason(reference: Reference, group: ShardGroup) -> str:
+    """What rules out sharding on some rank; "" if nothing does. Collective.
+
+    A file that the first rank has written, or a clock, may let one rank's forward print and
+    another's not.
+    """
+    reasons = group.transport.all_gather_object(reference.check_supported())
+    return next(filter(None, reasons), "")
 
 
 def _try(

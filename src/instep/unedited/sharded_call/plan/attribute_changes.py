@@ -37,6 +37,10 @@ FEW_CHANGES = 4
 STABLE_CALLS = 8
 """A number that stays for this many calls calls for a comparison whenever it changes, as an epoch
 does; a step counter only ever more seldom."""
+WATCHED_CALLS = 256
+"""For so many calls after a change the ranks agree on whether there is one, before each call."""
+MAX_IDLE = 16
+"""A module is forgotten after so many looks at others: what is known of it may lead back to it."""
 
 _ABSENT = object()
 _OTHER_OBJECT = object()
@@ -105,7 +109,13 @@ class AttributeChanges:
         """The flags that are not as they were at first, and their values."""
         self._values: dict[Key, set[Any]] = {}
         self._changes: dict[Key, int] = {}
+        self._ignored: set[Key] = set()
+        """Those that change by the clock, at other times on each rank."""
+        self.recent: dict[Key, str] = {}
+        """What the script has changed since the last call, and to what."""
         self.calls = 0
+        self._watched_until = WATCHED_CALLS
+        self.last_look = 0
         self.flags: frozenset[tuple[Key, Any]] = frozenset()
         """What tells calls apart that must not share a plan."""
         self.due = 0
@@ -115,9 +125,30 @@ class AttributeChanges:
 
     def update(self) -> None:
         """Before a call: note what the script has changed since the last one."""
-        self.calls += 1
+        global _looks
+        _looks += 1
+        self.calls, self.last_look = self.calls + 1, _looks
+        self.recent = {}
         for key, value in self._find_changes(by_script=True).items():
-            self._note(key, value)
+            if key not in self._ignored:
+                self.recent[key] = "" if value is _OTHER_OBJECT else repr(value)
+                self._note(key, value)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the ranks agree on the changes before this call."""
+        return self.calls <= self._watched_until
+
+    def keep_watching(self) -> None:
+        """On some rank there was a change."""
+        self._watched_until = self.calls + WATCHED_CALLS
+
+    def ignore(self, keys: Iterable[Key]) -> None:
+        """Look at these no more: they change at other times, or to other values, on each rank."""
+        for key in keys:
+            self._ignored.add(key)
+            self._changed.pop(key, None)
+        self.flags = frozenset(self._changed.items())
 
     def skip(self) -> bool:
         """After a call: take its changes for granted; returns whether there are any."""
@@ -158,7 +189,8 @@ class AttributeChanges:
         modules = dict(cast(nn.Module, self._module()).named_modules())
         graph = ObjectGraph(modules)
         tables = [table for node in graph.nodes.values() if (table := _table_of(node))]
-        bases = {base for module in modules.values() for base in type(module).__mro__}
+        # In an order that is the same on all ranks: a set's depends on addresses.
+        bases = dict.fromkeys(base for each in modules.values() for base in type(each).__mro__)
         classes = [base for base in bases if is_of_script(base)]
         of_classes = [table for cls in classes if (table := _table_of_class(cls))]
         self._tables = tables[: MAX_TABLES + len(modules)] + of_classes
@@ -245,6 +277,8 @@ def _is_looked_at(value: Any) -> bool:
 
 
 _known: WeakKeyDictionary[nn.Module, AttributeChanges] = WeakKeyDictionary()
+_looks = 0
+"""At any module, before a call."""
 
 
 def changes_of(module: nn.Module) -> AttributeChanges | None:
@@ -253,9 +287,13 @@ def changes_of(module: nn.Module) -> AttributeChanges | None:
 
 
 def begin(module: nn.Module) -> AttributeChanges:
-    """Look at the attributes of a module from now on."""
+    """Look at the attributes of a module from now on, and forget those of idle ones."""
+    for each, changes in list(_known.items()):
+        if _looks - changes.last_look > MAX_IDLE:
+            del _known[each]
     if module not in _known:
         _known[module] = AttributeChanges(module)
+        _known[module].last_look = _looks
     return _known[module]
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from instep.distributed import numbers
 from instep.process import settings
 from instep.training.pytree import is_cache, is_column, is_value
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
@@ -24,6 +26,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 MAX_COMPARED = 4
 """Other shapes are compared anew this many times; after that they count among the samples."""
@@ -66,8 +69,8 @@ class CacheEntry:
     """Those among the arguments of the last call."""
     changes: dict[int, int] = field(default_factory=dict)
     """How often each of these was another than in the call before."""
-    attributes: AttributeChanges | None = None
-    """Of the module, once a call was divided."""
+    attributes: ref[AttributeChanges] | None = None
+    """Of the module, once a call was divided. They are forgotten where it is not called."""
     attributes_due: int = 0
     """Up to which of their changes calls were compared."""
     trained: list[bool] = field(default_factory=list)
@@ -120,20 +123,28 @@ class CacheEntry:
         before, self.trained = self.trained, trained
         return before not in ([], trained)
 
-    def _has_new_attributes(self) -> bool:
+    def has_due_attributes(self) -> bool:
+        """Whether attributes have changed in a way that calls for a comparison, or were
+        forgotten."""
         if self.attributes is None:
             return False
-        before, self.attributes_due = self.attributes_due, self.attributes.due
-        return before != self.attributes_due
+        attributes = self.attributes()
+        return attributes is None or attributes.due != self.attributes_due
+
+    def _has_new_attributes(self) -> bool:
+        is_due = self.has_due_attributes()
+        if self.attributes is not None and (attributes := self.attributes()) is not None:
+            self.attributes_due = attributes.due
+        return is_due
 
     def finish(self, module: nn.Module) -> None:
         """After a call: what it has changed by itself is no change of the script's."""
-        if self.attributes is not None:
-            self.attributes.skip()
-        elif self.plan is not None:
-            self.attributes = attribute_changes.begin(module)
-            self.attributes.skip()
-            self.attributes_due = self.attributes.due
+        attributes = None if self.attributes is None else self.attributes()
+        if attributes is None and self.plan is not None:
+            attributes = attribute_changes.begin(module)
+            self.attributes, self.attributes_due = ref(attributes), attributes.due
+        if attributes is not None:
+            attributes.skip()
 
     def _has_new_shapes(self, call: BoundCall) -> bool:
         shapes = tuple(tuple(x.shape) for x in call.leaves if isinstance(x, Tensor))
@@ -178,8 +189,48 @@ _temporary: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Modules of whose calls none is compared, and why."""
 
 
-def lookup(call: BoundCall, size: int) -> CacheEntry:
-    """The entry of a call on `size` ranks; a new one if there is none."""
+def lookup(call: BoundCall, group: ShardGroup) -> CacheEntry:
+    """The entry of a call, the same on all ranks; a new one if there is none. Collective where
+    attributes of the module have changed lately."""
+    attributes = attribute_changes.changes_of(call.module)
+    if attributes is None:
+        return _find(call, group.size, None)
+    attributes.update()
+    entry = _find(call, group.size, attributes)
+    if not attributes.is_watched or group.transport.size == 1:
+        return entry
+    return _agree(entry, call, attributes, group)
+
+
+def _agree(
+    entry: CacheEntry, call: BoundCall, attributes: AttributeChanges, group: ShardGroup
+) -> CacheEntry:
+    """The same entry on all ranks, whose call all of them compare or none does. Collective.
+
+    A progress bar, or a text with a speed, changes by the clock: not at the same calls on all
+    ranks, or to other values. Such attributes are not looked at any more.
+    """
+    transport, entries = group.transport, _entries[call.module]
+    place = next((k for k, each in enumerate(entries) if each is entry), -1)
+    changed = crc32(repr(sorted(attributes.recent.items())).encode()) if attributes.recent else 0
+    mine = (place, entry.has_due_attributes(), changed)
+    message = torch.tensor(mine, dtype=torch.float64, device=transport.control_device)
+    by_rank = numbers.gather(numbers.from_tensor(message), transport).tolist()
+    if any(row[-1] for row in by_rank):
+        attributes.keep_watching()
+    if all(row == by_rank[0] for row in by_rank):
+        return entry
+    changes = transport.all_gather_object(attributes.recent)
+    keys = {key for of_rank in changes for key in of_rank}
+    attributes.ignore(k for k in keys if len({of_rank.get(k) for of_rank in changes}) > 1)
+    if entry.calls == 0 and place >= 0:
+        entries.remove(entry)
+    entry = _find(call, group.size, attributes)
+    entry.is_in_doubt = True
+    return entry
+
+
+def _find(call: BoundCall, size: int, attributes: AttributeChanges | None) -> CacheEntry:
     rows = max_rows(call.leaves)
     key: tuple[Any, ...] = (
         rows < size,  # what cannot be done with one row may be with many
@@ -189,11 +240,8 @@ def lookup(call: BoundCall, size: int) -> CacheEntry:
         tuple(_key_of(leaf, rows) for leaf in call.leaves),
     )
     texts = tuple(leaf for leaf in call.leaves if _is_text(leaf, rows))
-    attributes = attribute_changes.changes_of(call.module)
-    if attributes is not None:
-        attributes.update()
-        if attributes.flags:
-            key = (*key, attributes.flags)
+    if attributes is not None and attributes.flags:
+        key = (*key, attributes.flags)
     entries = _entries.get(call.module)
     if entries is None:
         entries = _entries[call.module] = []
