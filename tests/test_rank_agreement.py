@@ -124,3 +124,15 @@ def test_a_module_that_was_forgotten_is_compared_once_more():
         model.couples = True
         torch.testing.assert_close(model(x), (x @ model.weight.T + model.bias).cumsum(0))
         assert modules.call_counts.whole == 1
+
+
+@ranks(2)
+def test_arguments_that_become_different_are_found_though_no_parameter_is():
+    model, x = Watched(4, 3), torch.randn(6, 4)
+    with sharding() as log:
+        for call in range(1, 33):
+            model(x + (call > 17) * instep.rank)
+    assert modules.call_counts.sharded == 31
+    if instep.rank == 0:
+        assert "arguments that are not the same on rank 1 as on rank 0" in log.getvalue()
+        assert "(calls 11 to 31 were divided)" in log.getvalue()

@@ -22,8 +22,9 @@ from instep.process.torch_private import peek_interpreter_stack
 from instep.training.draws.kernels import release_if_idle
 from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
+from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
-from instep.unedited.sharded_call.compare.snapshot import MAKES_PARTS
+from instep.unedited.sharded_call.compare.snapshot import CHANGES, MAKES_PARTS
 from instep.unedited.sharded_call.compare.zero_outputs import run_with_zeros
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -112,7 +113,8 @@ def _call_unknown(
     ):
         return original(module, *args, **kwargs)
     call = BoundCall.of(original, module, args, kwargs)
-    if not any(isinstance(leaf, Tensor) for leaf in call.leaves):
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    if not tensors or any(tensor.is_nested for tensor in tensors):
         return original(module, *args, **kwargs)
     call_state.inside = True
     try:
@@ -170,8 +172,8 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             return output
         if entry.why_whole and max_rows(call.leaves) < group.size:
             entry.why_whole = _FEW_ROWS
-        if entry.why_whole.startswith(SIDE_EFFECTS) and entry.calls < _FIRST_CALLS:
-            entry.why_whole = ""  # many print or write in their first call only
+        if entry.why_whole.startswith((*SIDE_EFFECTS, CHANGES)) and entry.calls < _FIRST_CALLS:
+            entry.why_whole = ""  # many print, write or initialize in their first call only
             _count_whole(call)
             return output
         if entry.why_whole != _FEW_ROWS:
@@ -180,12 +182,11 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             plan_cache.compare_others(entry, call.module)
     elif is_new or entry.is_sampled():
         entry.plan, output, entry.why_whole = verify_plan(call, entry.plan, group, gradients=is_new)
-        if entry.why_whole and entry.last_compared + 1 < entry.calls:
-            entry.why_whole += (
-                f" (calls {entry.last_compared + 1} to {entry.calls - 1} were divided): what they "
-                "returned may differ from one process already"
-            )
+        if entry.why_whole:
+            entry.why_whole += entry.divided_calls()
         entry.last_compared = entry.calls
+    elif entry.is_checked() and (why := arguments_mismatch(call.leaves, group.transport) or ""):
+        entry.why_whole, output = why + entry.divided_calls(), call.run_whole()
     elif tuner is not None and tuner.is_due:
         entry.plan, output, is_sharded = run_timed(call, entry.plan, tuner, group)
         if not is_sharded:

@@ -17,7 +17,7 @@ from instep.process.torch_private import allow_repeated_backward
 from instep.training.pytree import flatten, is_column, leaves_in_caches, unflatten
 from instep.unedited.errors import ShardedCallError
 from instep.unedited.sharded_call.compare.checked_transport import attempt
-from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
+from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch, first_reason
 from instep.unedited.sharded_call.compare.reference import Reference
 from instep.unedited.sharded_call.compare.rounding import (
     PERTURBATIONS,
@@ -71,14 +71,15 @@ def find_plan(call: BoundCall, group: ShardGroup) -> tuple[ShardingPlan | None, 
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    if why := mismatch or _first_reason(reference, group):
+    if why := mismatch or first_reason(reference.check_supported(), group.transport):
         return None, reference.value_of(call), why
     reasons = []
     sums_all_rows = [False]
     if not group.is_virtual and any(group.transport.all_gather_object(bool(reference.sum_lengths))):
         sums_all_rows = [True, False] if reference.returns_scalar else [False, True]
     for division in candidate_divisions(call.leaves, at_least=group.size):
-        reference.compute_gradients(call)
+        if reference.vjp is None and (why := _compute_gradients(reference, call, group)):
+            return None, reference.value_of(call), why
         for sums_all in sums_all_rows:
             reference.sums = RowSums(reference.sum_lengths) if sums_all else None
             found, why = _try(call, division, reference, group)
@@ -101,27 +102,27 @@ def verify_plan(
     mismatch = first_mismatch(call.module, call.leaves, group.transport)
     call = gather_arguments(call)
     reference = Reference(call)
-    why = mismatch or _first_reason(reference, group)
+    why = mismatch or first_reason(reference.check_supported(), group.transport)
     reference.stored, reference.known_outputs = plan.stored, plan.outputs
     if plan.sums_without_rows is not None:
         reference.sums = RowSums(None, plan.sums_without_rows)
+    if gradients and not why:
+        why = _compute_gradients(reference, call, group)
     if not why:
-        if gradients:
-            reference.compute_gradients(call)
         found, why = _try(call, plan.division, reference, group)
         if found is not None:
             return plan.updated(found[0]), found[1], ""
     return plan, reference.value_of(call), why
 
 
-def _first_reason(reference: Reference, group: ShardGroup) -> str:
-    """What rules out sharding on some rank; "" if nothing does. Collective.
-
-    A file that the first rank has written, or a clock, may let one rank's forward print and
-    another's not.
-    """
-    reasons = group.transport.all_gather_object(reference.check_supported())
-    return next(filter(None, reasons), "")
+def _compute_gradients(reference: Reference, call: BoundCall, group: ShardGroup) -> str:
+    """Compute those of the whole forward; says why that cannot be. Collective."""
+    why = ""
+    try:
+        reference.compute_gradients(call)
+    except RuntimeError as error:  # it has freed the graph of an output
+        why = f"gradients of its outputs cannot be computed ({str(error).partition('.')[0]})"
+    return first_reason(why, group.transport)
 
 
 def _try(

@@ -5,6 +5,7 @@ otherwise.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ def find_change(before: ObjectGraph, after: ObjectGraph, parts: Sequence[nn.Modu
         if old is None or _is_unchanged(old, node):
             continue
         if node.path in after.external | before.external:
+            if isinstance(node.value, types.GeneratorType):
+                return f"its forward takes the next value of a generator ({node.path})"
             return f"its forward writes to a file or a thread ({node.path})"
         if isinstance(node.contents, str):
             return f"its forward draws from {node.path}, a {type(node.value).__name__}"

@@ -1,4 +1,4 @@
-"""Whether all ranks of an unedited script make the same call.
+"""Whether all ranks of an unedited script make the same call, and what rules out its division.
 
 They do unless the script takes numbers from the clock, from a process id or from another source
 that no seed reaches.
@@ -6,7 +6,7 @@ that no seed reaches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,12 +15,14 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
 from instep.training.pytree import is_column
 from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 from instep.unedited.sharded_call.run.tensor_subclasses import as_plain
 
 _LENGTH, _DIRECTIONS = 1 << 16, 4
+_ARGUMENTS = "it is called with arguments that are"
 
 
 def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transport) -> str | None:
@@ -29,10 +31,16 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
     Args:
         leaves: the arguments of the call.
     """
-    parts = {
-        "its parameters are": [*nn.Module.parameters(module), *module.buffers()],
-        "it is called with arguments that are": leaves,
-    }
+    tensors = [*nn.Module.parameters(module), *module.buffers()]
+    return _mismatch({"its parameters are": tensors, _ARGUMENTS: leaves}, transport)
+
+
+def arguments_mismatch(leaves: Sequence[Any], transport: Transport) -> str | None:
+    """As `first_mismatch`, of the arguments alone. Collective."""
+    return _mismatch({_ARGUMENTS: leaves}, transport)
+
+
+def _mismatch(parts: Mapping[str, Sequence[Any]], transport: Transport) -> str | None:
     mine = [[_summary(value) for value in values] for values in parts.values()]
     by_rank = transport.all_gather_object(mine)
     for k, what in enumerate(parts):
@@ -44,6 +52,15 @@ def first_mismatch(module: nn.Module, leaves: Sequence[Any], transport: Transpor
                 "(a seed from the clock, or another thing that differs between processes?)"
             )
     return None
+
+
+def first_reason(reason: str, transport: Transport) -> str:
+    """The first of the ranks' reasons that is not empty; "" if none is. Collective.
+
+    A file that the first rank has written, or a clock, may let one rank's forward print and
+    another's not.
+    """
+    return next(filter(None, transport.all_gather_object(reason)), "")
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ def _summary(value: Any) -> _Summary:
         return _Summary(repr(value))
     if not isinstance(value, Tensor) or isinstance(value, ShardedOutput):
         return _Summary(type(value).__name__)
-    exact = (tuple(value.shape), str(value.dtype))
+    exact: tuple[object, ...] = (tuple(value.shape), str(value.dtype))
     if value.layout is not torch.strided or value.is_quantized:
         return _Summary(exact)
     flat = as_plain(value).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -84,6 +101,11 @@ def _summary(value: Any) -> _Summary:
         # Of a copy: what has been a numpy array cannot be resized, as quantization's buffers are.
         return _Summary((*exact, crc32(flat.cpu().clone().view(torch.uint8).numpy().data)))
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+    is_finite = flat.isfinite()
+    if not is_finite.all():  # as in a causal mask
+        others = flat.where(~is_finite, torch.zeros_like(flat))
+        exact = (*exact, crc32(as_bytes(others).cpu().numpy().data))
+        flat = flat.where(is_finite, torch.zeros_like(flat))
     tolerance = torch.finfo(flat.dtype).eps ** 0.5
     return _Summary(exact, *_project(flat), tolerance=tolerance)
 
@@ -93,7 +115,7 @@ def _project(flat: Tensor) -> tuple[float, tuple[float, ...]]:
     directions = _directions().to(flat.device)
     sums = directions.new_zeros(1 + directions.shape[1])
     for part in flat.split(len(directions)):
-        values = part.double().nan_to_num()
+        values = part.double()
         sums[0] += values.dot(values)
         sums[1:] += values @ directions[: len(values)]
     square, *projections = sums.tolist()

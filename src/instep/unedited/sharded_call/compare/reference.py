@@ -76,6 +76,7 @@ class Reference:
 
     def __init__(self, call: BoundCall) -> None:
         self.before = Snapshot(call.module, call.leaves)
+        self.before.note_values(call.module, call.leaves)
         watch = ArgumentWatch(call.args, call.kwargs)
         requires_gradients = _require_gradients(call)
         hooks = {where: ValueSnapshot(kept) for where, kept in library_hooks(call.module).items()}

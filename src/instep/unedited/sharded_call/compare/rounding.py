@@ -166,6 +166,19 @@ Products = list[list[Tensor | None]]
 """For each product the gradients of its targets."""
 
 
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the script's hooks on the gradients of these are not called."""
+    hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in hooked:
+            hooks.update(kept)
+
+
 @dataclass(frozen=True)
 class VectorJacobianProducts:
     """Fixed gradients of some outputs, from which those of parameters and inputs follow.
@@ -208,7 +221,7 @@ class VectorJacobianProducts:
         self, outputs: Sequence[Any], cotangents: dict[int, Tensor], *, keep_graph: bool
     ) -> list[Tensor | None]:
         create_graph, allow_unused = False, True
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_hooks(self.targets):
             # Said where the first work of autograd's thread for a GPU is a product of matrices.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
             found = run_backward(

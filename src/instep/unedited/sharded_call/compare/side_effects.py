@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
 
@@ -52,6 +54,8 @@ def observed(*, is_silent: bool = False) -> Iterator[SideEffects]:
         streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         for stream in {id(s): s for s in streams if s is not None}.values():
             stack.enter_context(_observed_stream(stream, effects))
+        for name in ("register_hook", "retain_grad"):
+            stack.enter_context(_observed_method(name, effects))
         before, _current = _current, effects
         try:
             yield effects
@@ -81,6 +85,26 @@ def _observed_stream(stream: Any, effects: SideEffects) -> Iterator[None]:
             del stream.write
         else:
             stream.write = before
+
+
+@contextmanager
+def _observed_method(name: str, effects: SideEffects) -> Iterator[None]:
+    """Of a tensor: what it keeps of a gradient would be that of a part of the rows."""
+    method: Any = getattr(Tensor, name)
+
+    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        effects.note("its forward looks at the gradient of a tensor (register_hook, retain_grad)")
+        return method(tensor, *args, **kwargs)
+
+    before = Tensor.__dict__.get(name)
+    setattr(Tensor, name, noting)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(Tensor, name)
+        else:
+            setattr(Tensor, name, before)
 
 
 @cache  # a hook cannot be removed

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from instep.process.torch_private import set_version_counter
+from instep.training.drift.bit_sums import bit_sums, is_comparable
 from instep.training.random_streams import RNGStates
 from instep.unedited.sharded_call.compare import graph_difference
 from instep.unedited.sharded_call.compare.rounding import relative_error
 from instep.unedited.sharded_call.plan.object_graph import ObjectGraph
 from instep.unedited.sharded_call.run.random_numbers import TorchGeneratorStates
+from instep.unedited.sharded_call.run.sharded_output import ShardedOutput
 
 BufferKey = tuple[int, str]
 """Which of the modules, and the buffer's name there."""
@@ -31,6 +33,7 @@ class BufferDistance(NamedTuple):
 
 
 MAKES_PARTS = "its forward makes the part"
+CHANGES = "its forward changes"
 
 
 class Snapshot:
@@ -65,6 +68,25 @@ class Snapshot:
             ],
         }
 
+        self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
+        """What a forward may change without a new version, with checksums."""
+
+    def note_values(self, module: nn.Module, leaves: list[Any]) -> None:
+        """Note what the forward must not change by `.data`, too: that has no new version."""
+        own = {id(tensor) for tensor in (*nn.Module.parameters(module), *module.buffers())}
+        inputs = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, ShardedOutput)]
+        kept: dict[str, list[Tensor]] = {
+            "its input": inputs,
+            "its parameters": list(nn.Module.parameters(module)),
+        }
+        for key, (tensor, path, _) in self.graph.tensors.items():
+            if key not in own:
+                is_variable = path.startswith(("variable", "global variable"))
+                kept[f"the {path}" if is_variable else f"the tensor {path}"] = [tensor]
+        for what, tensors in kept.items():
+            comparable = [tensor for tensor in tensors if is_comparable(tensor)]
+            self._by_data.append((what, comparable, bit_sums(comparable).tolist()))
+
     def restore(self) -> None:
         """Set everything back, except inputs and parameters (see `find_change`)."""
         self._others.restore()
@@ -94,7 +116,10 @@ class Snapshot:
             return f"{MAKES_PARTS} {made}"
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
-                return f"its forward changes {what} in place"
+                return f"{CHANGES} {what} in place"
+        for what, tensors, bits in self._by_data:
+            if bit_sums(tensors).tolist() != bits:
+                return f"{CHANGES} {what} in place"
         if not self._others.equals_except_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         return graph_difference.find_change(self.graph, after.graph, self._parts)

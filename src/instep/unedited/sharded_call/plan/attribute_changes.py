@@ -192,7 +192,8 @@ class AttributeChanges:
         # In an order that is the same on all ranks: a set's depends on addresses.
         bases = dict.fromkeys(base for each in modules.values() for base in type(each).__mro__)
         classes = [base for base in bases if is_of_script(base)]
-        of_classes = [table for cls in classes if (table := _table_of_class(cls))]
+        others = [cls for cls in classes if id(cls) not in graph.nodes]
+        of_classes = [table for cls in others if (table := _table_of_class(cls))]
         self._tables = tables[: MAX_TABLES + len(modules)] + of_classes
         self._items = [
             _Items(node.path, node.value)

@@ -41,7 +41,7 @@ _DICTS = (OrderedDict, defaultdict, dict)
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _CALLABLES = (*_FUNCTIONS, types.BuiltinFunctionType)
-_EXTERNAL = (io.IOBase, threading.Thread)
+_EXTERNAL = (io.IOBase, threading.Thread, types.GeneratorType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _ENDS = (*PLAIN, type, Enum, types.ModuleType, *_CALLABLES)
 
@@ -160,12 +160,19 @@ def _state_of(value: Any) -> str | bytes | None:
         return repr(value.getstate())
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return "" if frame is None else repr((frame.f_lasti, _of_locals(frame.f_locals)))
     if isinstance(value, io.IOBase):
         try:
             return str(value.tell())
         except (OSError, ValueError):  # no file, or closed
             return "no position"
     return None
+
+
+def _of_locals(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, PLAIN) else id(v) for k, v in values.items()}
 
 
 def _set_state(generator: Any, kept: Any) -> None:
@@ -261,6 +268,8 @@ class ObjectGraph:
             if id(base) in self._followed or not is_of_script(base):
                 continue
             self._followed.add(id(base))
+            if any(map(_is_state, vars(base).items())):
+                self._look_at_root(id(base), GraphNode(base.__name__, base))
             for method in list(vars(base).values()):
                 if isinstance(getattr(method, "__func__", method), types.FunctionType):
                     self._follow(method)
@@ -291,6 +300,9 @@ class ObjectGraph:
             elif isinstance(value, type):
                 if is_of_script(value) and not issubclass(value, nn.Module | Tensor | Enum):
                     self._look_at_root(id(value), GraphNode(value.__name__, value))
+            elif isinstance(value, nn.Module):
+                for path, buffer in value.named_buffers():
+                    self._look(join(f"{prefix}{name}", path), buffer)
             elif value is _ABSENT or _is_looked_at(value):
                 held.append(name)
         if held:
@@ -315,7 +327,14 @@ def join(path: str, name: object) -> str:
 
 def _is_looked_at(value: Any) -> bool:
     """Whether a variable may hold state: other modules, functions and classes do not count."""
-    return not isinstance(value, (nn.Module, type, types.ModuleType, Tensor, *_CALLABLES))
+    return not isinstance(value, (nn.Module, type, types.ModuleType, *_CALLABLES))
+
+
+def _is_state(attribute: tuple[str, Any]) -> bool:
+    """Whether this attribute of a class may hold state."""
+    name, value = attribute
+    is_kept = isinstance(value, (int, float, list, dict, set, deque, Tensor))
+    return is_kept and not name.startswith("__")
 
 
 def has_contents(value: Any) -> bool:

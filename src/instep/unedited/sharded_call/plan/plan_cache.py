@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from instep.distributed import numbers
 from instep.process import settings
+from instep.training.drift.comparison import is_due as drift_check_is_due
 from instep.training.pytree import is_cache, is_column, is_value
 from instep.unedited.sharded_call.plan import attribute_changes, temporary_modules
 from instep.unedited.sharded_call.plan.attribute_changes import AttributeChanges, is_due
@@ -181,6 +182,19 @@ class CacheEntry:
             self.calls in SAMPLED_CALLS
             or (has_reductions and self.calls <= 4)
             or (is_power and self.calls.bit_count() == 1)
+        )
+
+    def is_checked(self) -> bool:
+        """Whether the ranks are to compare the arguments of this call."""
+        return drift_check_is_due(self.calls, int(settings.DRIFT_STEPS))
+
+    def divided_calls(self) -> str:
+        """What a comparison that fails in this call says of those before it; "" for none."""
+        if self.last_compared + 1 >= self.calls:
+            return ""
+        return (
+            f" (calls {self.last_compared + 1} to {self.calls - 1} were divided): what they "
+            "returned may differ from one process already"
         )
 
 

@@ -74,6 +74,8 @@ def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is nn.Parameter:
+            if arg.is_nested:
+                return None
             key.append((arg.shape, arg.dtype, arg.requires_grad, arg.device))
         elif kind is int or kind is float:
             key.append(kind)

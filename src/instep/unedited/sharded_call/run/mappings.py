@@ -106,9 +106,19 @@ def gather_rows(
             for shard, rows in enumerate(group.all_gather(padded))
         ]
     )
-    if dim == 0:
+    if dim != 0:
+        whole = whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return _with_order_of(parts[0], whole)
+
+
+def _with_order_of(part: Tensor, whole: Tensor) -> Tensor:
+    """`whole`, with its dimensions in memory in the order of those of a part of its rows."""
+    if part.is_contiguous() or part.layout is not torch.strided:
         return whole
-    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    strides = part.stride()
+    order = sorted(range(part.dim()), key=lambda dim: (-strides[dim], dim))
+    inverse = sorted(range(part.dim()), key=order.__getitem__)
+    return whole.permute(order).contiguous().permute(inverse)
 
 
 def _slice_rows(whole: Tensor, blocks: Sequence[Block], dim: int) -> tuple[Tensor, ...]:

@@ -23,7 +23,11 @@ from instep.process.torch_private import (
     tree_map_only,
 )
 from instep.training.blocks import Block
-from instep.unedited.sharded_call.run.mappings import gather_rows, scatter_to_region
+from instep.unedited.sharded_call.run.mappings import (
+    gather_from_region,
+    gather_rows,
+    scatter_to_region,
+)
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CHANNEL, _CHANNELS = 1 << 20, 1 << 20
@@ -43,6 +47,8 @@ class ShardedOutput(Tensor):
     group: ShardGroup
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
+    retained: Tensor | None
+    """Its gradient, once that is to be retained."""
     number: int
     """Equal on all ranks: all make these tensors in the same order."""
 
@@ -84,6 +90,8 @@ class ShardedOutput(Tensor):
             reshaped = _reshape(func, *args)
             if reshaped is not None:
                 return reshaped
+        if func in _OF_GRADIENTS:
+            return _OF_GRADIENTS[func](*args, **kwargs or {})
         if func not in _DESCRIBING:
             args, kwargs = tree_map_only(ShardedOutput, cls.full_tensor, (args, kwargs or {}))
         with DisableTorchFunctionSubclass():
@@ -160,6 +168,66 @@ def _reshape(func: Callable[..., Any], output: ShardedOutput, *args: Any) -> Sha
         return None
     rows = block.count * (shape[0] // block.total)
     return ShardedOutput.of(output.local.reshape(rows, *shape[1:]), block, output.group)
+
+
+def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """As Tensor.register_hook. A loss may use the local rows, and something else all rows: both
+    gradients come together in the local ones."""
+
+    def call_hook(grad: Tensor) -> Tensor | None:
+        found = hook(_gathered(grad, output))
+        block = output.block
+        rows = grad.shape[0] // block.count
+        return None if found is None else found[block.start * rows : block.stop * rows]
+
+    return output.local.register_hook(call_hook)
+
+
+def _retain_grad(output: ShardedOutput) -> None:
+    """As Tensor.retain_grad."""
+    if "retained" in output.__dict__:
+        return
+    output.retained = None
+
+    def keep(grad: Tensor) -> None:
+        output.retained = grad if output.retained is None else output.retained + grad
+
+    _register_hook(output, keep)
+
+
+def _get_grad(output: ShardedOutput) -> Tensor | None:
+    return output.__dict__.get("retained")
+
+
+def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
+    output.retained = grad
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """As torch.autograd.grad, some of whose inputs are outputs of sharded calls."""
+    args, kwargs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, (args, kwargs))
+    outputs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, outputs)
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    own = [each.local if isinstance(each, ShardedOutput) else each for each in inputs]
+    found = torch.autograd.grad(outputs, own, *args, **kwargs)
+    return tuple(
+        _gathered(grad, each) if isinstance(each, ShardedOutput) and grad is not None else grad
+        for each, grad in zip(inputs, found, strict=True)
+    )
+
+
+def _gathered(grad: Tensor, output: ShardedOutput) -> Tensor:
+    return gather_from_region([grad], [output.block], 0, output.group)
+
+
+_GRAD: Any = Tensor.grad
+_OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: _register_hook,
+    Tensor.retain_grad: _retain_grad,
+    _GRAD.__get__: _get_grad,
+    _GRAD.__set__: _set_grad,
+    torch.autograd.grad: _grad,
+}
 
 
 def has_values(output: Any) -> bool:

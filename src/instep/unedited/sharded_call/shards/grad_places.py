@@ -62,7 +62,7 @@ class _Division:
         self._types = list(map(_TYPE, parameters))
         self._sparse = len(_sparse)
 
-    def fits(self, parameters: Sequence[Tensor]) -> bool:
+    def matches(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the same parameters, and none is of those that are summed at once."""
         # In every call, for every parameter: loops in C, not in Python.
         own: list[Any] = list(map(weakref.ref.__call__, self._references))
@@ -91,7 +91,7 @@ def divide_into_buckets(
     """
     called = None if module is None else module()
     known = None if called is None else _divisions.get(called)
-    if known is not None and known.fits(parameters):
+    if known is not None and known.matches(parameters):
         return known.parts
     in_buckets = [p for p in parameters if not _is_reduced_now(p)]
     places = {id(p): _find_place(p) for p in in_buckets}

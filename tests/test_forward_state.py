@@ -1,0 +1,292 @@
+"""What a forward changes beside its outputs is as in one process, however it changes it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
+from instep.unedited.sharded_call.run.sharded_output import LARGE
+from pool import ranks
+from sharded_training import sharding
+
+
+class Initialized(nn.Module):
+    """Its parameters come from its first batch, as those of ActNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.is_ready = False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.shift.data.copy_(-x.mean(0))
+            self.is_ready = True
+        return x + self.shift
+
+
+class Momentum(nn.Module):
+    """A second network that follows the first, as in MoCo and BYOL."""
+
+    def __init__(self, by_assignment):
+        super().__init__()
+        self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.by_assignment = by_assignment
+
+    def forward(self, x):
+        pairs = zip(self.online.parameters(), self.target.parameters(), strict=True)
+        for followed, follower in pairs:
+            if self.by_assignment:
+                follower.data = 0.5 * follower.data + 0.5 * followed.data
+            else:
+                follower.data.mul_(0.5).add_(followed.data, alpha=0.5)
+        return self.online(x) + self.target(x).detach()
+
+
+class Centred(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.centre = torch.zeros(4)
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.centre.data.mul_(0.9).add_(y.detach().mean(0))
+        return y
+
+
+of_module, teacher = torch.zeros(4), nn.BatchNorm1d(4)
+
+
+class OfGlobal(nn.Linear):
+    def forward(self, x):
+        of_module.mul_(0.9).add_(x.mean(0))
+        return super().forward(x)
+
+
+class OfTeacher(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) - teacher(x).detach()
+
+
+class Counted(nn.Linear):
+    calls, sizes = 0, []
+
+    def forward(self, x):
+        Counted.calls += 1
+        self.sizes.append(len(x))
+        return super().forward(x) * Counted.calls
+
+
+def halving():
+    rate = 1.0
+    while True:
+        yield rate
+        rate /= 2
+
+
+class Annealed(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.rates = halving()
+
+    def forward(self, x):
+        return super().forward(x) * next(self.rates)
+
+
+class Explained(nn.Linear):
+    """Keeps the gradient of its output, as Grad-CAM."""
+
+    kept = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda grad: setattr(self, "kept", grad))
+        return y
+
+
+class Potential(nn.Linear):
+    """Frees the graph of one of its outputs, as a potential with forces."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum(1)
+        return energy, torch.autograd.grad(energy.sum(), x)[0]
+
+
+def in_closure():
+    seen = torch.zeros(4)
+
+    class OfClosure(nn.Linear):
+        def forward(self, x):
+            seen.add_(x.mean(0))
+            return super().forward(x)
+
+    return trained(OfClosure(4, 4), lambda _: seen)
+
+
+def trained(model, state, steps=5):
+    """The outputs, the state after each step, and the parameters at the end."""
+    record = []
+    for _ in range(steps):
+        out = model(torch.randn(6, 4) + 1)
+        first = out[0] if isinstance(out, tuple) else out
+        if first.requires_grad and not isinstance(out, tuple):
+            model.zero_grad()
+            first.square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.sub_(0.1 * p.grad)
+        record += [first.detach().clone(), torch.as_tensor(state(model)).detach().clone()]
+    return [*record, *(p.detach().clone() for p in model.parameters())]
+
+
+def of_global():
+    of_module.zero_()
+    return trained(OfGlobal(4, 4), lambda _: of_module)
+
+
+def of_teacher():
+    teacher.reset_running_stats()
+    return trained(
+        OfTeacher(4, 4), lambda _: torch.cat([teacher.running_mean, teacher.running_var])
+    )
+
+
+def of_class():
+    Counted.calls, Counted.sizes = 0, []
+    return trained(Counted(4, 4), lambda _: [Counted.calls, *Counted.sizes])
+
+
+def with_hook():
+    model, norms = nn.Linear(4, 4), []
+    model.weight.register_hook(lambda grad: norms.append(float(grad.norm())))
+    return trained(model, lambda _: norms)
+
+
+CASES = {
+    "parameters set by the first batch": lambda: trained(Initialized(), lambda m: m.shift),
+    "a momentum network": lambda: trained(Momentum(False), lambda m: m.target.weight),
+    "one by assignment": lambda: trained(Momentum(True), lambda m: m.target.weight),
+    "an attribute by .data": lambda: trained(Centred(), lambda m: m.centre),
+    "a tensor of the closure": in_closure,
+    "a global tensor": of_global,
+    "a global module": of_teacher,
+    "attributes of the class": of_class,
+    "a generator": lambda: trained(Annealed(), lambda _: 0),
+    "a hook on a gradient": lambda: trained(Explained(4, 4), lambda m: m.kept),
+    "a hook on a parameter": with_hook,
+    "a graph that is freed": lambda: trained(Potential(4, 4), lambda _: 0),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_forward_changes_is_as_in_one_process(case):
+    torch.manual_seed(1)
+    expected = CASES[case]()
+    torch.manual_seed(1)
+    with sharding():
+        found = CASES[case]()
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def large_rows():
+    model = nn.Linear(4, 1 + LARGE // 4 // 6)
+    return model, model(torch.randn(6, 4)), torch.arange(6)
+
+
+def hooked_late():
+    model, out, target = large_rows()
+    loss = F.cross_entropy(out, target)
+    out.register_hook(lambda grad: grad * torch.arange(6.0).view(6, 1))
+    loss.backward()
+    return [model.weight.grad]
+
+
+def retained():
+    model, out, target = large_rows()
+    loss = F.cross_entropy(out, target) + out.square().mean()
+    out.retain_grad()
+    loss.backward(retain_graph=True)
+    first = out.grad.clone()
+    loss.backward()
+    return [first, out.grad, model.bias.grad]
+
+
+def asked_for():
+    _, out, target = large_rows()
+    loss = F.cross_entropy(out.view(6, -1), target)
+    unused = torch.ones(2, requires_grad=True)
+    found = torch.autograd.grad(loss, [unused, out], allow_unused=True)
+    assert found[0] is None
+    return [found[1]]
+
+
+@ranks(3)
+@pytest.mark.parametrize("case", [hooked_late, retained, asked_for])
+def test_the_gradient_of_rows_that_stay_on_their_ranks_is_that_of_all_rows(case):
+    torch.manual_seed(1)
+    expected = case()
+    torch.manual_seed(1)
+    with sharding():
+        found = case()
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-8)
+
+
+ORDERS = {
+    "transposed": lambda y: y.transpose(1, 2),
+    "rows last": lambda y: y.permute(2, 0, 1),
+    "with gaps": lambda y: y[:, :, ::2],
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_joined_output_has_its_dimensions_in_memory_in_the_order_of_one_process(order):
+    class Permuted(nn.Linear):
+        def forward(self, x):
+            return ORDERS[order](super().forward(x))
+
+    model, x = Permuted(4, 6), torch.randn(6, 5, 4)
+    whole = model(x)
+    expected = sorted(range(3), key=lambda dim: -whole.stride(dim))
+    with sharding():
+        for _ in range(4):
+            found = model(x)
+            assert sorted(range(3), key=lambda dim: -found.stride(dim)) == expected
+            torch.testing.assert_close(found, whole)
+
+
+@ranks(2)
+def test_nested_tensors_are_left_to_torch():
+    model = nn.Linear(4, 3)
+    for layout in (torch.strided, torch.jagged):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is a prototype
+            rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+        with sharding():
+            found = [model(rows).to_padded_tensor(0.0) for _ in range(3)]
+        assert torch.equal(found[2], model(rows).to_padded_tensor(0.0))
+
+
+@ranks(2)
+def test_arguments_with_infinite_values_are_compared_as_others_are():
+    import instep
+    from instep.distributed.communication.transport import get_transport
+
+    def mismatch(*values):
+        return first_mismatch(nn.Linear(1, 1), values, get_transport())
+
+    torch.manual_seed(3)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0])
+    assert mismatch(mask, odd) is None
+    assert mismatch(odd.roll(instep.rank)) is not None
+    assert mismatch(odd + instep.rank * torch.tensor([0.0, 0.0, 0.0, 1.0])) is not None
+    assert mismatch(odd * torch.tensor([1.0 - 2 * instep.rank, 1.0, 1.0, 1.0])) is not None
