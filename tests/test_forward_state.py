@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from instep.unedited.sharded_call import modules
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.run.sharded_output import LARGE
 from pool import ranks
@@ -290,3 +291,38 @@ def test_arguments_with_infinite_values_are_compared_as_others_are():
     assert mismatch(odd.roll(instep.rank)) is not None
     assert mismatch(odd + instep.rank * torch.tensor([0.0, 0.0, 0.0, 1.0])) is not None
     assert mismatch(odd * torch.tensor([1.0 - 2 * instep.rank, 1.0, 1.0, 1.0])) is not None
+
+
+class Rare(nn.Module):
+    """Some of its rows look something up in a table with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x, ids):
+        (rare,) = (ids >= 0).nonzero(as_tuple=True)
+        return self.out(x.index_add(0, rare, self.table(ids[rare])) if len(rare) else x)
+
+
+def rare_rows():
+    model, grads = Rare(), []
+    for k in range(6):
+        ids = torch.full((9,), -1)
+        ids[k : k + 2] = k
+        model.zero_grad()
+        model(torch.randn(9, 4), ids).square().mean().backward()
+        grads += [model.table.weight.grad.to_dense(), model.out.weight.grad.clone()]
+    return grads
+
+
+@ranks(3)
+def test_a_table_with_sparse_gradients_may_have_rows_of_some_ranks_only():
+    torch.manual_seed(1)
+    expected = rare_rows()
+    torch.manual_seed(1)
+    with sharding():
+        found = rare_rows()
+    assert modules.call_counts.sharded == 6
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 from instep.distributed.communication.transport import get_transport
-from instep.unedited.sharded_call.shards.grad_places import divide_into_buckets, note_sparse
+from instep.unedited.sharded_call.shards.grad_places import (
+    AT_ONCE,
+    divide_into_buckets,
+    note_sparse,
+)
 
 
 def divided(model):
@@ -15,13 +19,13 @@ def divided(model):
 
 
 def slots_of(model):
-    """By parameter, its bucket and the index in it; checks that the bucket holds it."""
+    """By parameter, its bucket; None where its gradient is summed at once."""
     found = {}
     parameters = list(model.parameters())
     for bucket, members, slots in divided(model):
         for k, slot in zip(members, slots, strict=True):
-            assert bucket is None or bucket._parameters[slot] is parameters[k]
-            found[k] = bucket
+            assert slot == AT_ONCE or bucket._parameters[slot] is parameters[k]
+            found[k] = None if slot == AT_ONCE else bucket
     return found
 
 

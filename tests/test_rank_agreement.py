@@ -108,7 +108,8 @@ def test_models_that_lead_back_to_themselves_are_freed_once_others_are_trained()
                 model(torch.randn(6, 4)).sum().backward()
             found.append(weakref.ref(model))
         gc.collect()
-        assert sum(each() is not None for each in found) < 9
+        alive = [each() is not None for each in found]
+        assert sum(alive) < 9, alive
 
 
 @ranks(2)

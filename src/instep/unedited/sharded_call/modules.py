@@ -24,7 +24,7 @@ from instep.unedited.sharded_call import own_forward
 from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
 from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
 from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
-from instep.unedited.sharded_call.compare.snapshot import CHANGES, MAKES_PARTS
+from instep.unedited.sharded_call.compare.snapshot import CHANGES_PARAMETERS, MAKES_PARTS
 from instep.unedited.sharded_call.compare.zero_outputs import run_with_zeros
 from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
@@ -50,6 +50,8 @@ from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
+_IN_FIRST_CALL = (*SIDE_EFFECTS, CHANGES_PARAMETERS)
+"""What many do in their first call only."""
 _CALLS_WITH_ZEROS = 64
 """So many calls of which an output was zero so far are made anew where it no longer is."""
 _IDLE_CALLS = 256
@@ -172,8 +174,8 @@ def _call_outermost(call: BoundCall, group: ShardGroup) -> Any:
             return output
         if entry.why_whole and max_rows(call.leaves) < group.size:
             entry.why_whole = _FEW_ROWS
-        if entry.why_whole.startswith((*SIDE_EFFECTS, CHANGES)) and entry.calls < _FIRST_CALLS:
-            entry.why_whole = ""  # many print, write or initialize in their first call only
+        if entry.why_whole.startswith(_IN_FIRST_CALL) and entry.calls < _FIRST_CALLS:
+            entry.why_whole = ""
             _count_whole(call)
             return output
         if entry.why_whole != _FEW_ROWS:

@@ -33,7 +33,7 @@ class BufferDistance(NamedTuple):
 
 
 MAKES_PARTS = "its forward makes the part"
-CHANGES = "its forward changes"
+CHANGES_PARAMETERS = "its forward changes its parameters"
 
 
 class Snapshot:
@@ -116,10 +116,10 @@ class Snapshot:
             return f"{MAKES_PARTS} {made}"
         for what, versions in self._versions.items():
             if versions != after._versions[what]:
-                return f"{CHANGES} {what} in place"
+                return f"its forward changes {what} in place"
         for what, tensors, bits in self._by_data:
             if bit_sums(tensors).tolist() != bits:
-                return f"{CHANGES} {what} in place"
+                return f"its forward changes {what} in place"
         if not self._others.equals_except_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         return graph_difference.find_change(self.graph, after.graph, self._parts)

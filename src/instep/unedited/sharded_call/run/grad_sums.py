@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.tensors import apply
+from instep.distributed.communication.tensors import apply, make_sparse
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
@@ -29,6 +29,7 @@ from instep.training.buckets.reducer import all_reduce_sparse
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 from instep.unedited.sharded_call.shards.grad_places import (
+    AT_ONCE,
     divide_into_buckets,
     have_hooks,
     note_sparse,
@@ -134,16 +135,18 @@ class _Alias(torch.autograd.Function):
         if ctx.group.is_virtual:
             return None, None, None, None, *_sum_shards(ctx, grads)
         if backward is None or not backward.accepts(ctx.bucket):
-            own = _with_zeros(grads, ctx.parameters, ctx.group)
+            own = _without_gaps(grads, ctx.parameters, ctx.group)
             return None, None, None, None, *_reduce_now(own, ctx.group)
         sums: list[Tensor | None] = [None] * len(grads)
-        hooked = [False] * len(grads)
+        at_once = [index == AT_ONCE for index in ctx.indices]
         if have_hooks(ctx.parameters):  # by now: the forward saw none
-            hooked = [have_hooks([parameter]) for parameter in ctx.parameters]
-            own = [grad if late else None for grad, late in zip(grads, hooked, strict=True)]
-            sums = _reduce_now(_with_zeros(own, ctx.parameters, ctx.group), ctx.group)
+            pairs = zip(ctx.parameters, at_once, strict=True)
+            at_once = [is_one or have_hooks([parameter]) for parameter, is_one in pairs]
+        if any(at_once):
+            of_these = [g if is_one else None for g, is_one in zip(grads, at_once, strict=True)]
+            sums = _reduce_now(_without_gaps(of_these, ctx.parameters, ctx.group), ctx.group)
         for k, (index, grad) in enumerate(zip(ctx.indices, grads, strict=True)):
-            if grad is None or hooked[k]:
+            if grad is None or at_once[k]:
                 continue
             if grad.is_sparse:
                 sums[k] = all_reduce_sparse(grad)
@@ -166,30 +169,16 @@ def _sum_shards(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]
     return results
 
 
-def _with_zeros(
-    grads: Sequence[Tensor | None], parameters: Sequence[Tensor], group: ShardGroup
-) -> Sequence[Tensor | None]:
-    """This rank's gradients; zeros where only other ranks have one, as those of an expert to whom
-    none of this rank's rows goes. Collective. On accelerators, where it would have to wait for
-    them, as they are."""
-    if group.transport.control_device.type != "cpu":
-        return grads
-    has = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device="cpu")
-    own = has.clone()
-    group.transport.all_reduce(has, "max").wait()
-    if torch.equal(own, has):
-        return grads
-    pairs = zip(grads, parameters, has.tolist(), strict=True)
-    return [torch.zeros_like(p) if grad is None and any_ else grad for grad, p, any_ in pairs]
-
-
 def _without_gaps(
     grads: Sequence[Tensor | None], parameters: Sequence[Tensor], group: ShardGroup
 ) -> tuple[Tensor | None, ...]:
-    """This rank's gradients; zeros where only other ranks have one. Sparse ones are summed.
+    """This rank's gradients; zeros where only other ranks have one, as those of an expert to whom
+    none of this rank's rows goes. Sparse ones are summed. Collective.
 
-    Collective.
+    On accelerators, where it would have to wait for them, as they are.
     """
+    if not group.is_virtual and group.transport.control_device.type != "cpu":
+        return tuple(g if g is None or not g.is_sparse else all_reduce_sparse(g) for g in grads)
     kinds = torch.tensor(
         [0 if grad is None else _SPARSE if grad.is_sparse else 1 for grad in grads], device="cpu"
     )
@@ -198,20 +187,27 @@ def _without_gaps(
     for k, (parameter, found) in enumerate(zip(parameters, by_rank, strict=True)):
         check_all_sparse([kind == _SPARSE for kind in found if kind])
         if _SPARSE in found:
-            results[k] = group.sum_sparse_over_ranks(grads[k], parameter.device)
+            results[k] = _sum_sparse(grads[k], parameter, group)
         elif any(found) and grads[k] is None:
             results[k] = torch.zeros_like(parameter)
     return tuple(results)
 
 
+def _sum_sparse(grad: Tensor | None, parameter: Tensor, group: ShardGroup) -> Tensor | None:
+    if group.is_virtual:
+        return group.sum_sparse_over_ranks(grad, parameter.device)
+    if grad is None:
+        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+        grad = make_sparse(no_rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
+    return all_reduce_sparse(grad)
+
+
 def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tensor | None]:
-    """The sums over ranks of these tensors: one message per dtype."""
+    """The sums over ranks of these tensors: one message per dtype. Sparse ones are sums."""
     results = list(grads)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for k, grad in enumerate(results):
-        if grad is not None and grad.is_sparse:
-            results[k] = grad if group.is_virtual else all_reduce_sparse(grad)
-        elif grad is not None:
+        if grad is not None and not grad.is_sparse:
             groups.setdefault((grad.dtype, grad.device), []).append(k)
     for members in groups.values():
         tensors = [grad for k in members if (grad := grads[k]) is not None]

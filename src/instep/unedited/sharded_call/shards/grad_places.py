@@ -19,6 +19,8 @@ from instep.training.buckets.layout import plan_tensors
 
 _TYPE = attrgetter("dtype", "device", "shape")
 """What stays the same for a parameter, until `model.half()` and the like."""
+AT_ONCE = -1
+"""In place of an index in a bucket: the gradient is summed when a backward has computed it."""
 _HOOKS = attrgetter("_backward_hooks")
 _LATER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _IS_LEAF = attrgetter("is_leaf")
@@ -46,11 +48,10 @@ class BucketMembers(NamedTuple):
     """Some of a list of parameters, and the bucket in which their gradients are summed."""
 
     bucket: GradBucket | None
-    """None: each gradient is summed at once."""
     members: list[int]
     """The places of these parameters in the list."""
     slots: list[int]
-    """Their indices in the bucket; zeros without one."""
+    """Their indices in the bucket, or AT_ONCE."""
 
 
 class _Division:
@@ -93,6 +94,9 @@ def divide_into_buckets(
     known = None if called is None else _divisions.get(called)
     if known is not None and known.matches(parameters):
         return known.parts
+    for layer in () if called is None else called.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            note_sparse(layer.weight)  # on all ranks, though only some may have rows for it
     in_buckets = [p for p in parameters if not _is_reduced_now(p)]
     places = {id(p): _find_place(p) for p in in_buckets}
     if unplanned := [p for p in in_buckets if places[id(p)] is None]:
@@ -101,12 +105,18 @@ def divide_into_buckets(
     found: dict[GradBucket | None, BucketMembers] = {}
     for k, parameter in enumerate(parameters):
         place = places.get(id(parameter))
-        bucket, slot = (place.bucket, place.slot) if place else (None, 0)
+        bucket, slot = (place.bucket, place.slot) if place else (None, AT_ONCE)
         part = found.setdefault(bucket, BucketMembers(bucket, [], []))
         part.members.append(k)
         part.slots.append(slot)
+    at_once = found.pop(None, None)
     parts = list(found.values())
-    if called is not None and None not in found:
+    if at_once is not None and parts:  # their sums come on all ranks, whichever of them a rank uses
+        parts[0].members.extend(at_once.members)
+        parts[0].slots.extend([AT_ONCE] * len(at_once.members))
+    elif at_once is not None:
+        parts = [at_once]
+    if called is not None and at_once is None:
         _divisions[called] = _Division(parameters, parts)
     return parts
 

@@ -46,8 +46,8 @@ def check_all_sparse(are_sparse: Sequence[bool]) -> None:
     """Raise ShardedCallError unless a parameter's gradients are sparse on all shards or on none."""
     if len(set(are_sparse)) > 1:
         raise ShardedCallError(
-            "--bitwise found a gradient that is sparse for a part of the batch and dense for "
-            "another: give nn.Embedding no sparse=True."
+            "a gradient is sparse for a part of the batch and dense for another: give "
+            "nn.Embedding no sparse=True."
         )
 
 
