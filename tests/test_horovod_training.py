@@ -379,6 +379,28 @@ def test_sparse_gradients(dense):
 
 
 @ranks(3)
+def test_each_gradient_is_summed_once_where_what_is_trained_changes_in_a_step():
+    with initialized():
+        table, first, last = nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1), nn.Linear(1, 1)
+        model = nn.Sequential(table, first, last)
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        first.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.0), model.named_parameters(), op=hvd.Sum
+        )
+        for step in range(4):
+            first.requires_grad_(step > 1)
+            optimizer.zero_grad()
+            model(torch.tensor([1])).sum().backward()
+            optimizer.step()
+            assert table.weight.grad.to_dense().flatten().tolist() == [0, 3, 0, 0]
+            assert (last.weight.grad.item(), last.bias.grad.item()) == (6, 3)
+            if step > 1:
+                assert (first.weight.grad.item(), first.bias.grad.item()) == (3, 3)
+
+
+@ranks(3)
 def test_only_the_ranks_of_the_set_average():
     with initialized():
         pair = hvd.add_process_set([0, 2])

@@ -91,7 +91,9 @@ class GradientAverager:
     def wait(self) -> None:
         """Submit the remaining buckets, wait for all, and write the averages into `.grad`."""
         try:
-            self._plan()
+            self.adapt()
+            if not self.has_pending:  # else the buckets of this step may have been sent
+                self._plan()
             for index in self._planned:
                 if index not in self._bucket_of[index].ready:
                     self._mark_ready(index)
