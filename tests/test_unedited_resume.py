@@ -171,6 +171,28 @@ for fold in range(2):
     results.append([loss.item(), model.state_dict()])
 torch.save(results, "final.pt")
 """
+CHANGED_TENSORS = """
+model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+kept, flag = torch.zeros(2), torch.zeros(3)
+for epoch in range(8):
+    if epoch == 1:
+        model[0].requires_grad_(False)
+        flag.requires_grad_()
+    if epoch == 2:
+        model.double()
+        inputs = inputs.double()
+        kept.data = torch.arange(12.0).view(4, 3)
+        part = kept[2:]
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    kept += loss.item()
+    fail_at(epoch)
+flags = [each.requires_grad for each in (*model.parameters(), flag)]
+torch.save([model.state_dict(), kept, part, flags, loss.item()], "final.pt")
+"""
 LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
@@ -259,6 +281,19 @@ def test_and_so_does_one_whose_batches_are_cut_into_virtual_shards(tmp_path) -> 
     assert_same_end(killed, alone)
 
 
+def test_tensors_that_the_loop_froze_or_gave_another_shape_or_dtype_stay_so(tmp_path) -> None:
+    alone = place(tmp_path / "alone", CHANGED_TENSORS)
+    killed = place(tmp_path / "killed", CHANGED_TENSORS)
+    assert run(alone) == 0
+    (killed / "ends").touch()  # after iteration 3, it is saved in any case
+    (killed / "fails").touch()
+    assert run(killed) == 75
+    assert run(killed) == -signal.SIGKILL
+    assert run(killed) == 0
+    assert_same_end(killed, alone)
+    assert final(alone)[3] == [False, False, True, True, True]
+
+
 @pytest.mark.nightly
 def test_a_signal_after_the_loop_ends_the_script(tmp_path) -> None:
     folder = place(tmp_path, f"{MODULE_LEVEL}os.kill(os.getpid(), signal.SIGTERM)\n")
@@ -284,6 +319,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
     place(folder, MODULE_LEVEL.replace("16", "6"))
     assert run(folder) == 1
     assert "model[0].weight" in (error := (folder / "errors.txt").read_text()) or "shape" in error
+    place(folder, MODULE_LEVEL.replace("optimizer =", "model.double()\noptimizer =", 1))
+    assert run(folder) == 1
+    assert "is of torch.float64 now, and was of torch.float32" in (
+        (folder / "errors.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from instep.unedited.checkpoint.kinds import (
     MAPPINGS,
     UNORDERED,
     attribute_slots,
+    form_of,
     generator_state,
     grad_of,
     is_plain,
@@ -112,7 +113,7 @@ class _Encoding:
         if node.kind in ("tensor", "array", "generator", "scaler"):
             if node.digest is not None and node.digest == old.digest:
                 return None
-            return self._leaf(node)
+            return self._leaf(node) | ({"built": old.form} if node.form != old.form else {})
         if node.kind in ("tuple", "callable"):
             return None
         if node.digest == old.digest and _has_same(node.slots, old.slots):
@@ -124,7 +125,12 @@ class _Encoding:
         if node.kind == "tensor":
             if not is_comparable(value):
                 raise _unknown(node.path, value)
-            return {"kind": "tensor", "data": value.detach(), "grad": grad_of(value)}
+            return {
+                "kind": "tensor",
+                "data": value.detach(),
+                "grad": grad_of(value),
+                "requires_grad": value.requires_grad if value.is_leaf else None,
+            }
         if node.kind == "array":
             return {"kind": "array", "data": value}
         state = value.state_dict() if node.kind == "scaler" else generator_state(value)
@@ -183,7 +189,7 @@ class _Encoding:
             "grad": grad_of(value),
         }
         owner = self._owners.get(_memory(value))
-        if owner is not None and owner.value.dtype == value.dtype:
+        if owner is not None and owner.value.dtype == value.dtype and _fills_memory(owner):
             where = [list(value.shape), list(value.stride()), value.storage_offset()]
             return entry | {"owner": owner.path, "view": where}
         return entry | {"data": value.detach()}
@@ -260,6 +266,13 @@ def _is_same(value: Any, old: Any) -> bool:
 def _memory(tensor: Tensor) -> int:
     """Where the memory of a tensor begins; 0: it has none."""
     return tensor.untyped_storage().data_ptr() if is_comparable(tensor) else 0
+
+
+def _fills_memory(node: ScriptObject) -> bool:
+    """Whether a tensor will lead to all of its memory once it is restored."""
+    if form_of(node.value) == node.form:
+        return True  # the script has built it with this memory
+    return bool(node.value.nbytes == node.value.untyped_storage().nbytes())
 
 
 def _can_be_made(value: Any, kind: str) -> bool:

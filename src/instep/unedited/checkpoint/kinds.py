@@ -180,7 +180,8 @@ def digest_of(value: Any, kind: str) -> Any:
         if isinstance(value, nn.Parameter):
             return None
         grad = grad_of(value)
-        return _tensor_digest(value), None if grad is None else _tensor_digest(grad)
+        digest = None if grad is None else _tensor_digest(grad)
+        return _tensor_digest(value), digest, value.is_leaf and value.requires_grad
     if kind == "array":
         return value.shape, value.dtype.str, zlib.crc32(value.tobytes())
     if kind == "iterator":
@@ -203,6 +204,11 @@ def large_digest(value: Any) -> Any:
 def grad_of(tensor: Tensor) -> Tensor | None:
     """The gradient in a leaf; other tensors keep none."""
     return tensor.grad if tensor.is_leaf else None
+
+
+def form_of(tensor: Tensor) -> list[Any]:
+    """The shape and the dtype, as plain values."""
+    return [list(tensor.shape), str(tensor.dtype)]
 
 
 def _tensor_digest(tensor: Tensor) -> Any:

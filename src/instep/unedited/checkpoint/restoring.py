@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from instep.unedited.checkpoint.encoding import NEW, find_named
-from instep.unedited.checkpoint.kinds import kind_of, set_generator_state
+from instep.unedited.checkpoint.kinds import form_of, kind_of, set_generator_state
 from instep.unedited.checkpoint.script_objects import ScriptObjects, VariableScope
 from instep.unedited.errors import CannotSaveScriptError
 
@@ -37,6 +37,9 @@ class _Restoring:
     def restore(self, variables: Mapping[str, Any], deleted: Mapping[str, list[str]]) -> None:
         for path, entry in self._entries.items():
             self._check(path, entry)
+        for path, entry in self._entries.items():
+            if entry["kind"] == "tensor" and not path.startswith(NEW):
+                _set_form(self._find(path), entry)  # before others are made as parts of it
         order = sorted(
             self._entries.items(),
             key=lambda item: _LAST.index(item[1]["kind"]) + 1 if item[1]["kind"] in _LAST else 0,
@@ -60,9 +63,13 @@ class _Restoring:
         value = self._find(path)
         if kind_of(value) != entry["kind"]:
             raise _other(path)
-        if entry["kind"] == "tensor" and value.shape != entry["data"].shape:
-            now, then = list(value.shape), list(entry["data"].shape)
-            raise _other(path, f"has the shape {now} now, and had {then}")
+        if entry["kind"] == "tensor":
+            shape, dtype = form_of(value)
+            old_shape, old_dtype = entry.get("built") or form_of(entry["data"])
+            if shape != old_shape:
+                raise _other(path, f"has the shape {shape} now, and had {old_shape}")
+            if dtype != old_dtype:
+                raise _other(path, f"is of {dtype} now, and was of {old_dtype}")
 
     # ----------------------------------------------------------------------------- objects
 
@@ -175,6 +182,20 @@ class _Restoring:
                 held[name] = made
             else:
                 object.__setattr__(target, name, made)
+
+
+def _set_form(target: Tensor, entry: Mapping[str, Any]) -> None:
+    """Give a tensor the shape, the dtype and `requires_grad` that it had."""
+    requires_grad = entry.get("requires_grad")  # none: it was no leaf
+    if requires_grad is False and target.is_leaf:
+        target.requires_grad_(False)
+    if "built" in entry:
+        data = entry["data"]
+        alike = target.data if target.shape == data.shape else data
+        target.grad = None
+        target.data = torch.empty_like(alike, dtype=data.dtype, device=target.device)
+    if requires_grad and target.is_leaf:
+        target.requires_grad_()
 
 
 def _is_slot(target: Any, name: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from instep.unedited.checkpoint.kinds import digest_of, is_plain, kind_of, slots_of
+from instep.unedited.checkpoint.kinds import digest_of, form_of, is_plain, kind_of, slots_of
 from instep.unedited.sharded_call.plan.object_graph import is_of_script
 
 
@@ -23,6 +23,8 @@ class ScriptObject:
     kind: str
     slots: list[tuple[str, Any]]
     digest: Any = None
+    form: Any = None
+    """A tensor's shape and dtype at that moment."""
 
 
 @dataclass(eq=False)
@@ -70,7 +72,8 @@ class ScriptObjects:
             kind = kind_of(value)
             if kind == "end":
                 continue
-            node = ScriptObject(path, value, kind, [], digest_of(value, kind))
+            form = form_of(value) if kind == "tensor" else None
+            node = ScriptObject(path, value, kind, [], digest_of(value, kind), form)
             self.nodes[id(value)] = node
             found.append(node)
             if not self._is_bulk(node, before):
