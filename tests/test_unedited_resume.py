@@ -194,6 +194,9 @@ flags = [each.requires_grad for each in (*model.parameters(), flag)]
 torch.save([model.state_dict(), kept, part, flags, loss.item()], "final.pt")
 """
 LIVE_ITERATOR = MODULE_LEVEL.replace("best, history", "batches = iter(loader); best, history")
+BOUND_SLOT = MODULE_LEVEL.replace("log = open", "length = None\nlog = open").replace(
+    "    fail_at", "    length = history.__len__\n    fail_at"
+)
 NO_LOOP = "model = nn.Linear(2, 2)\nmodel(torch.ones(2, 2)).sum().backward()\n"
 
 
@@ -304,6 +307,7 @@ def test_a_signal_after_the_loop_ends_the_script(tmp_path) -> None:
     ("text", "reason"),
     [
         (LIVE_ITERATOR, "batches (_SingleProcessDataLoaderIter) is in"),
+        (BOUND_SLOT, "length (method-wrapper) has changed in the loop"),
         (NO_LOOP, "no loop"),
     ],
 )

@@ -215,7 +215,7 @@ class _Encoding:
             return {"at": known}
         if id(value) in self._now.nodes:
             return {"at": NEW + self._now.nodes[id(value)].path}
-        if callable(value) and hasattr(value, "__qualname__"):
+        if callable(value) and hasattr(value, "__qualname__") and hasattr(value, "__module__"):
             name = name_of(value)
             if find_named(name) is value:
                 return {"named": name}
