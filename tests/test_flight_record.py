@@ -53,6 +53,15 @@ def test_messages_name_the_peer_and_are_compared_with_nothing(recorder) -> None:
     assert recorded_steps(record_format.read(fd)) == []
 
 
+def test_a_path_that_is_no_utf8_is_written_as_tracebacks_write_it(recorder, tmp_path) -> None:
+    script = compile(
+        "recorder.enter('barrier', None, None, '')", os.fsdecode(b"/\xc1/a.py"), "exec"
+    )
+    exec(script, {"recorder": recorder})
+    [entry] = record_format.read(recorder.file_descriptor()).entries
+    assert entry.line == r"/\udcc1/a.py:1"
+
+
 def test_the_last_collective_is_a_position_of_the_rank(recorder, tmp_path) -> None:
     fd = recorder.file_descriptor()
     assert record_format.read_position(fd) is None

@@ -159,9 +159,10 @@ def encode_signature(
     extent = "-" if shape is None else ",".join(map(str, shape))
     extent = extent if len(extent) <= _EXTENT else "-"
     texts = (op[:64], dtype, extent, "" if root is None else str(root), reduction, group)
-    encoded = _SEPARATOR.join(texts).encode()
+    encoded = _SEPARATOR.join(texts).encode(errors="backslashreplace")
     if len(encoded) > SIGNATURE_BYTES:
-        encoded = _SEPARATOR.join((*texts[:-1], group.partition(":")[0] + ":?")).encode()
+        short = (*texts[:-1], group.partition(":")[0] + ":?")
+        encoded = _SEPARATOR.join(short).encode(errors="backslashreplace")
     return encoded[:SIGNATURE_BYTES]
 
 

@@ -22,5 +22,7 @@ def script_frame(frame: FrameType) -> FrameType:
 
 
 def location(frame: FrameType) -> str:
-    """The file and the line of a frame."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """The file and the line of a frame, as text that any file takes: bytes of a path that are no
+    UTF-8 are written as Python's tracebacks write them."""
+    file = frame.f_code.co_filename.encode(errors="backslashreplace").decode()
+    return f"{file}:{frame.f_lineno}"
