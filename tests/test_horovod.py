@@ -336,6 +336,24 @@ def test_objects():
         assert hvd.allgather_object("x" * r) == ["x" * k for k in range(n)]
 
 
+@ranks(2)
+def test_a_tensor_without_elements_is_returned_so():
+    with initialized():
+        for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Adasum):
+            for dtype in (torch.float32, torch.float16, torch.int64):
+                tensor = torch.zeros(0, 3, dtype=dtype)
+                assert hvd.allreduce(tensor, op=op).shape == (0, 3)
+                assert hvd.allreduce_(tensor, op=op) is tensor
+        model = torch.nn.ParameterList([torch.ones(2), torch.zeros(0)])
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 1.0), model.named_parameters(), num_groups=2
+        )
+        sum(parameter.sum() * (hvd.rank() + 1) for parameter in model).backward()
+        optimizer.step()
+        assert model[0].tolist() == [-0.5, -0.5]
+        assert model[1].grad.shape == (0,)
+
+
 # ---------------------------------------------------------------------------------- derivatives
 
 

@@ -72,7 +72,8 @@ def _all_reduce(
     given = [scale(tensor, before) for tensor in tensors]
     if op == "sum" and response.request.dtype in _SUM_DTYPES and get_transport(group).in_place:
         totals = _overwritable(given, owned or before != 1.0)
-        get_transport(group).all_reduce_each([total for total in totals if total.numel()], op)
+        if some := [total for total in totals if total.numel()]:
+            get_transport(group).all_reduce_each(some, op)
     else:
         flat = torch.cat([tensor.reshape(-1) for tensor in given])
         parts = _reduced(flat, op, group).split([tensor.numel() for tensor in given])
@@ -94,6 +95,8 @@ def _overwritable(tensors: Tensors, owned: bool) -> list[Tensor]:
 
 def _reduced(flat: Tensor, op: str, group: Group) -> Tensor:
     """The reduction over the group of a tensor that may be overwritten."""
+    if not flat.numel():
+        return flat  # on all ranks
     if op == "sum" and to_reduce_dtype(flat, op) is flat:
         get_transport(group).all_reduce(flat, op).wait()
         return flat
