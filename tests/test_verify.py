@@ -84,6 +84,28 @@ def test_unsplit_batches_are_told_though_gradients_agree():
     assert told.startswith("a batch that was not split: in step 1 each of 2 ranks computed all 8")
 
 
+def of_own_batches(rank, k, step):
+    size = made.BATCHES[k]
+    return {"samples": size, "row_hashes": tuple(range(1000 * rank, 1000 * rank + size))}
+
+
+def test_batches_of_each_rank_are_not_called_unsplit():
+    assert cause(2, free=made.run(2, of_own_batches, steps=2)) == (
+        "a batch that is 2 times larger: in step 1 the ranks computed 16 samples, one process 8, "
+        "and made 2 steps instead of 3 (instep.shard divides the batch size that the script gives)"
+    )
+    rows = made.honest(0, 1, 0).row_hashes
+    told = cause(2, lambda r, k, s: {"samples": 8, "row_hashes": rows} if k == 0 else {})
+    assert told.startswith("a batch that was not split: in step 1")
+
+
+def test_augmented_batches_of_the_same_samples_are_unsplit():
+    free = made.run(2, of_own_batches)
+    ends = [replace(rank, end=replace(rank.end, indices=((0, 1),))) for rank in free.ranks]
+    told = cause(2, free=replace(free, ranks=tuple(ends)))
+    assert told.startswith("a batch that was not split: in step 1")
+
+
 def of_whole_batches(rank, k, step):
     """What a rank of an unedited script records."""
     oracle = made.honest(0, 1, k)
@@ -240,6 +262,8 @@ def test_a_script_that_every_rank_runs_as_it_is_is_told_with_its_reason():
     )
     larger = made.run(2, lambda r, k, s: {"samples": 6})
     assert cause(2, free=left_alone(larger)).endswith("larger: 12 samples in step 1 instead of 8")
+    own = left_alone(made.run(2, of_own_batches))
+    assert cause(2, free=own).endswith("larger: 16 samples in step 1 instead of 8")
     unknown = made.run(2, lambda r, k, s: {"samples": 0})
     assert cause(2, free=left_alone(unknown)).endswith(
         f"since {reason}; its batch is then up to 2 times larger"

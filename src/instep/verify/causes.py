@@ -50,6 +50,8 @@ def _batch_not_split(e: Evidence) -> str | None:
         if any(one.whole for one in ranks):
             continue
         if e.n > 1 and whole > 1 and all(one.samples == whole for one in ranks):
+            if _has_own_batches(e, k):
+                continue
             if (reason := _opt_out(e)) is not None:
                 return (
                     f"{e.n} identical runs: every rank runs the script as it is, since {reason}, "
@@ -60,6 +62,32 @@ def _batch_not_split(e: Evidence) -> str | None:
                 f"{whole} samples (use instep.shard on the loader or the batch)"
             )
     return None
+
+
+def _has_own_batches(e: Evidence, k: int) -> bool:
+    """Whether each rank is known to have a batch of its own in this step."""
+    ranks = e.free.at(k)
+    rows = [sorted(one.row_hashes) for one in ranks]
+    are_known = all(len(one.row_hashes) == one.samples for one in ranks)
+    if not are_known or any(each == rows[0] for each in rows[1:]):
+        return False
+    ends = [rank.end for rank in e.free.ranks]
+    asked = {end.indices for end in ends if end is not None}
+    return len(asked) != 1 or asked == {()}  # else the ranks draw other rows for the same samples
+
+
+def _larger_batch(e: Evidence) -> str | None:
+    """The batch grows with the number of ranks."""
+    theirs, ours = count_samples(e.free, 0), count_samples(e.oracle, 0)
+    if e.n == 1 or ours == 0 or theirs != e.n * ours or _opt_out(e) is not None:
+        return None
+    steps = ""
+    if e.free.steps != e.oracle.steps:
+        steps = f", and made {e.free.steps} steps instead of {e.oracle.steps}"
+    return (
+        f"a batch that is {e.n} times larger: in step 1 the ranks computed {theirs} samples, one "
+        f"process {ours}{steps} (instep.shard divides the batch size that the script gives)"
+    )
 
 
 def _batch_of_each_rank(e: Evidence) -> str | None:
@@ -321,6 +349,7 @@ def _first_other_loss(e: Evidence) -> int | None:
 RULES: tuple[Rule, ...] = (
     _rank_dependent_decisions,
     _batch_not_split,
+    _larger_batch,
     _batch_of_each_rank,
     _other_step_count,
     _padded_batch,
