@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -477,3 +478,29 @@ def test_the_advice_works_where_no_process_group_is(library: str, advised: str) 
     text = f"import torch\n{library}\ndist.init_process_group()\ntorch.save({{}}, 'a.pt')\n"
     found = check_text("a.py", text, RULES.values())
     assert [f.mend.splitlines()[0] for f in found if f.code == "INS601"] == [advised]
+
+
+@pytest.mark.parametrize(
+    ("call", "varies"),
+    [
+        ("", "depends on the seed"),
+        ("train_sampler.set_epoch(epoch)", "depends on the seed"),
+        ("sampler.set_epoch(epoch)", "differs from epoch to epoch"),
+        ("loader.sampler.set_epoch(epoch)", "differs from epoch to epoch"),
+    ],
+)
+def test_padding_differs_from_epoch_to_epoch_only_where_the_epoch_is_set(call, varies) -> None:
+    text = textwrap.dedent(
+        f"""
+        from torch.utils.data import DataLoader, DistributedSampler
+        train_sampler = DistributedSampler(train_set)
+        sampler = DistributedSampler(test_set, drop_last=True)
+        loader = DataLoader(test_set, sampler=sampler)
+        for epoch in range(3):
+            {call or "pass"}
+            for x in loader:
+                print(x)
+        """
+    )
+    [found] = [f for f in check_text("a.py", text, RULES.values()) if f.code == "INS205"]
+    assert f"the padding {varies}, and" in f"{found}"

@@ -63,8 +63,9 @@ def _handles_remainder(info: ScriptInfo) -> bool:
 @rule("INS205", Severity.WARNING, "DistributedSampler shuffles the evaluation data.")
 def _shuffled_evaluation(info: ScriptInfo) -> Iterator[Hit]:
     """DistributedSampler shuffles unless it is told not to (a plain DataLoader does not).
-    Which samples are repeated as padding, and in which batch a sample is normalised, then
-    changes from epoch to epoch: from N = 2 on, two evaluations of one model differ.
+    Which samples are repeated as padding, and in which batch a sample is normalised, is then
+    drawn by its seed: from N = 2 on, the metric depends on it. If the script calls
+    `set_epoch`, that changes from epoch to epoch: two evaluations of one model differ.
 
     ## Bad
     ```python
@@ -87,12 +88,28 @@ def _shuffled_evaluation(info: ScriptInfo) -> Iterator[Hit]:
         if info.is_for_evaluation(sampler) and (shuffle is None or constant(shuffle) is True):
             text = info.script.source(sampler)
             mended = text.replace("shuffle=True", "shuffle=False")
+            varies = (
+                "differs from epoch to epoch"
+                if _sets_epoch(info, sampler)
+                else "depends on the seed"
+            )
             yield Hit(
                 sampler,
                 "the evaluation data is shuffled (the default of DistributedSampler)",
-                "from N = 2 on, the padding differs from epoch to epoch, and the metric with it",
+                f"from N = 2 on, the padding {varies}, and the metric with it",
                 mended if mended != text else f"{text[:-1]}, shuffle=False)",
             )
+
+
+def _sets_epoch(info: ScriptInfo, sampler: ast.Call) -> bool:
+    """Whether the script calls set_epoch on this sampler, or on that of its loader."""
+    for call in info.script.calls_named("set_epoch"):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        loader = info.loader_of(owner.value) if isinstance(owner, ast.Attribute) else None
+        of_loader = info.sampler_of(loader) if loader is not None else None
+        if sampler is of_loader or sampler in info.origins.calls(owner):
+            return True
+    return False
 
 
 @rule("INS206", Severity.WARNING, "Every rank evaluates the whole evaluation set.")
