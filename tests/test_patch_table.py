@@ -366,8 +366,9 @@ def test_training_processes_of_the_scripts_own_are_refused(
         with pytest.raises(UneditedError, match="multiprocessing"):
             multiprocessing.get_context("fork").Process(target=print).start()
         for spawn in (torch.multiprocessing.spawn, torch.multiprocessing.start_processes):
-            with pytest.raises(UneditedError, match=r"torch\.multiprocessing\.spawn"):
+            with pytest.raises(UneditedError, match=r"torch\.multiprocessing\.spawn") as raised:
                 spawn(print)
+            assert str(raised.value).endswith("Run it with one rank (-n 1).")  # not with --plain
     assert len(started) == 4
 
 

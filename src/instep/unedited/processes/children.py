@@ -304,7 +304,7 @@ def start(original: Function, self: Any) -> Any:
 def _starts_training_processes(how: str) -> UneditedError:
     return UneditedError(
         f"this script starts training processes of its own ({how}); on several ranks each "
-        "would start them all. Run it with one rank (-n 1), or with --plain."
+        "would start them all. Run it with one rank (-n 1)."
     )
 
 
