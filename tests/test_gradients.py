@@ -272,6 +272,25 @@ def test_what_no_sync_has_left_counts_once(body, prepare):
     same_on_one_rank(body, prepare)
 
 
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+def with_hooks_that_change_it():
+    model, loss = part()
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    model[2].bias.register_post_accumulate_grad_hook(triple)
+    for _ in range(2):
+        with instep.no_sync():
+            loss().backward()
+    loss().backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+def test_a_hook_runs_once_for_each_backward_without_sums():
+    same_on_one_rank(with_hooks_that_change_it)
+
+
 def from_other_roots():
     model, _ = part()
     x = instep.shard(torch.randn(12, 4).double())

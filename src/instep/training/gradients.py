@@ -49,7 +49,8 @@ def no_sync() -> Iterator[None]:
     """Let backward accumulate this rank's gradients only; the next one outside sums them all.
 
     Between the two `.grad` is this rank's part of the sum. Saves messages in gradient accumulation;
-    the gradient in the end is the same.
+    the gradient in the end is the same. Gradients with hooks of the script's own are summed in
+    every backward: a hook runs once for each, and must see the sum.
     """
     global _sync
     before, _sync = _sync, False

@@ -157,11 +157,11 @@ class Reducer:
         self.join(_current)
         if _current.is_placeholder:
             grad = torch.zeros_like(grad)
-        if not _current.sync:
+        if not (_current.sync or _has_hooks(self._parameters[index])):
             self._accumulate(index)
             return grad
         bucket = self._bucket_of.get(index)
-        if bucket is None or grad.is_sparse:
+        if bucket is None or grad.is_sparse or not _current.sync:
             return self._reduce_now(index, grad)
         if index in bucket.filled:
             raise TrainingError(
@@ -174,11 +174,14 @@ class Reducer:
 
     def finish(self) -> None:
         """Backward has ended: start the other buckets, wait, and write the sums into `.grad`."""
-        if _current is None or not _current.sync:
+        if _current is None:
             return
-        self._add_accumulated()
+        if _current.sync:
+            self._add_accumulated()
         with self._explained_mismatch():
             self._verify_checksums()
+        if not _current.sync:
+            return
         self._inspect(self._buckets[self._started :], are_last=True)
         separate(self._buckets[self._started :])
         for bucket in self._buckets[self._started :]:
