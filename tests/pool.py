@@ -200,7 +200,7 @@ def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
     registry.reset()
     reducer._unfinished.clear()
-    forward_calls._last = None
+    forward_calls._last = forward_calls._last_trained = None
     try:
         body: Any = importlib.import_module(module)
         for part in name.split("."):

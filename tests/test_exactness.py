@@ -136,6 +136,59 @@ def test_class_weights_taken_for_a_plain_mean_are_far_off():
     assert compare(unstated, size=3).gradient > 0.05
 
 
+def with_a_teacher(log):
+    teacher, frozen = instep.replicate(net(norm=False)), instep.replicate(net(norm=False))
+    frozen.requires_grad_(False)
+    data = rows(40)
+    data.tensors[1][5:25] = -1
+
+    def loss(model, x, y):
+        result = cross_entropy(model(x), y, ignore_index=-1)
+        with torch.no_grad():
+            teacher(x)
+        frozen(x)
+        instep.weight((y != -1).sum())
+        return result
+
+    train(log, net(norm=False), data, loss)
+
+
+def captured(log):
+    features = {}
+
+    def loss(model, x, y):
+        if not features:
+            model[0].register_forward_hook(lambda layer, args, output: features.update(x=output))
+        model(x)
+        kept = (x[:, 0] > 0).sum()
+        instep.weight(kept)
+        return features["x"][x[:, 0] > 0].square().sum() / kept.clamp(min=1)
+
+    train(log, net(norm=False), rows(40), loss)
+
+
+@pytest.mark.parametrize("training", [with_a_teacher, captured], ids=lambda t: t.__name__)
+def test_a_stated_weight_is_that_of_the_last_forward_in_training(training):
+    exactly(training)
+
+
+def evaluated():
+    model = instep.replicate(nn.Linear(6, 3))
+    torch.manual_seed(3)
+    loader = instep.shard(DataLoader(TensorDataset(torch.randn(14, 6)), 6))
+    (x,) = next(iter(loader))
+    model(x).sum().backward()
+    with torch.no_grad():
+        for (x,) in loader:  # the last batch has two rows: only some ranks have one
+            model(x)
+            instep.weight(len(x))
+    return instep.all_reduce(torch.ones(1)).item()
+
+
+def test_a_weight_that_is_stated_without_gradients_waits_for_no_rank():
+    assert run(3, evaluated) == [3.0] * 3
+
+
 @ranks(1)
 def test_a_weight_before_any_forward_is_an_error():
     with pytest.raises(TrainingError, match="call the model first"):

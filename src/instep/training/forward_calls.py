@@ -40,6 +40,10 @@ class ForwardCall:
     """How many dropout masks and other random numbers of the whole batch it has drawn."""
     weight: float | None = None
     """This rank's fraction of the batch's loss, if `instep.weight` has stated it."""
+    needs_gradients: bool = False
+    """Whether a loss of its output may have a backward."""
+    had_backward: bool = False
+    """Whether a backward has found its output."""
     replica: object = None
     """The replica that was called."""
     saved_rng_states: list[Tensor] = field(default_factory=list)
@@ -76,6 +80,7 @@ replica_of_part: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Every module of the replicated models."""
 _stack: list[ForwardCall] = []
 _last: ForwardCall | None = None
+_last_trained: ForwardCall | None = None
 
 
 def push(call: ForwardCall) -> None:
@@ -85,8 +90,10 @@ def push(call: ForwardCall) -> None:
 
 def pop() -> ForwardCall:
     """End the innermost call."""
-    global _last
+    global _last, _last_trained
     _last = _stack.pop()
+    if _last.needs_gradients:
+        _last_trained = _last
     return _last
 
 
@@ -103,6 +110,11 @@ def current() -> ForwardCall | None:
 def last() -> ForwardCall | None:
     """The innermost call that runs now, else the one that ended last."""
     return current() or _last
+
+
+def last_trained() -> ForwardCall | None:
+    """The innermost call that runs now, else the one that needs gradients and ended last."""
+    return current() or _last_trained or _last
 
 
 def current_candidates() -> BatchCandidates:

@@ -101,7 +101,7 @@ def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T
 
 
 def weight(count: Tensor | float | None) -> None:
-    """State what the loss of the last forward divides by, where that is not its rows.
+    """State what the loss of the last forward in training divides by, if that is not its rows.
 
     loss = cross_entropy(model(x), y, ignore_index=-1)
     instep.weight((y != -1).sum())
@@ -113,9 +113,15 @@ def weight(count: Tensor | float | None) -> None:
             and divides by nothing (a penalty on the parameters in it must then be divided by
             `instep.world_size`, since every rank adds it).
 
+    A forward without gradients, such as a teacher's, is passed over. Does nothing in an evaluation:
+    where gradients are disabled, as they were in the last forward.
+
     Collective. Raises TrainingError before any forward of a replicated model.
     """
-    call = forward_calls.last()
+    latest = forward_calls.last()
+    if not torch.is_grad_enabled() and (latest is None or not latest.needs_gradients):
+        return  # not collective: a rank without rows may have skipped the batch
+    call = forward_calls.last_trained()
     if call is None:
         raise TrainingError(
             "instep.weight states the denominator of a forward's loss; call the model first."
@@ -256,8 +262,13 @@ def _single_call(forwards: list[ForwardCall]) -> ForwardCall:
 
     All ranks decide the same: by the batches' sizes, never by their own fraction.
     """
-    if not forwards:
+    if not forwards:  # as where a hook has kept what a layer gave
+        last = forward_calls.last_trained()
+        if last is not None and last.weight is not None and not last.had_backward:
+            return last
         return ForwardCall(forward_calls.current_candidates())
+    for call in forwards:
+        call.had_backward = True
     stated = [call for call in forwards if call.weight is not None]
     first, *others = stated or forwards
     fractions = _fractions(first.block)

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
@@ -276,6 +277,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         find_candidates((args, kwargs)), replica.statistics, replica.dropout, seed, replica=replica
     )
     call.arguments, call.batch_dims = (module, args, kwargs), replica.batch_dims
+    call.needs_gradients = torch.is_grad_enabled()
     if module.training:
         if not replica.has_warned:
             replica.other_states = RNGStates.capture()
@@ -293,6 +295,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
     # If a hook of the user's that ran before has raised, `_enter` has not run.
     if replica is None or call is None or call.replica is not replica:
         return
+    call.needs_gradients = call.needs_gradients and _needs_gradients(module, output)
     forward_calls.pop()
     set_phase("")
     call.arguments = None
@@ -305,6 +308,11 @@ def _leave(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         for generator, state in zip(default_generators(), call.saved_rng_states, strict=False):
             generator.set_state(state)  # CUDA may have started meanwhile
     forward_calls.tag_outputs(output, call)
+
+
+def _needs_gradients(module: nn.Module, output: object) -> bool:
+    """Whether a backward may reach this output, or what hooks have kept of the call."""
+    return any(each.requires_grad for each in chain(tensor_leaves(output), module.parameters()))
 
 
 def _on_registration(module: nn.Module, name: str, added: object) -> None:
