@@ -143,3 +143,33 @@ def test_shapes_and_ranks_that_make_no_sense_are_refused():
         instep.Accuracy().update(torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"topk holds ranks from 1 on"):
         instep.Accuracy(topk=(0,))
+
+
+def evaluate_with_a_bar(n):
+    values = torch.arange(float(n))
+    mean = instep.Mean()
+    with torch.no_grad():
+        for (x,) in instep.shard(DataLoader(TensorDataset(values), 6)):
+            mean.update(x)
+            value = mean.compute()
+    assert value == values.mean()
+
+
+def test_a_metric_may_be_computed_after_every_batch():
+    run(3, evaluate_with_a_bar, 14)  # the last batch has two rows
+
+
+def evaluate_in_scopes():
+    outer = iter(instep.shard(DataLoader(TensorDataset(torch.arange(8.0)), 6)))
+    with torch.no_grad():
+        next(outer)
+        with instep.single_process_scope() as here:
+            if here:
+                mean = instep.Mean()
+                mean.update(torch.ones(1))
+                assert mean.compute() == 1
+        return len([*outer])
+
+
+def test_a_metric_of_one_rank_gives_the_others_no_placeholders():
+    assert run(3, evaluate_in_scopes) == [0, 1, 1]

@@ -69,7 +69,12 @@ class Metric(ABC):
             self.totals += totals.detach().double()
 
     def all_reduce(self) -> Tensor:
-        """The totals summed over all ranks. Collective."""
+        """The totals summed over all ranks.
+
+        Collective. Raises TrainingError if some ranks have no rows of the first batch of a loop
+        without gradients.
+        """
+        note_collective()
         transport = get_transport()
         # A rank without values has its totals on the CPU, so all go to one device.
         total = self.totals.to(transport.control_device, copy=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from instep.distributed.rendezvous import bootstrap
 from instep.errors import TrainingError
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
@@ -66,8 +67,10 @@ def note_collective() -> None:
 
     Raises TrainingError where ranks without rows of the batch will not come.
     """
+    if bootstrap.is_world_of_one():  # a run-once scope: the other ranks know nothing of it
+        return
     count_collective()
-    in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    in_use = [each for each in _trackers if each.candidates() and not each.is_stale]
     if len(in_use) == 1 and in_use[0].is_skipped_by_some:
         raise TrainingError(
             "the first batch of this loop has fewer rows than there are ranks. Without gradients a "
