@@ -301,3 +301,35 @@ def test_a_batch_whose_rows_fit_on_one_rank_only_is_not_meant():
     assert BatchCandidates(blocks, rows).resolve() is None
     fits = frozenset({blocks[0].count})
     assert BatchCandidates(blocks, fits).resolve() is blocks[0]
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["in the loop", "after it was left"])
+def test_a_loop_without_gradients_and_the_training_around_it_are_told_apart_by_the_gradients(
+    is_left,
+):
+    training, evaluation = Loop(), Loop()
+    register((), Block(0, 2, 64), BatchTracker(training))
+    with torch.no_grad():
+        register((), Block(0, 2, 7), BatchTracker(evaluation))
+        if not is_left:
+            assert find_candidates(torch.ones(9)).blocks == (Block(0, 2, 7),)
+    if is_left:
+        del evaluation
+    assert find_candidates(torch.ones(9)).blocks == (Block(0, 2, 64),)
+
+
+@ranks(2, 3)
+def test_an_evaluation_inside_of_an_epoch_may_skip_a_batch_and_may_be_left():
+    data, few = line(12), line(7)
+    model = instep.replicate(nn.Linear(2, 1, bias=False))
+    evaluation = instep.shard(DataLoader(TensorDataset(few), 6))  # the last batch has one row
+    for step, (x,) in enumerate(instep.shard(DataLoader(TensorDataset(data), 4))):
+        mean = instep.Mean()
+        with torch.no_grad():
+            for (mine,) in evaluation:
+                mean.update(model(mine * 2))
+                if step == 1:
+                    break
+            else:
+                assert mean.compute() == pytest.approx(model(few * 2).mean().item(), abs=1e-6)
+        check_gradient(model, data[4 * step : 4 * step + 4].repeat(2, 1), x.repeat(2, 1))

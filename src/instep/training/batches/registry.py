@@ -130,8 +130,13 @@ def find_candidates(values: object) -> BatchCandidates:
 
 
 def _candidates(rows: frozenset[int]) -> BatchCandidates:
-    """The batches that the order of requests leaves."""
+    """The batches that the order of requests leaves.
+
+    Where a loop without gradients runs inside of one with gradients, or such a loop was left, the
+    batches that were requested with gradients as they are now go before the others.
+    """
     in_use = [tracker for tracker in _trackers if tracker.candidates()]
+    in_use = [tracker for tracker in in_use if tracker.has_mode_of_now] or in_use
     if len(in_use) == 1:
         in_use[0].assume_forward()
     blocks: list[Block | None] = [b for tracker in in_use for b in tracker.candidates()]

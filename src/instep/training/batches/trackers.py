@@ -30,6 +30,8 @@ class BatchTracker:
         self._delivered = 0
         self._requests = 0
         self._thread = threading.get_ident()
+        self._has_gradients = True
+        """Whether the last request was made with gradients enabled."""
         self._ahead: tuple[int, int] | None = None
         """The fewest and the most requests that can lie between a batch's own and its forward."""
         self._observed = False
@@ -42,6 +44,7 @@ class BatchTracker:
         """The loop gets `block` (None: there are no more batches); returns its index."""
         self._requests += 1
         self._thread = threading.get_ident()
+        self._has_gradients = torch.is_grad_enabled()
         if block is not None:
             self._blocks.append(block)
             self._delivered += 1
@@ -86,6 +89,14 @@ class BatchTracker:
     def in_other_thread(self) -> bool:
         """Whether another thread of the script requests batches: then their order says nothing."""
         return self._thread != threading.get_ident()
+
+    @property
+    def has_mode_of_now(self) -> bool:
+        """Whether the last request was made with gradients enabled or disabled, as they are now.
+
+        Another thread has a mode of its own, which says nothing.
+        """
+        return self.in_other_thread or self._has_gradients == torch.is_grad_enabled()
 
     @property
     def last(self) -> Block | None:
