@@ -433,6 +433,34 @@ def test_accumulate_has_the_gradients_of_one_process(resumes_at):
     same_on_one_rank(accumulated, resumes_at)
 
 
+def kept_after_it_was_left(ends):
+    torch.manual_seed(3)
+    model = instep.replicate(nn.Linear(4, 3).double())
+    data = TensorDataset(torch.randn(19, 4).double(), torch.randint(0, 3, (19,)))
+    loader = instep.shard(DataLoader(data, 4))
+    loop = instep.accumulate(loader, 3)
+    for (x, y), _ in loop:
+        cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            next(iter(loader))  # an evaluation: this loop goes on
+        assert instep.world_size == 1 or differ_by_rank(model.weight.grad)
+        break
+    model.zero_grad()
+    batches = iter(loader)
+    x, y = next(batches)
+    if ends:
+        loop.close()
+        with pytest.raises(StopIteration):
+            next(loop)
+    cross_entropy(model(x), y).backward()
+    return tuple(p.grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_loop_of_accumulate_that_was_left_keeps_no_gradient_from_being_summed(ends):
+    same_on_one_rank(kept_after_it_was_left, ends)
+
+
 @ranks(1, 2, 3)
 def test_a_backward_that_sums_does_so_for_all_that_accumulated_before():
     """Also for replicas that it does not reach."""

@@ -37,6 +37,9 @@ from instep.training.forward_calls import ForwardCall, find_calls
 T = TypeVar("T")
 
 _sync = True
+_accumulating: tuple[object, int] | None = None
+"""The loop of `accumulate` that has a batch after which the optimizer does not step, and how many
+batches had been loaded when it got it."""
 
 externally_averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose gradients a DistributedOptimizer averages, with equal weights of all ranks; the
@@ -72,7 +75,8 @@ def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
 
     The optimizer steps after every `steps` batches, and after the last batch of the loader, so that
     no gradient is left over. Gradients are summed over the ranks in the backwards before a step
-    only: the others are inside of `no_sync`. The gradient in the end is the same as without it.
+    only: the others are as inside of `no_sync`, until a batch is requested from another loader with
+    gradients enabled, or the loop is left. The gradient in the end is the same as without it.
 
     Args:
         loader: what `instep.shard` returned, or anything with a length.
@@ -93,11 +97,22 @@ def accumulate(loader: Iterable[T], steps: int) -> Iterator[tuple[T, bool]]:
 
 
 def _accumulate(loader: Iterable[T], steps: int, total: int) -> Iterator[tuple[T, bool]]:
-    for count, batch in enumerate(loader, start=1):
-        count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
-        is_last = count % steps == 0 or count == total
-        with nullcontext() if is_last else no_sync():
+    global _accumulating
+    loop = object()
+    try:
+        for count, batch in enumerate(loader, start=1):
+            count = getattr(loader, "batch_position", count)  # one that resumes begins in mid-epoch
+            is_last = count % steps == 0 or count == total
+            _accumulating = None if is_last else (loop, progress.count_loaded())
             yield batch, is_last
+    finally:
+        if _accumulating is not None and _accumulating[0] is loop:
+            _accumulating = None
+
+
+def _is_summing() -> bool:
+    """Whether backward sums gradients now. A loop of `accumulate` that was left may live on."""
+    return _sync and (_accumulating is None or _accumulating[1] != progress.count_loaded())
 
 
 def weight(count: Tensor | float | None) -> None:
@@ -230,7 +245,7 @@ def _backward_of_replicas(
         if not is_unused:
             rows = call.batch.resolve_on_this_rank()
             finite = FiniteCheck(roots, rows, get_transport().rank)
-        state = BackwardState(is_placeholder=is_unused, sync=_sync, finite_check=finite)
+        state = BackwardState(is_placeholder=is_unused, sync=_is_summing(), finite_check=finite)
         with (
             torch.autograd.set_detect_anomaly(False) if is_unused else nullcontext(),
             reduce_during_backward(state),

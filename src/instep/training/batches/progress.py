@@ -1,6 +1,7 @@
 """How far the script has come in its batches, which is equal on ranks that are in step.
 
-Only what the main thread does with gradients enabled counts: an evaluation changes nothing.
+Only what the main thread does counts, and where nothing else is said with gradients enabled: an
+evaluation changes nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ _requests_at_backward = 0
 _backwards = 0
 """Of several backwards of one batch, one."""
 _epoch = 0
+_loaded = 0
+"""How many batches loops have requested from loaders."""
 
 
 def note_request() -> None:
     """A loop requests a batch."""
     global _requests
     _requests += _counts()
+
+
+def note_loaded() -> None:
+    """A loop requests a batch from a loader."""
+    global _loaded
+    _loaded += _counts()
 
 
 def note_backward() -> None:
@@ -42,6 +51,11 @@ def count_left_out() -> int:
     return _requests - _backwards
 
 
+def count_loaded() -> int:
+    """How many batches loops have requested from loaders."""
+    return _loaded
+
+
 def last_epoch() -> int:
     """That of the last batch."""
     return _epoch
@@ -49,8 +63,8 @@ def last_epoch() -> int:
 
 def reset() -> None:
     """Begin anew."""
-    global _requests, _requests_at_backward, _backwards, _epoch
-    _requests = _requests_at_backward = _backwards = _epoch = 0
+    global _requests, _requests_at_backward, _backwards, _epoch, _loaded
+    _requests = _requests_at_backward = _backwards = _epoch = _loaded = 0
 
 
 def _counts() -> bool:
