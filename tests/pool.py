@@ -193,12 +193,14 @@ def _serve(pipe: Connection, store: str, rank: int, size: int, backend: str) -> 
 def _answer(module: str, name: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     import torch
 
+    from instep.distributed.communication import scopes
     from instep.training import forward_calls
     from instep.training.batches import registry
     from instep.training.buckets import reducer
 
     torch.manual_seed(0)  # what an earlier test has drawn, and its loop has left, is forgotten
     registry.reset()
+    scopes._entered = 0
     reducer._unfinished.clear()
     forward_calls._last = forward_calls._last_trained = None
     try:

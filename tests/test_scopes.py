@@ -278,3 +278,30 @@ def test_a_loader_sharded_before_gives_everything_inside_and_its_share_after():
     assert sorted(instep.single_process_scope()(taken)()) == list(range(10))
     # The epoch inside counted on no rank, so that the ranks still have one order.
     assert sorted(chain(*instep.all_gather_object(taken()))) == list(range(10))
+
+
+def training_around_scopes():
+    torch.manual_seed(3)
+    model = instep.replicate(nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
+    data = torch.randn(24, 4)
+    loader = instep.shard(DataLoader(TensorDataset(data), 6, shuffle=True))
+
+    @instep.single_process_scope()
+    def spread():
+        for (x,) in loader:
+            model(x)
+        return torch.stack([model(data) for _ in range(3)]).std(0).mean().item()
+
+    spreads = [spread()]
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        spreads.append(spread())
+    return torch.tensor([*spreads, *(p.grad.norm() for p in model.parameters())])
+
+
+def test_calls_for_training_inside_are_no_steps_and_draw_numbers_of_their_own():
+    (alone,) = run(1, training_around_scopes)
+    assert len({*alone[:5].tolist()}) == 5
+    for size in (2, 3):
+        for of_rank in run(size, training_around_scopes):
+            assert torch.allclose(of_rank, alone, rtol=1e-5)

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep.distributed.communication.collectives import broadcast_coalesced
 from instep.distributed.communication.objects import check_same_on_all_ranks
+from instep.distributed.communication.scopes import scope_number
 from instep.distributed.communication.tensors import check_reachable
 from instep.distributed.communication.transport import Transport, get_transport
 from instep.distributed.flight_record.recorder import set_phase
@@ -30,6 +31,7 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
+from instep.training.batches.progress import next_draw_position
 from instep.training.batches.registry import find_candidates, is_registered
 from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
@@ -61,7 +63,7 @@ class Replica:
     compression: Compression
     seed: int
     steps: int = 0
-    """The number of its calls in training."""
+    """The number of its calls in training, but for those in a `single_process_scope`."""
     has_warned: bool = False
     """Whether there was a warning of random numbers that each rank draws for itself."""
     has_new_parts: bool = False
@@ -271,8 +273,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise CapturedStepError(type(module).__name__)
     if replica.has_new_parts:
         _add_new_parts(module, replica)
-    replica.steps += module.training
-    seed = derive_seed(replica.seed, replica.steps)
+    seed = _next_seed(replica, module)
     call = ForwardCall(
         find_candidates((args, kwargs)), replica.statistics, replica.dropout, seed, replica=replica
     )
@@ -286,6 +287,14 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             generator.manual_seed(derive_seed(seed, replica.transport.rank))
     forward_calls.push(call)
     set_phase("forward" if torch.is_grad_enabled() else "evaluation")
+
+
+def _next_seed(replica: Replica, module: nn.Module) -> int:
+    """The seed of a call. Only calls that all ranks make are steps of the replica."""
+    is_step = scope_number() is None
+    replica.steps += module.training and is_step
+    position = () if is_step or not module.training else next_draw_position()
+    return derive_seed(replica.seed, replica.steps, *position)
 
 
 @disable_compile

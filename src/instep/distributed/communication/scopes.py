@@ -34,6 +34,15 @@ T = TypeVar("T")
 
 _count = 0
 """The number of scopes that all ranks have entered; it names the next one in the store."""
+_depth = 0
+"""How many scopes this process is in."""
+_entered = 0
+"""How many scopes it has entered that were in no other one: equal on all ranks, and at any N."""
+
+
+def scope_number() -> int | None:
+    """The number of the scope that this process is in; None outside of any."""
+    return _entered if _depth else None
 
 
 def single_process_scope(rank: int = 0) -> Scope:
@@ -144,6 +153,9 @@ class Scope:
             shared = _SharedScope(self.rank, transport, script_line())
             inside.enter_context(shared.inside())
             inside.enter_context(phase("single_process_scope"))
+        elif not bootstrap.is_world_of_one():  # a loader has no epoch of the job's here either
+            inside.enter_context(bootstrap.world_of_one("a single_process_scope"))
+        inside.enter_context(_counted())
         self._entered.append((shared, inside))
         return shared.here if shared is not None else Here(runs=True)
 
@@ -157,6 +169,17 @@ class Scope:
         inside.close()
         if shared is not None:
             shared.finish(error)
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    global _depth, _entered
+    _entered += not _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
 
 
 class Here:

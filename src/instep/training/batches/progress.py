@@ -1,7 +1,7 @@
 """How far the script has come in its batches, which is equal on ranks that are in step.
 
-Only what the main thread does counts, and where nothing else is said with gradients enabled: an
-evaluation changes nothing.
+Only what the main thread does counts, outside of a `single_process_scope`, and where nothing else
+is said with gradients enabled: an evaluation changes nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from instep.distributed.communication.scopes import scope_number
+
 _requests = 0
 _requests_at_backward = 0
 _backwards = 0
@@ -17,6 +19,11 @@ _backwards = 0
 _epoch = 0
 _loaded = 0
 """How many batches loops have requested from loaders."""
+_asked: tuple[int, bool] = 0, False
+"""How many batches loaders were asked for, with gradients or without, and whether one has come to
+its end since then."""
+_draws: dict[bool, tuple[tuple[int, ...], int]] = {}
+"""The position of the last draw, and how many there were at it; inside of a scope and outside."""
 
 
 def note_request() -> None:
@@ -29,6 +36,28 @@ def note_loaded() -> None:
     """A loop requests a batch from a loader."""
     global _loaded
     _loaded += _counts()
+
+
+def note_asked(*, is_end: bool) -> None:
+    """A loader was asked for a batch, with gradients or without: it has one, or is at its end."""
+    global _asked
+    if _is_followed():
+        _asked = (_asked[0], True) if is_end else (_asked[0] + 1, False)
+
+
+def next_draw_position() -> tuple[int, ...]:
+    """Numbers of its own for what is drawn without a training step.
+
+    They are the same on all ranks, those included that have skipped batches and what is drawn for
+    them: how far the script has come in its batches, or in which scope it is, and how many draws
+    there were since.
+    """
+    scope = scope_number()
+    position = _asked if scope is None else (scope,)
+    last, count = _draws.get(scope is None, ((), 0))
+    count = count + 1 if last == position else 0
+    _draws[scope is None] = position, count
+    return *position, count
 
 
 def note_backward() -> None:
@@ -63,10 +92,17 @@ def last_epoch() -> int:
 
 def reset() -> None:
     """Begin anew."""
-    global _requests, _requests_at_backward, _backwards, _epoch, _loaded
+    global _requests, _requests_at_backward, _backwards, _epoch, _loaded, _asked
     _requests = _requests_at_backward = _backwards = _epoch = _loaded = 0
+    _asked = 0, False
+    _draws.clear()
 
 
 def _counts() -> bool:
+    return _is_followed() and torch.is_grad_enabled()
+
+
+def _is_followed() -> bool:
+    """Whether all ranks do what this one does now: not in a scope, nor in a thread of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()
-    return in_main_thread and torch.is_grad_enabled()
+    return in_main_thread and scope_number() is None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from instep.distributed.rendezvous import bootstrap
+from instep.distributed.communication.scopes import scope_number
 from instep.errors import TrainingError
 from instep.training.batches import progress
 from instep.training.batches.candidates import BatchCandidates
@@ -67,7 +67,7 @@ def note_collective() -> None:
 
     Raises TrainingError where ranks without rows of the batch will not come.
     """
-    if bootstrap.is_world_of_one():  # a run-once scope: the other ranks know nothing of it
+    if scope_number() is not None:  # the other ranks know nothing of it
         return
     count_collective()
     in_use = [each for each in _trackers if each.candidates() and not each.is_stale]
@@ -97,6 +97,8 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
         progress.note_request()
         if tracker is not _manual:
             progress.note_loaded()
+    if tracker is not _manual:
+        progress.note_asked(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
         # One storage may hold the whole data set: batches that are gone are not searched there.
