@@ -843,3 +843,63 @@ def test_checkpointed_dropout_outside_of_replicas_is_computed_again_with_its_own
     y = checkpoint(lambda x: nn.functional.dropout(x * 1, 0.5), x, use_reentrant=False)
     y.sum().backward()
     assert torch.equal(x.grad, y)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.last(self.drop(self.drop(self.first(x))))
+
+    def encode(self, x):
+        return self.drop(nn.functional.dropout(self.first(x), 0.3))
+
+
+def drawn_around_a_short_batch(how):
+    torch.manual_seed(3)
+    model = instep.replicate(Encoder().to(float64))
+    loader = instep.shard(DataLoader(rows(14), 6))  # the last batch has two rows
+    found = []
+
+    def evaluate():
+        model.train(how == "training mode").drop.train()
+        mean = instep.Mean()
+        with torch.no_grad():
+            for x, _ in loader:
+                mean.update(model.encode(x) if how == "method" else model(x))
+                mean.update(model(x))
+        found.append(mean.compute())
+        model.train()
+
+    for _ in range(2):
+        evaluate()
+        for x, y in loader:
+            cross_entropy(model.last(model.encode(x)), y).backward()
+            cross_entropy(model(x), y).backward()
+    grads = [p.grad.norm().item() for p in model.parameters()]
+    return [*found, *grads, torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("how", ["training mode", "evaluation mode", "method"])
+def test_what_is_drawn_for_a_batch_that_ranks_skip_leaves_all_in_step(how):
+    (alone,) = run(1, drawn_around_a_short_batch, how)
+    assert len({*alone}) == len(alone)
+    for of_rank in run(3, drawn_around_a_short_batch, how):
+        assert of_rank == pytest.approx(alone, rel=1e-9)
+
+
+@ranks(1, 2)
+def test_draws_in_evaluation_are_again_those_after_the_same_seed():
+    model = instep.replicate(Encoder().to(float64)).eval()
+    model.drop.train()
+    loader, found = instep.shard(DataLoader(rows(14), 6)), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            found.append(torch.cat([model(x) for x, _ in loader]))
+    assert torch.equal(*found)
+    with torch.no_grad():
+        assert not torch.equal(found[0], torch.cat([model(x) for x, _ in loader]))

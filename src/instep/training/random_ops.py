@@ -31,6 +31,8 @@ from instep.distributed.communication.transport import get_transport
 from instep.process.patching import Function
 from instep.process.torch_private import current_graph_task_id
 from instep.training import forward_calls
+from instep.training.batches.progress import next_draw_position
+from instep.training.batches.registry import may_be_skipped
 from instep.training.blocks import Block
 from instep.training.forward_calls import ForwardCall
 from instep.training.random_streams import derive_seed
@@ -202,10 +204,14 @@ def next_draw(*, is_noise: bool) -> tuple[BatchDraw | None, ForwardCall | None]:
         state = torch.get_rng_state()
         token = draw_token()
         seed = derive_seed(token, call.draws)
-        if block.total < block.size:  # ranks without rows skip the batch, and do not draw
+        if may_be_skipped(block):  # then these ranks do not draw
             torch.set_rng_state(state)
-    draw = _drawn[token] = BatchDraw(seed, block)
+            seed = derive_seed(token, "skipped", next_draw_position()[-1])
+    draw = BatchDraw(seed, block)
     call.draws += 1
+    if not torch.is_grad_enabled():  # nothing is computed again
+        return draw, call
+    _drawn[token] = draw
     if len(_drawn) > _MAX_DRAWS:
         _drawn.popitem(last=False)
     return draw, call

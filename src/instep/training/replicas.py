@@ -31,6 +31,7 @@ from instep.errors import InstepWarning, TrainingError
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import BatchNorm, disable_compile
 from instep.training import batchnorm, forward_calls, gradients
+from instep.training.batches import progress
 from instep.training.batches.progress import next_draw_position
 from instep.training.batches.registry import find_candidates, is_registered
 from instep.training.blocks import tensor_leaves
@@ -63,7 +64,7 @@ class Replica:
     compression: Compression
     seed: int
     steps: int = 0
-    """The number of its calls in training, but for those in a `single_process_scope`."""
+    """The number of its calls in training with gradients, but for those in a scope."""
     has_warned: bool = False
     """Whether there was a warning of random numbers that each rank draws for itself."""
     has_new_parts: bool = False
@@ -159,18 +160,21 @@ def is_replicated(model: nn.Module) -> bool:
     return any(module in replica_of_part for module in model.modules())
 
 
-def stream_states(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The seed and the step of the random streams of each replica in `model`, by its name there."""
+def stream_states(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The seed and the step of the random streams of each replica in `model`, by its name there,
+    and how many batches were requested from loaders."""
     found = ((name, _replica_of.get(module)) for name, module in model.named_modules())
-    return {name: (replica.seed, replica.steps) for name, replica in found if replica is not None}
+    requests = progress.loader_requests()
+    return {name: (each.seed, each.steps, *requests) for name, each in found if each is not None}
 
 
-def load_stream_states(model: nn.Module, states: dict[str, tuple[int, int]]) -> None:
+def load_stream_states(model: nn.Module, states: dict[str, tuple[int, ...]]) -> None:
     """Let the streams go on where they were; those of other replicas stay as they are."""
     for name, module in model.named_modules():
         replica = _replica_of.get(module)
         if replica is not None and name in states:
-            replica.seed, replica.steps = states[name]
+            replica.seed, replica.steps, *requests = states[name]
+            progress.set_loader_requests(*requests)
 
 
 def with_copies(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -290,8 +294,9 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _next_seed(replica: Replica, module: nn.Module) -> int:
-    """The seed of a call. Only calls that all ranks make are steps of the replica."""
-    is_step = scope_number() is None
+    """The seed of a call. Only calls that all ranks make are steps of the replica: without
+    gradients, or in a scope, a rank may not make this one."""
+    is_step = torch.is_grad_enabled() and scope_number() is None
     replica.steps += module.training and is_step
     position = () if is_step or not module.training else next_draw_position()
     return derive_seed(replica.seed, replica.steps, *position)

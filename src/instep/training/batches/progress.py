@@ -38,11 +38,22 @@ def note_loaded() -> None:
     _loaded += _counts()
 
 
-def note_asked(*, is_end: bool) -> None:
+def note_loader_request(*, is_end: bool) -> None:
     """A loader was asked for a batch, with gradients or without: it has one, or is at its end."""
     global _asked
     if _is_followed():
         _asked = (_asked[0], True) if is_end else (_asked[0] + 1, False)
+
+
+def loader_requests() -> tuple[int, bool]:
+    """How many batches loaders were asked for, and whether one has come to its end since then."""
+    return _asked
+
+
+def set_loader_requests(count: int = 0, has_ended: int = False) -> None:
+    """Go on as at a checkpoint."""
+    global _asked
+    _asked = count, bool(has_ended)
 
 
 def next_draw_position() -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
         if tracker is not _manual:
             progress.note_loaded()
     if tracker is not _manual:
-        progress.note_asked(is_end=block is None)
+        progress.note_loader_request(is_end=block is None)
     _trackers[:] = [t for t in _trackers if t is not tracker and not t.is_stale] + [tracker]
     for address, (storage, parts) in list(_parts.items()):
         # One storage may hold the whole data set: batches that are gone are not searched there.
@@ -111,6 +111,13 @@ def _request(tracker: BatchTracker, block: Block | None) -> int:
 def is_registered(tensor: Tensor) -> bool:
     """Whether this very tensor is a part of a batch that is sharded already."""
     return tensor in _block_of
+
+
+def may_be_skipped(block: Block) -> bool:
+    """Whether ranks without rows of this batch, at some number of ranks, do not get it now."""
+    if torch.is_grad_enabled():
+        return False
+    return block.total < block.size or any(tracker.is_short(block) for tracker in _trackers)
 
 
 def find_block(tensor: Tensor) -> Block | None:

@@ -27,6 +27,8 @@ class BatchTracker:
     def __init__(self, iterator: object) -> None:
         self._iterator = weakref.ref(iterator)
         self._blocks: deque[Block] = deque(maxlen=_MAX_BLOCKS)
+        self._largest = 0
+        """The most rows that a batch had."""
         self._delivered = 0
         self._requests = 0
         self._thread = threading.get_ident()
@@ -47,6 +49,7 @@ class BatchTracker:
         self._has_gradients = torch.is_grad_enabled()
         if block is not None:
             self._blocks.append(block)
+            self._largest = max(self._largest, block.total)
             self._delivered += 1
         return self._delivered - 1
 
@@ -89,6 +92,10 @@ class BatchTracker:
     def in_other_thread(self) -> bool:
         """Whether another thread of the script requests batches: then their order says nothing."""
         return self._thread != threading.get_ident()
+
+    def is_short(self, block: Block) -> bool:
+        """Whether this is one of its batches, and has fewer rows than another one before."""
+        return block.total < self._largest and block in self._blocks
 
     @property
     def has_mode_of_now(self) -> bool:

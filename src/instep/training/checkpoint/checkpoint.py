@@ -371,7 +371,7 @@ def _end_epoch(loader: Any) -> None:
         loader.end_epoch()
 
 
-def _streams(value: Any) -> dict[str, tuple[int, int]]:
+def _streams(value: Any) -> dict[str, tuple[int, ...]]:
     return replicas.stream_states(value) if isinstance(value, nn.Module) else {}
 
 
