@@ -1,12 +1,14 @@
 """Run once: one rank runs, all get the value or the exception; the world inside is of one."""
 
 import os
+import random
 import signal
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -305,3 +307,29 @@ def test_calls_for_training_inside_are_no_steps_and_draw_numbers_of_their_own():
     for size in (2, 3):
         for of_rank in run(size, training_around_scopes):
             assert torch.allclose(of_rank, alone, rtol=1e-5)
+
+
+def draw():
+    return torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def draw_and_fail():
+    return torch.rand(()) + np.random.rand() + 1 / 0
+
+
+@ranks(1, 2, 3)
+def test_numbers_drawn_inside_leave_in_step_what_was_in_step():
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+    alone = [draw() for _ in range(3)]
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+    random.seed(instep.rank)  # each rank its own, on purpose
+    own = [random.random() for _ in range(2)]
+    random.seed(instep.rank)
+    assert instep.single_process_scope(instep.world_size - 1)(draw)()[:2] == alone[0][:2]
+    with pytest.raises(ZeroDivisionError):
+        instep.single_process_scope()(draw_and_fail)()
+    drawn = draw()
+    assert drawn[:2] == alone[2][:2]
+    assert drawn[2] == own[instep.world_size - 1 == instep.rank]

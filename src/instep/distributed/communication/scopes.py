@@ -9,13 +9,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from instep.distributed import generator_states
 from instep.distributed.communication.errors import InsideScopeError, RunOnceError
 from instep.distributed.communication.transport import Transport, get_transport, group_rank
 from instep.distributed.flight_record.record_format import group_text
@@ -64,6 +65,9 @@ def single_process_scope(rank: int = 0) -> Scope:
     An exception is raised on every rank, with the traceback of the rank that ran it as a note.
     Value and exception are pickled; one that cannot be becomes a RunOnceError on all ranks, with
     the traceback. Tensors should be on the CPU.
+
+    Random numbers that it draws on the CPU leave in step the ranks that were in step: after it the
+    generators of torch, numpy and Python are in the same states on all of these.
 
     Inside, the world is of one: `instep.rank` is 0 and `world_size` 1, all of instep's operations
     are those of a single process, and `torch.distributed.is_initialized()` is False. A collective
@@ -204,6 +208,8 @@ class _Result:
     """The value or the exception."""
     trace: str | None = None
     """The traceback, of an exception."""
+    changes: generator_states.Changes = field(default_factory=dict)
+    """The generators that the scope has drawn from."""
 
 
 class _SharedScope:
@@ -220,6 +226,7 @@ class _SharedScope:
         """When this rank began to wait."""
         _count += 1
         if self._runs:
+            self._states = generator_states.get_states()
             leave(self._enter())
             self._store.set(f"{self._key}/runner", process_address())
 
@@ -248,6 +255,7 @@ class _SharedScope:
 
     def _send_result(self, error: BaseException | None) -> None:
         result, problem = self._result(error)
+        result = replace(result, changes=generator_states.find_changes(self._states))
         self._store.set(f"{self._key}/ended", "1")
         self._transport.broadcast_object(result, self._rank)
         self._delete_keys()
@@ -258,6 +266,7 @@ class _SharedScope:
         self._wait()
         result = self._transport.broadcast_object(_Result(b""), self._rank)
         self._delete_keys()
+        generator_states.follow(result.changes)
         received = signed_pickle.unpickle(result.pickled)
         if result.trace is None:
             self.here.value = received
