@@ -324,7 +324,7 @@ def test_what_a_ghost_states_as_its_denominator_counts_for_nothing():
 @ranks(2)
 def test_backward_with_a_graph_is_refused():
     model = instep.replicate(nn.Linear(2, 1))
-    with pytest.raises(TrainingError, match=r"Use torch\.autograd\.grad"):
+    with pytest.raises(TrainingError, match=r"that of inputs, take it by torch\.autograd\.grad"):
         model(torch.ones(1, 2)).sum().backward(create_graph=True)
 
 

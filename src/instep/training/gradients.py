@@ -184,7 +184,9 @@ def backward(
     if create_graph:
         raise TrainingError(
             "backward(create_graph=True) of a replicated model: the sum over ranks has no graph. "
-            "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, then backward."
+            "If the inner gradient is that of inputs, take it by torch.autograd.grad(..., "
+            "create_graph=True), then call backward. One of parameters is that of this rank's "
+            "rows, and not of the batch."
         )
     call = _single_call(forwards)
     weighted = _multiply_grads(roots, grad_tensors, _weight(call))
