@@ -157,6 +157,33 @@ def test_learning_rates_that_differ_are_named_rather_than_what_they_lead_to():
     )
 
 
+def with_a_criterion(how):
+    training = Training()
+    criterion = nn.Linear(3, 3 + (how == "own" and instep.rank))
+    if how == "replicated":
+        instep.replicate(criterion)
+    training.optimizer.add_param_group({"params": criterion.parameters()})
+    for _ in range(8):
+        x, y = instep.shard(training.batch)
+        training.optimizer.zero_grad()
+        cross_entropy(criterion(training.model(x)), y).backward()
+        if how == "summed":
+            for parameter in criterion.parameters():
+                parameter.grad = instep.all_reduce(parameter.grad, "mean")
+        training.optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["alone", "replicated", "summed", "own"])
+def test_a_trained_parameter_in_no_replica_is_named_where_it_differs(how):
+    if how != "alone":
+        run(2, with_a_criterion, how)
+        return
+    with pytest.raises(
+        AssertionError, match=r"DriftError: parameter 6 of SGD \(which is in no rep"
+    ):
+        run(2, with_a_criterion, how)
+
+
 @ranks(2)
 def test_an_optimizer_that_is_gone_does_not_count():
     training = Training(lr=0.1 * (1 + instep.world.rank))

@@ -21,7 +21,12 @@ from instep.distributed.communication.transport import Transport
 from instep.errors import InstepWarning
 from instep.process import settings
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
-from instep.training.drift.optimizers import follow_optimizers, named_options
+from instep.training.drift.optimizers import (
+    NO_REPLICA,
+    follow_optimizers,
+    named_options,
+    other_parameters,
+)
 from instep.training.errors import DriftError
 
 ROUNDING = 256
@@ -111,6 +116,10 @@ class DriftCheck:
         for name, parameter in model.named_parameters():
             if is_comparable(parameter):
                 yield f"parameter {name}", parameter
+        if _check_of.get(model) is self and self._buffers != "compare":  # a replica
+            known = {id(p) for each in list(_check_of) for p in each.parameters()}
+            others = other_parameters({id(p) for p in model.parameters()}, known)
+            yield from ((name, other) for name, other in others.items() if is_comparable(other))
         if self._buffers == "rank":
             return
         for name, buffer in model.named_buffers():
@@ -146,6 +155,8 @@ class DriftCheck:
             if len({*ways}) == 1:
                 continue
             if len({way and way[:2] for way in ways}) > 1:
+                if NO_REPLICA in name:  # each rank has its own, on purpose
+                    continue
                 shapes = [f"{way[1]} {list(way[0])}" if way else "missing" for way in ways]
                 raise DriftError.of_option(name + model, by_value(shapes), since)
             largest, difference = measure_difference(tensors[name], self._transport)

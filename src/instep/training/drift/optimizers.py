@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,9 @@ from instep.distributed.flight_record.recorder import recorder
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
 _before_steps: list[Callable[[Optimizer], None]] = []
+
+NO_REPLICA = "which is in no replica: call instep.replicate"
+"""In the names of such parameters."""
 
 _Value = bool | int | float | str | None | tuple[Any, ...]
 
@@ -55,6 +58,23 @@ def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
             for option, value in group.items():
                 if option != "params" and (plain := _as_value(value)) is not _UNKNOWN:
                     found[f"{option} of {type(optimizer).__name__} for {name}"] = plain
+    return found
+
+
+def other_parameters(ids: Container[int], known: Container[int]) -> dict[str, Tensor]:
+    """Parameters that are not among `known`, of optimizers that have stepped and have a parameter
+    of those with these ids; by names that are the same on all ranks."""
+    found: dict[str, Tensor] = {}
+    for reference in list(_stepped.values()):
+        optimizer = reference()
+        groups = [] if optimizer is None else optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        if not any(id(each) in ids for each in parameters):
+            continue
+        for index, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                name = f"parameter {index} of {type(optimizer).__name__}"
+                found.setdefault(f"{name} ({NO_REPLICA})", parameter)
     return found
 
 
