@@ -274,6 +274,22 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks_and_in_plain_pytorch(tmp_pa
     assert len(plain.state) == 5
 
 
+@ranks(1, 2, 3)
+def test_a_parameter_without_elements_has_a_state_too() -> None:
+    layer = nn.Linear(6, 3)
+    layer.nothing = nn.Parameter(torch.zeros(0, 4))
+    model = instep.replicate(layer)
+    optimizer = instep.shard(optim.Adam(model.parameters()))
+    for _ in range(2):
+        x = instep.shard(torch.randn(6, 6))
+        (model(x).mean() + model.nothing.sum()).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert sorted(state["state"]) == [0, 1, 2]
+        assert state["state"][2]["exp_avg"].shape == (0, 4)
+        optimizer.load_state_dict(state)
+
+
 @ranks(2)
 def test_an_optimizer_that_has_stepped_is_divided_with_its_state() -> None:
     models = [instep.replicate(network()) for _ in range(2)]

@@ -65,7 +65,10 @@ def check_dense(parameter: Tensor) -> None:
 
 
 def divide_elements(parameters: Sequence[Tensor], size: int) -> list[list[Part]]:
-    """For each of `size` ranks, its parts: 1/size of all elements, up to _ALIGNMENT."""
+    """For each of `size` ranks, its parts: 1/size of all elements, up to _ALIGNMENT.
+
+    Parameters without elements are rank 0's: they have a state, too.
+    """
     total = sum(parameter.numel() for parameter in parameters)
     ranks: list[list[Part]] = []
     for rank in range(size):
@@ -73,7 +76,7 @@ def divide_elements(parameters: Sequence[Tensor], size: int) -> list[list[Part]]
         parts, begin = [], 0
         for parameter in parameters:
             start, stop = (_cut(edge - begin, parameter.numel()) for edge in (first, last))
-            if start < stop:
+            if start < stop or (rank == 0 and not parameter.numel()):
                 parts.append(Part(parameter, start, stop))
             begin += parameter.numel()
         ranks.append(parts)
