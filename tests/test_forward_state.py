@@ -185,6 +185,14 @@ CASES = {
 
 
 @ranks(2)
+@pytest.mark.parametrize("by_assignment", [False, True])
+def test_a_network_that_follows_another_is_divided_from_the_second_call_on(by_assignment):
+    with sharding():
+        trained(Momentum(by_assignment), lambda m: m.target.weight)
+    assert (modules.call_counts.sharded, modules.call_counts.whole) == (4, 1)
+
+
+@ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_forward_changes_is_as_in_one_process(case):
     torch.manual_seed(1)

@@ -50,7 +50,7 @@ from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 _FIRST_CALLS = 3
-_IN_FIRST_CALL = (*SIDE_EFFECTS, CHANGES_PARAMETERS)
+_IN_FIRST_CALL = (*SIDE_EFFECTS, *CHANGES_PARAMETERS)
 """What many do in their first call only."""
 _CALLS_WITH_ZEROS = 64
 """So many calls of which an output was zero so far are made anew where it no longer is."""

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from instep.unedited.sharded_call.plan.module_properties import is_library
+
 _CACHES = ("__pycache__", f"{os.sep}.cache{os.sep}", "torchinductor", os.devnull)
 """Parts of the paths of files that processes share by design."""
 
@@ -93,7 +95,8 @@ def _observed_method(name: str, effects: SideEffects) -> Iterator[None]:
     method: Any = getattr(Tensor, name)
 
     def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        effects.note("its forward looks at the gradient of a tensor (register_hook, retain_grad)")
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            effects.note(f"its forward looks at the gradient of a tensor ({name})")
         return method(tensor, *args, **kwargs)
 
     before = Tensor.__dict__.get(name)

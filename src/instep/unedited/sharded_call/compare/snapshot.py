@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,18 @@ class BufferDistance(NamedTuple):
 
 
 MAKES_PARTS = "its forward makes the part"
-CHANGES_PARAMETERS = "its forward changes its parameters"
+_TRAINED, _FROZEN = "its parameters", "its frozen parameters"
+CHANGES_PARAMETERS = tuple(f"its forward changes {what}" for what in (_TRAINED, _FROZEN))
+_following: WeakSet[nn.Module] = WeakSet()
+"""Modules whose forward moves frozen parameters, as MoCo's second network follows the first: from
+the next comparison on these are set back and compared as buffers are."""
+
+
+def _parameters_of(module: nn.Module) -> dict[str, list[Tensor]]:
+    """Those that a forward must not change."""
+    parameters: list[Tensor] = list(nn.Module.parameters(module))
+    frozen = [] if module in _following else [p for p in parameters if not p.requires_grad]
+    return {_TRAINED: [p for p in parameters if p.requires_grad], _FROZEN: frozen}
 
 
 class Snapshot:
@@ -53,19 +65,22 @@ class Snapshot:
         self._buffer_versions = {
             buffer: buffer._version for buffer in module.buffers() if not buffer.is_inference()
         }
+        follows = module in _following
         self.buffers = {
-            (k, name): (buffer, buffer.detach().clone())
+            (k, name): (kept, kept.detach().clone())
             for k, part in enumerate(self._parts)
-            for name, buffer in part._buffers.items()
-            if buffer is not None
+            for name, kept in (*part._buffers.items(), *part._parameters.items())
+            if kept is not None and (name in part._buffers or (follows and not kept.requires_grad))
         }
+        """Those of a module that moves frozen parameters are among them."""
         self.graph = ObjectGraph(dict(zip(self._names, self._parts, strict=True)))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = {
             "its input": [t._version for t in inputs if not t.is_inference()],
-            "its parameters": [
-                p._version for p in nn.Module.parameters(module) if not p.is_inference()
-            ],
+            **{
+                what: [p._version for p in parameters if not p.is_inference()]
+                for what, parameters in _parameters_of(module).items()
+            },
         }
 
         self._by_data: list[tuple[str, list[Tensor], list[int]]] = []
@@ -75,10 +90,7 @@ class Snapshot:
         """Note what the forward must not change by `.data`, too: that has no new version."""
         own = {id(tensor) for tensor in (*nn.Module.parameters(module), *module.buffers())}
         inputs = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, ShardedOutput)]
-        kept: dict[str, list[Tensor]] = {
-            "its input": inputs,
-            "its parameters": list(nn.Module.parameters(module)),
-        }
+        kept = {"its input": inputs, **_parameters_of(module)}
         for key, (tensor, path, _) in self.graph.tensors.items():
             if key not in own:
                 is_variable = path.startswith(("variable", "global variable"))
@@ -96,7 +108,9 @@ class Snapshot:
                 with torch.no_grad():
                     buffer.resize_(value.shape)
             buffer.data.copy_(value)
-            self._parts[k]._buffers[name] = buffer
+            part = self._parts[k]
+            table: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+            table[name] = buffer
         # What autograd had saved is what it was again.
         set_version_counter(tuple(self._buffer_versions), tuple(self._buffer_versions.values()))
         self.graph.restore()
@@ -114,12 +128,12 @@ class Snapshot:
         """Say what a forward in between changed that rules out sharding; None if nothing."""
         for made in sorted(after._made - self._made):
             return f"{MAKES_PARTS} {made}"
-        for what, versions in self._versions.items():
-            if versions != after._versions[what]:
-                return f"its forward changes {what} in place"
-        for what, tensors, bits in self._by_data:
-            if bit_sums(tensors).tolist() != bits:
-                return f"its forward changes {what} in place"
+        changed = [what for what, seen in self._versions.items() if seen != after._versions[what]]
+        changed += [what for what, kept, bits in self._by_data if bit_sums(kept).tolist() != bits]
+        if {*changed} == {_FROZEN}:
+            _following.add(self._parts[0])
+        if changed:
+            return f"its forward changes {changed[0]} in place"
         if not self._others.equals_except_torch(after._others):
             return "its forward draws from numpy's or Python's random numbers"
         return graph_difference.find_change(self.graph, after.graph, self._parts)

@@ -90,7 +90,7 @@ def _owner(hook: Any) -> str:
     if module.split(".")[0] in _OURS:
         return ""
     functions = _reachable(hook)[0]
-    if not functions or not all(_is_library(each.__code__.co_filename) for each in functions):
+    if not functions or not all(is_library(each.__code__.co_filename) for each in functions):
         return _SCRIPT
     while isinstance(hook, functools.partial):  # of Python's functools by its own __module__
         hook = hook.func
@@ -99,7 +99,8 @@ def _owner(hook: Any) -> str:
 
 
 @cache
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether this file belongs to an installed package."""
     folders = {"site-packages", "dist-packages", "_vendor"}
     return not folders.isdisjoint(file.split("/"))
 
