@@ -481,3 +481,45 @@ def test_a_backward_that_sums_does_so_for_all_that_accumulated_before():
     for one, other in zip(replicas, twins, strict=True):
         for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+
+
+class Table(nn.Module):
+    """Some of its rows look something up in a table with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, ids):
+        (rare,) = (ids >= 0).nonzero(as_tuple=True)
+        return x.index_add(0, rare, self.table(ids[rare])) if len(rare) else x * self.scale
+
+
+def grads_of_table(divide, sync):
+    """The gradient after each of some backwards of batches of which few rows use the table."""
+    torch.manual_seed(0)
+    model, found = Table(), []
+    if divide:
+        instep.replicate(model)
+    torch.manual_seed(1)
+    for k in range(6):
+        ids, x = torch.full((6,), -1), torch.randn(6, 4)
+        ids[k : k + 2] = k
+        if divide:
+            ids, x = instep.shard((ids, x))
+        with nullcontext() if sync or k % 2 else instep.no_sync():
+            model(x, ids).square().mean().backward()
+        if k % 2:
+            found.append(model.table.weight.grad.to_dense())
+            if k > 1 or not sync:  # in one sum ranks without rows would keep the one before
+                model.zero_grad()
+    return found
+
+
+@ranks(3)
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_table_with_sparse_gradients_may_have_rows_of_some_ranks_only(sync):
+    expected, found = grads_of_table(False, sync), grads_of_table(True, sync)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)

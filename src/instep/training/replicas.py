@@ -37,6 +37,7 @@ from instep.training.batches.registry import find_candidates, is_registered
 from instep.training.blocks import tensor_leaves
 from instep.training.buckets.compression import Compression, check_compression
 from instep.training.buckets.reducer import Reducer
+from instep.training.buckets.sparse_sums import find_tables
 from instep.training.draws import functions
 from instep.training.draws.batch_dims import BatchDims
 from instep.training.drift.comparison import DriftCheck, drift_check_of
@@ -215,7 +216,13 @@ def _add_new_parts(model: nn.Module, replica: Replica) -> None:
         if replica.drift_check is None:
             buffers = "warn" if replica.statistics == "global" else "rank"
             replica.drift_check = drift_check_of(model, replica.transport, buffers)
-        Reducer(parameters, replica.transport, replica.compression, replica.drift_check)
+        Reducer(
+            parameters,
+            replica.transport,
+            replica.compression,
+            replica.drift_check,
+            tables=find_tables(model),
+        )
     replica.has_new_parts = False
 
 

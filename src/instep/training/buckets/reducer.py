@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from operator import attrgetter
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep.distributed.communication.objects import all_gather_object
-from instep.distributed.communication.tensors import make_sparse
 from instep.distributed.communication.transport import Transport, overlap_group
 from instep.errors import TrainingError
 from instep.training.batches import progress
@@ -22,6 +20,7 @@ from instep.training.buckets.compression import Compression, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import make_bucket, separate
 from instep.training.buckets.layout import plan_tensors
+from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.comparison import DriftCheck, by_value
 from instep.training.drift.non_finite import FiniteCheck
 from instep.training.errors import DriftError, MixedSumsError
@@ -84,17 +83,6 @@ def reduce_during_backward(backward: BackwardState) -> Iterator[None]:
         _current = None
 
 
-def all_reduce_sparse(grad: Tensor) -> Tensor:
-    """The sum over ranks of a sparse gradient. Collective."""
-    mine = grad.coalesce()
-    # Pickled on a GPU, they would arrive on the GPU of that number, which is another rank's.
-    parts = all_gather_object((mine.indices().cpu(), mine.values().to("cpu")))
-    indices, values = zip(*parts, strict=True)
-    return make_sparse(
-        torch.cat(indices, dim=1).to(grad.device), torch.cat(values).to(grad.device), grad.shape
-    ).coalesce()
-
-
 class _BucketSet:
     """The buckets of one set of trained parameters, and the bucket of each parameter."""
 
@@ -112,7 +100,9 @@ class Reducer:
         transport: Transport,
         compression: Compression = None,
         drift_check: DriftCheck | None = None,
+        tables: Iterable[Tensor] = (),
     ) -> None:
+        """`tables`: parameters whose gradients are sparse, where a rank has rows for them."""
         self.transport = transport
         self.drift_check = drift_check
         """Compares the model that has these parameters."""
@@ -133,7 +123,11 @@ class Reducer:
         self._started = 0
         self._partial: set[int] = set()
         """Parameters whose `.grad` is this rank's part of a sum that is still to be made."""
-        self._sparse: set[int] = set()
+        of_tables = set(map(id, tables))
+        self._tables = [k for k, p in enumerate(self._parameters) if id(p) in of_tables]
+        self._of_tables: dict[int, Tensor | None] = {}
+        """What `.grad` was before this backward, of the tables of which it has a gradient."""
+        self._sparse: set[int] = set(self._tables)
         self._reduced: set[int] = set()
         """Parameters whose gradients of this backward were summed at once."""
         self._checksums: dict[int, Tensor] = {}
@@ -160,6 +154,9 @@ class Reducer:
         if not (_current.sync or _has_hooks(self._parameters[index])):
             self._accumulate(index)
             return grad
+        if grad.is_sparse and index in self._tables and not _has_hooks(self._parameters[index]):
+            self._intercept_table(index)
+            return grad
         bucket = self._bucket_of.get(index)
         if bucket is None or grad.is_sparse or not _current.sync:
             return self._reduce_now(index, grad)
@@ -177,6 +174,7 @@ class Reducer:
         if _current is None:
             return
         if _current.sync:
+            self._sum_tables()
             self._add_accumulated()
         with self._explained_mismatch():
             self._verify_checksums()
@@ -200,6 +198,7 @@ class Reducer:
         """Forget this backward."""
         self._started = 0
         self._reduced.clear()
+        self._of_tables.clear()
         self._checksums.clear()
         for bucket in self._buckets:
             bucket.reset()
@@ -280,6 +279,29 @@ class Reducer:
         self.transport.all_reduce(as_real(flat), "sum").wait()
         self._checksums[index] = flat[-LENGTH:]
         return flat[:-LENGTH].view(grad.shape)
+
+    def _intercept_table(self, index: int) -> None:
+        """Autograd adds this rank's gradient of a table to what is in `.grad` of the same sum."""
+        if index in self._of_tables:
+            return
+        parameter = self._parameters[index]
+        self._of_tables[index] = None
+        if index not in self._partial:
+            self._of_tables[index], parameter.grad = parameter.grad, None
+
+    def _sum_tables(self) -> None:
+        """Sum the gradients of the tables, of which some ranks may have none, into `.grad`."""
+        for index in self._tables:
+            parameter = self._parameters[index]
+            if index in self._reduced or not parameter.requires_grad or _has_hooks(parameter):
+                continue
+            is_partial = index in self._partial
+            has_grad = is_partial or index in self._of_tables
+            before = self._of_tables.get(index) if has_grad else parameter.grad
+            total = sum_table(parameter.grad if has_grad else None, parameter)
+            self._partial.discard(index)
+            if has_grad or total._nnz():
+                parameter.grad = total if before is None else before + total
 
     def _verify_checksums(self) -> None:
         """Raise MixedSumsError where ranks have summed different parameters at once."""

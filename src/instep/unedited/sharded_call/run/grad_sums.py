@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instep.distributed.communication.tensors import apply, make_sparse
+from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.transport import Transport
 from instep.process.torch_private import current_graph_task_id
 from instep.training.blocks import Block
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import separate
-from instep.training.buckets.reducer import all_reduce_sparse
+from instep.training.buckets.sparse_sums import all_reduce_sparse, sum_table
 from instep.training.drift.non_finite import FiniteCheck
 from instep.unedited.sharded_call.run.mappings import reduce_from_region
 from instep.unedited.sharded_call.shards.grad_places import (
@@ -187,19 +187,14 @@ def _without_gaps(
     for k, (parameter, found) in enumerate(zip(parameters, by_rank, strict=True)):
         check_all_sparse([kind == _SPARSE for kind in found if kind])
         if _SPARSE in found:
-            results[k] = _sum_sparse(grads[k], parameter, group)
+            results[k] = (
+                group.sum_sparse_over_ranks(grads[k], parameter.device)
+                if group.is_virtual
+                else sum_table(grads[k], parameter)
+            )
         elif any(found) and grads[k] is None:
             results[k] = torch.zeros_like(parameter)
     return tuple(results)
-
-
-def _sum_sparse(grad: Tensor | None, parameter: Tensor, group: ShardGroup) -> Tensor | None:
-    if group.is_virtual:
-        return group.sum_sparse_over_ranks(grad, parameter.device)
-    if grad is None:
-        no_rows = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-        grad = make_sparse(no_rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
-    return all_reduce_sparse(grad)
 
 
 def _reduce_now(grads: Sequence[Tensor | None], group: ShardGroup) -> list[Tensor | None]:

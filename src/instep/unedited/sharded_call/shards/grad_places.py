@@ -16,6 +16,7 @@ from instep.training.buckets.compression import compression_setting, make_codec
 from instep.training.buckets.grad_bucket import GradBucket
 from instep.training.buckets.grad_buckets import make_bucket
 from instep.training.buckets.layout import plan_tensors
+from instep.training.buckets.sparse_sums import find_tables
 
 _TYPE = attrgetter("dtype", "device", "shape")
 """What stays the same for a parameter, until `model.half()` and the like."""
@@ -94,9 +95,8 @@ def divide_into_buckets(
     known = None if called is None else _divisions.get(called)
     if known is not None and known.matches(parameters):
         return known.parts
-    for layer in () if called is None else called.modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            note_sparse(layer.weight)  # on all ranks, though only some may have rows for it
+    for table in () if called is None else find_tables(called):
+        note_sparse(table)  # on all ranks, though only some may have rows for it
     in_buckets = [p for p in parameters if not _is_reduced_now(p)]
     places = {id(p): _find_place(p) for p in in_buckets}
     if unplanned := [p for p in in_buckets if places[id(p)] is None]:
