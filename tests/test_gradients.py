@@ -512,7 +512,7 @@ def grads_of_table(divide, sync):
             model(x, ids).square().mean().backward()
         if k % 2:
             found.append(model.table.weight.grad.to_dense())
-            if k > 1 or not sync:  # in one sum ranks without rows would keep the one before
+            if k > 1 or not sync:  # with sums in each backward `.grad` may have one already
                 model.zero_grad()
     return found
 

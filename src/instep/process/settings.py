@@ -88,8 +88,8 @@ TIMEOUT = Setting(
 ARRIVAL_NOTICE = Setting(
     "INSTEP_ARRIVAL_NOTICE",
     "10",
-    "Seconds until a line says for which ranks others wait; after twice as long the next one, and "
-    "one of instep run if its ranks are still starting.",
+    "Seconds until a line says for which ranks others wait. The next one comes after twice as long; "
+    "instep run then says so, too, if its ranks are still starting.",
     numbers=range(_LONGEST + 1),
 )
 BUCKET_MIB = Setting(
@@ -173,7 +173,7 @@ NAN = Setting(
     "INSTEP_NAN",
     "warn",
     "When an optimizer steps with a gradient that is not finite, warn: a warning, once; error: "
-    "that, which waits for a GPU in each step; off: nothing.",
+    "an error instead, for which each step waits for the GPU; off: nothing.",
     choices=("warn", "error", "off"),
 )
 TIMELINE = Setting(
