@@ -88,8 +88,8 @@ TIMEOUT = Setting(
 ARRIVAL_NOTICE = Setting(
     "INSTEP_ARRIVAL_NOTICE",
     "10",
-    "Seconds until a line says for which ranks others wait. The next one comes after twice as long; "
-    "instep run then says so, too, if its ranks are still starting.",
+    "Seconds until a line says for which ranks others wait. The next one comes after twice as "
+    "long; instep run then says so, too, if its ranks are still starting.",
     numbers=range(_LONGEST + 1),
 )
 BUCKET_MIB = Setting(

@@ -47,8 +47,6 @@ class ShardedOutput(Tensor):
     group: ShardGroup
     full: Tensor | None
     """All rows, an ordinary tensor, once an operation has needed them."""
-    retained: Tensor | None
-    """Its gradient, once that is to be retained."""
     number: int
     """Equal on all ranks: all make these tensors in the same order."""
 
@@ -185,22 +183,23 @@ def _register_hook(output: ShardedOutput, hook: Callable[[Tensor], Tensor | None
 
 def _retain_grad(output: ShardedOutput) -> None:
     """As Tensor.retain_grad."""
-    if "retained" in output.__dict__:
+    if "keeps_grad" in output.__dict__:
         return
-    output.retained = None
+    output.__dict__["keeps_grad"] = True
 
     def keep(grad: Tensor) -> None:
-        output.retained = grad if output.retained is None else output.retained + grad
+        before = _get_grad(output)
+        _set_grad(output, grad if before is None else before + grad)
 
     _register_hook(output, keep)
 
 
 def _get_grad(output: ShardedOutput) -> Tensor | None:
-    return output.__dict__.get("retained")
+    return output.__dict__.get("whole_grad")
 
 
 def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
-    output.retained = grad
+    output.__dict__["whole_grad"] = grad
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
