@@ -305,6 +305,26 @@ def test_batches_that_all_ranks_leave_out_or_use_twice_are_no_error():
 
 
 @ranks(2)
+def test_steps_with_gradients_that_are_not_summed_are_compared():
+    with variable("INSTEP_DRIFT_STEPS", "100"):
+        model = instep.replicate(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(batches):
+        for x in batches:
+            loss = model(x).square().sum()
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+
+    same = [torch.ones(2, 4)] * 5
+    train(same)
+    with pytest.raises(DriftError, match=r"parameter weight of rank . differs .*between 4 and 8"):
+        train([torch.ones(2, 4) + instep.rank, *same])
+
+
+@ranks(2)
 def test_differences_of_rounding_are_a_warning_and_only_one():
     training = Training(every="1")
     training.run(2)

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from instep.distributed.communication.tensors import as_bytes
 from instep.distributed.communication.transport import Transport
@@ -23,6 +24,7 @@ from instep.process import settings
 from instep.training.drift.bit_sums import bit_sums, combine, is_comparable
 from instep.training.drift.optimizers import (
     NO_REPLICA,
+    after_each_step,
     follow_optimizers,
     named_options,
     other_parameters,
@@ -55,6 +57,11 @@ def drift_check_of(model: nn.Module, transport: Transport, buffers: str) -> Drif
     return check
 
 
+def _end_steps(optimizer: Optimizer) -> None:
+    for check in list(_check_of.values()):
+        check.end_step(optimizer)
+
+
 class DriftCheck:
     """Compares one model between the ranks.
 
@@ -71,13 +78,17 @@ class DriftCheck:
         self._buffers = buffers
         self._every = int(settings.DRIFT_STEPS)
         self.step = 0
-        """How many backwards have summed gradients of the model."""
+        """How many backwards have summed gradients of the model, or steps were made without."""
         self._requests_before = 0
         """Until the first step."""
+        self._without_sums: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]
+        self._without_sums = weakref.WeakKeyDictionary()
+        """Of each optimizer, the step at which it stepped last, and how often since."""
         self._same_at = 0
         self._warned: set[str] = set()
         if self._every:
             follow_optimizers()
+            after_each_step(_end_steps)
 
     def end_backward(self, requests: int = 0) -> None:
         """A backward has summed gradients of the model: compare if it is time to. Collective.
@@ -89,6 +100,20 @@ class DriftCheck:
             self._requests_before = requests
         if is_due(self.step, self._every):
             self.compare(requests - self._requests_before)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped. Where no backward has summed gradients since its last step, as
+        with those of torch.autograd.grad, compare if it is time to. Collective then."""
+        last, count = self._without_sums.get(optimizer, (-1, 0))
+        count = count + 1 if last == self.step else 0
+        self.step += count > 0
+        self._without_sums[optimizer] = self.step, count
+        if not count or not is_due(count, self._every) or self._buffers == "compare":
+            return
+        model = self._model()
+        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self.compare()
 
     def compare(self, requests: int = 0) -> None:
         """Compare now. Collective. Raises DriftError on every rank."""

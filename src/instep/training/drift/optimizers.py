@@ -19,6 +19,7 @@ from instep.distributed.flight_record.recorder import recorder
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
 """The optimizers that have stepped, by their ids; the last to begin is the last here."""
 _before_steps: list[Callable[[Optimizer], None]] = []
+_after_steps: list[Callable[[Optimizer], None]] = []
 
 NO_REPLICA = "which is in no replica: call instep.replicate"
 """In the names of such parameters."""
@@ -36,6 +37,11 @@ def follow_optimizers() -> None:
 def before_each_step(function: Callable[[Optimizer], None] | None) -> None:
     """Call `function(optimizer)` before every step of an optimizer; None: call nothing."""
     _before_steps[:] = [] if function is None else [function]
+
+
+def after_each_step(function: Callable[[Optimizer], None]) -> None:
+    """Call `function(optimizer)` after every step of an optimizer."""
+    _after_steps[:] = [function]
 
 
 def named_options(names: Mapping[int, str]) -> dict[str, _Value]:
@@ -90,6 +96,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     recorder.set_phase("")
+    for function in _after_steps:
+        function(optimizer)
     if id(optimizer) == next(iter(_stepped), None):  # of several, one counts the steps
         recorder.count_step()
 
