@@ -325,6 +325,19 @@ def test_steps_with_gradients_that_are_not_summed_are_compared():
 
 
 @ranks(2)
+def test_an_optimizer_of_one_rank_alone_changes_nothing_for_the_others():
+    training = Training(every="4")
+    training.run(1)
+    if instep.rank == 0:
+        probe = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for _ in range(3):
+            probe(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    training.run(8)
+
+
+@ranks(2)
 def test_differences_of_rounding_are_a_warning_and_only_one():
     training = Training(every="1")
     training.run(2)

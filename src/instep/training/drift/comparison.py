@@ -105,14 +105,17 @@ class DriftCheck:
         """An optimizer has stepped. Where no backward has summed gradients since its last step, as
         with those of torch.autograd.grad, compare if it is time to. Collective then."""
         last, count = self._without_sums.get(optimizer, (-1, 0))
-        count = count + 1 if last == self.step else 0
-        self.step += count > 0
-        self._without_sums[optimizer] = self.step, count
-        if not count or not is_due(count, self._every) or self._buffers == "compare":
+        if last != self.step:
+            self._without_sums[optimizer] = self.step, 0
             return
         model = self._model()
         own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if not is_own or self._buffers == "compare":  # one rank alone may have such an optimizer
+            return
+        self.step += 1
+        self._without_sums[optimizer] = self.step, count + 1
+        if is_due(count + 1, self._every):
             self.compare()
 
     def compare(self, requests: int = 0) -> None:
