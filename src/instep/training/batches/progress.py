@@ -13,12 +13,13 @@ import torch
 from instep.distributed.communication.scopes import scope_number
 
 _requests = 0
+"""How many batches came from loaders, or from `instep.shard(tensors)`, with gradients enabled."""
 _requests_at_backward = 0
 _backwards = 0
 """Of several backwards of one batch, one."""
 _epoch = 0
 _loaded = 0
-"""How many batches loops have requested from loaders."""
+"""Of these, how many came from loaders."""
 _asked: tuple[int, bool] = 0, False
 """How many batches loaders were asked for, with gradients or without, and whether one has come to
 its end since then."""
@@ -27,7 +28,7 @@ _draws: dict[bool, tuple[tuple[int, ...], int]] = {}
 
 
 def note_request() -> None:
-    """A loop requests a batch."""
+    """A batch is requested, from a loader or by `instep.shard(tensors)`."""
     global _requests
     _requests += _counts()
 
@@ -92,7 +93,7 @@ def count_left_out() -> int:
 
 
 def count_loaded() -> int:
-    """How many batches loops have requested from loaders."""
+    """How many batches came from loaders, with gradients enabled."""
     return _loaded
 
 
