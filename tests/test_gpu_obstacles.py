@@ -16,7 +16,7 @@ import instep
 from instep.errors import CapturedStepError, ShardedCallError
 from instep.training import replicas
 from instep.training.blocks import Block
-from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.plan import module_properties
 from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.run import random_numbers
@@ -40,7 +40,7 @@ def test_what_a_trial_would_change_on_a_gpu_is_computed_whole_at_once() -> None:
     ):
         with pytest.MonkeyPatch.context() as patch, sharding() as log:
             patch.setattr(module_properties, "_is_on_gpu", lambda part: True)
-            patch.setattr(modules, "find_plan", None)  # no trial
+            patch.setattr(outermost_call, "find_plan", None)  # no trial
             with torch.compiler.set_stance("force_eager"):
                 model(torch.randn(6, 4))
                 model(torch.randn(6, 4))
@@ -72,7 +72,7 @@ def test_a_call_that_a_graph_captures_is_whole_though_others_are_divided() -> No
     model, x = nn.Linear(4, 3), torch.randn(6, 4)
     with sharding() as log, pytest.MonkeyPatch.context() as patch:
         model(x)
-        patch.setattr(modules, "is_capturing_graph", lambda: True)
+        patch.setattr(outermost_call, "is_capturing_graph", lambda: True)
         model(x)
         patch.undo()
         model(x)

@@ -24,7 +24,7 @@ from instep.errors import MixedSumsError
 from instep.training.blocks import Block
 from instep.training.random_ops import draws_nothing
 from instep.unedited.errors import ShardedCallError
-from instep.unedited.sharded_call import modules
+from instep.unedited.sharded_call import modules, outermost_call
 from instep.unedited.sharded_call.compare import equivalence
 from instep.unedited.sharded_call.compare.rank_mismatch import first_mismatch
 from instep.unedited.sharded_call.compare.rounding import tolerance
@@ -1022,7 +1022,7 @@ def test_after_some_that_were_found_whole_others_like_them_are_not_compared() ->
     made = [SumsRows(6, 3) for _ in range(6)]
     others = [SumsRows(6, 2), nn.Linear(6, 3)]
     with pytest.MonkeyPatch.context() as patch, sharding() as log:
-        patch.setattr(modules, "find_plan", compare)
+        patch.setattr(outermost_call, "find_plan", compare)
         made[0].eval()(x).sum().backward()  # a module counts once, in how many modes ever
         made[0].train()
         for model in [*made, *others]:

@@ -359,7 +359,7 @@ def test_a_divided_call_imports_no_symbolic_shapes(place: Place) -> None:
     """They take a third of a second."""
     script = place.script("""
         import sys, torch
-        from instep.unedited.sharded_call.modules import call_counts
+        from instep.unedited.sharded_call.counting import call_counts
         model = torch.nn.Linear(3, 3)
         model(torch.ones(4, 3)).sum().backward()
         print(call_counts.sharded, "sympy" in sys.modules)

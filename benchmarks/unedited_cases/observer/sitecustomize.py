@@ -100,22 +100,25 @@ def after_step(optimizer, args, kwargs):
 
 def count_rows(modules):
     """Count in the functions of instep by which it counts its own calls."""
-    sharded, whole, known = modules._count_sharded, modules._count_whole, modules._run_known_whole
+    from instep.unedited.sharded_call.plan.division import max_rows
 
-    def count_sharded(call, plan, group):
-        sharded(call, plan, group)
+    counts, known = type(modules.call_counts), modules._run_known_whole
+    sharded, whole = counts.add_sharded, counts.add_whole
+
+    def add_sharded(self, call, plan, group):
+        sharded(self, call, plan, group)
         add_rows(call.module, plan.division.count_rows(call.leaves), 0)
 
-    def count_whole(call):
-        whole(call)
-        add_rows(call.module, 0, modules.max_rows(call.leaves))
+    def add_whole(self, call):
+        whole(self, call)
+        add_rows(call.module, 0, max_rows(call.leaves))
 
     def run_known_whole(known_call, original, module, args, kwargs):
         leaves = modules.BoundCall.of(original, module, args, kwargs).leaves
-        add_rows(module, 0, modules.max_rows(leaves))
+        add_rows(module, 0, max_rows(leaves))
         return known(known_call, original, module, args, kwargs)
 
-    modules._count_sharded, modules._count_whole = count_sharded, count_whole
+    counts.add_sharded, counts.add_whole = add_sharded, add_whole
     modules._run_known_whole = run_known_whole
 
 

@@ -39,7 +39,7 @@ from instep.unedited.files.rank0_files import Rank0Files
 from instep.unedited.processes import children
 from instep.unedited.processes.command_files import GenerationChange
 from instep.unedited.rank0_relay import Relay
-from instep.unedited.sharded_call.modules import call_counts
+from instep.unedited.sharded_call.counting import call_counts
 from instep.unedited.sharded_call.plan import plan_cache
 from instep.unedited.sharded_call.plan.call_tuner import format_gain
 from instep.unedited.sharded_call.run import backward

@@ -86,7 +86,7 @@ def opt_out(reason: str, effect: BatchEffect = BatchEffect.UNKNOWN) -> None:
     bitwise.check_divided(reason)
     if (
         session.multi_rank.has_begun
-        or import_module("instep.unedited.sharded_call.modules").call_counts.sharded
+        or import_module("instep.unedited.sharded_call.counting").call_counts.sharded
     ):
         raise UneditedError(
             f"all ranks have run this script as one process so far, and now {reason}. "

@@ -18,7 +18,7 @@ from instep.training.batches.registry import find_block
 from instep.training.blocks import Block
 from instep.training.pytree import find_tensors
 from instep.training.random_streams import default_generators, derive_seed, make_rng_state
-from instep.unedited.sharded_call.modules import call_counts
+from instep.unedited.sharded_call.counting import call_counts
 from instep.verify.recording.fingerprints import hash_generators, hash_rows
 from instep.verify.recording.tensor_names import TensorNames
 

@@ -22,7 +22,7 @@ from instep.distributed.identity.torch_devices import is_capturing_graph
 from instep.process.patching import Function, Patch, PatchHandle
 from instep.process.torch_private import current_graph_task_id
 from instep.unedited import session
-from instep.unedited.sharded_call.modules import call_counts
+from instep.unedited.sharded_call.counting import call_counts
 from instep.verify.recording import changes
 from instep.verify.recording.fingerprints import fingerprint, hash_generators, to_dense_real
 from instep.verify.recording.module_calls import ModuleCall, ModuleCallRecorder, find_module_calls

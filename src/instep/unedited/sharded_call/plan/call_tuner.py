@@ -83,6 +83,11 @@ class CallTuner:
         """Whether the next call is to be timed."""
         return not self.is_decided or (self._calls >= self._next and not self._stays)
 
+    @property
+    def has_chosen_whole(self) -> bool:
+        """Whether the next call is computed whole and not timed."""
+        return not (self.is_sharded or self.is_due)
+
     def begin(self) -> None:
         """Begin to time steps, if that is due and has not begun."""
         if self.is_decided:

@@ -27,6 +27,7 @@ from instep.unedited.sharded_call.plan.bound_call import BoundCall
 from instep.unedited.sharded_call.plan.call_tuner import CallTuner
 from instep.unedited.sharded_call.plan.division import count_elements, has_text, max_rows
 from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.stored_parameters import MOVED
 from instep.unedited.sharded_call.shards.shard_group import ShardGroup
 
 MAX_COMPARED = 4
@@ -85,6 +86,11 @@ class CacheEntry:
     """The last call that was compared with the whole forward."""
     tuners: dict[int, CallTuner] | None = field(default_factory=_tuners)
     """Of calls of about one size; None: they are always sharded."""
+
+    def drop_moved_plan(self) -> None:
+        """Give the plan up if it counts on parameters in lists and objects which lie elsewhere."""
+        if self.plan is not None and not all(each.is_current() for each in self.plan.stored):
+            self.plan, self.why_whole = None, MOVED
 
     def tuner(self, call: BoundCall) -> CallTuner | None:
         """What chooses how this call is computed, if it can be sharded."""

@@ -47,7 +47,7 @@ def find(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wh
     if known is None:
         known = _known[module] = temporary_modules.find_whole_calls(module)
     call = known.get(_key_of(module, args, kwargs))
-    if call is None or (call.tuner is not None and (call.tuner.is_due or call.tuner.is_sharded)):
+    if call is None or (call.tuner is not None and not call.tuner.has_chosen_whole):
         return None
     return call
 

@@ -1,0 +1,82 @@
+"""How many module calls were sharded, and the line that tells which were not, and why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from instep.distributed.communication.transport import get_transport
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.run.backward import start_work
+from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+
+FEW_ROWS = "where a batch has fewer rows than there are ranks; other batches are not affected"
+
+
+@dataclass
+class CallCounts:
+    """This rank's module calls so far."""
+
+    sharded: int = 0
+    """Calls of which it computed its own rows."""
+    whole: int = 0
+    """Calls that every rank computed whole."""
+    samples: int = 0
+    """Rows that went through this rank's modules with gradients enabled."""
+
+    def add_sharded(self, call: BoundCall, plan: ShardingPlan, group: ShardGroup) -> None:
+        """Count a call of which this rank has computed its own rows."""
+        self.sharded += 1
+        start_work()
+        blocks = group.blocks(count_batch(call, plan))
+        self._add_samples(sum(block.count for block in blocks))
+
+    def add_whole(self, call: BoundCall) -> None:
+        """Count a call that every rank computes whole."""
+        self.whole += 1
+        self._add_samples(count_batch(call, None))
+
+    def _add_samples(self, rows: int) -> None:
+        if torch.is_grad_enabled() and not call_state.whole_depth:
+            self.samples += rows
+
+
+call_counts = CallCounts()
+_reported: set[tuple[str, str]] = set()
+
+
+def reset() -> None:
+    """Count from zero, and report anew."""
+    _reported.clear()
+    call_counts.__init__()  # type: ignore[misc]
+
+
+def count_batch(call: BoundCall, plan: ShardingPlan | None) -> int:
+    """How many rows this batch has; 0 where it cannot be said."""
+    if plan is not None:
+        return plan.division.count_rows(call.leaves) or 0
+    sizes = [max(x.shape[:2]) for x in call.leaves if isinstance(x, Tensor) and x.dim()]
+    return max(sizes, default=0)
+
+
+def report_whole(module: nn.Module, why: str) -> None:
+    """Print one line, once, on rank 0: what is not sharded, and why.
+
+    That the batch is too small is not repeated for each part of what is computed whole anyway.
+    """
+    name = type(module).__name__
+    if (name, why) in _reported or (call_state.whole_depth and why == FEW_ROWS):
+        return
+    _reported.add((name, why))
+    group = ShardGroup.of(get_transport())
+    if group.transport.rank == 0:
+        separator = " " if why.startswith("where ") else ": "
+        if group.is_virtual and why == FEW_ROWS:
+            why = why.replace("ranks", "shards")
+        line = f"every rank computes {name} whole{separator}{why}."
+        print(f"instep: {line} [INS711]", file=sys.stderr)

@@ -1,0 +1,267 @@
+"""The outermost call of a module: sharded where that is the same, else whole, or its parts are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.distributed.identity.torch_devices import is_capturing_graph
+from instep.unedited.sharded_call import own_forward
+from instep.unedited.sharded_call.compare.equivalence import find_plan, verify_plan
+from instep.unedited.sharded_call.compare.rank_mismatch import arguments_mismatch
+from instep.unedited.sharded_call.compare.side_effects import SIDE_EFFECTS
+from instep.unedited.sharded_call.compare.snapshot import CHANGES_PARAMETERS, MAKES_PARTS
+from instep.unedited.sharded_call.compare.zero_outputs import run_with_zeros
+from instep.unedited.sharded_call.counting import (
+    FEW_ROWS,
+    call_counts,
+    count_batch,
+    report_whole,
+)
+from instep.unedited.sharded_call.plan import plan_cache, temporary_modules, whole_calls
+from instep.unedited.sharded_call.plan.bound_call import BoundCall
+from instep.unedited.sharded_call.plan.call_tuner import CallTuner
+from instep.unedited.sharded_call.plan.division import count_elements, max_rows
+from instep.unedited.sharded_call.plan.module_properties import (
+    find_gpu_state,
+    find_hooks,
+    is_compiled,
+    is_lazy,
+)
+from instep.unedited.sharded_call.plan.plan_cache import CacheEntry
+from instep.unedited.sharded_call.plan.sharding_plan import ShardingPlan
+from instep.unedited.sharded_call.plan.whole_calls import WholeCall
+from instep.unedited.sharded_call.run.execution import run_sharded
+from instep.unedited.sharded_call.run.region import call_state
+from instep.unedited.sharded_call.run.timed_calls import run_timed, time_run
+from instep.unedited.sharded_call.shards.shard_group import ShardGroup
+
+_FIRST_CALLS = 3
+_IN_FIRST_CALL = (*SIDE_EFFECTS, *CHANGES_PARAMETERS)
+"""What many do in their first call only."""
+_CALLS_WITH_ZEROS = 64
+"""So many calls of which an output was zero so far are made anew where it no longer is."""
+_CHECKPOINTED = (
+    "torch.utils.checkpoint(use_reentrant=False) calls it outside of a divided call, and must find "
+    "the same tensors again"
+)
+_CAPTURED = "a CUDA graph captures it, which is replayed without Python"
+
+
+def call_outermost(call: BoundCall, group: ShardGroup) -> Any:
+    """Plan the call, compare it with the whole one where that is due, and run it. Collective."""
+    whole_calls.undecided += 1
+    if call_state.is_checkpointed or is_capturing_graph():
+        report_whole(call.module, _CHECKPOINTED if call_state.is_checkpointed else _CAPTURED)
+        return _run_whole(call)
+    entry = plan_cache.lookup(call, group)
+    entry.calls += 1
+    entry.drop_moved_plan()
+    hooked, hooks = find_hooks(call.module, call.parts)
+    if entry.plan is None and not entry.why_whole:
+        entry.why_whole = find_gpu_state(call.parts)
+    if why := entry.why_whole or hooked:
+        report_whole(call.module, why)
+        call_counts.add_whole(call)
+        return _run_parts_or_whole(call, entry, group)
+    if count_batch(call, entry.plan) < group.size:
+        report_whole(call.module, FEW_ROWS)
+        _remember_whole(call, None, by_parts=False)
+        return _run_whole(call)
+    tuner = entry.tuner(call)
+    if tuner is not None and tuner.has_chosen_whole:  # so have its parts
+        tuner.count(count_elements(call.leaves), sharded=False)
+        _remember_whole(call, tuner, by_parts=False)
+        return _run_whole(call)
+    if entry.plan is None and is_lazy(call.module):  # as nn.LazyLinear before its first call
+        return _run_whole(call)
+    result = _run_planned(call, entry, tuner, group, hooks)
+    entry.plan, entry.why_whole = result.plan, result.why_whole
+    if result.why_whole:
+        entry.plan = None
+        plan_cache.compare_others(entry, call.module)
+        report_whole(call.module, result.why_whole)
+    elif tuner is not None:
+        tuner.count(count_elements(call.leaves), sharded=result.is_sharded)
+    if entry.plan is not None and result.is_sharded:
+        call_counts.add_sharded(call, entry.plan, group)
+    else:
+        call_counts.add_whole(call)
+    entry.finish(call.module)
+    return result.output
+
+
+@dataclass(frozen=True)
+class _CallResult:
+    """What a call has returned and taught."""
+
+    output: Any
+    """For the script."""
+    plan: ShardingPlan | None
+    """For the calls that follow, if they can be sharded."""
+    why_whole: str = ""
+    """Why they cannot be; "" if they can, or if this call does not tell."""
+    is_sharded: bool = True
+
+
+class _CallMode(Enum):
+    """How a call that may be sharded is made."""
+
+    FIND_PLAN = auto()
+    """Whole, and then sharded by each candidate."""
+    COMPARE_ANEW = auto()
+    """Both ways, with gradients, as something is new about it."""
+    COMPARE = auto()
+    """Both ways, as a sample."""
+    TIME = auto()
+    """Sharded or whole, and timed."""
+    WATCH_ZEROS = auto()
+    """Sharded, and anew if an output is no longer zero."""
+    SHARD = auto()
+
+
+def _choose_mode(
+    call: BoundCall, entry: CacheEntry, tuner: CallTuner | None, hooks: tuple[int, ...]
+) -> _CallMode:
+    is_new = entry.is_new(call) or hooks != entry.hooks
+    entry.hooks = hooks
+    is_timed = tuner is not None and tuner.is_due
+    if entry.plan is None or is_new or is_timed:
+        whole_calls.trials += 1
+    if entry.plan is None:
+        return _CallMode.FIND_PLAN
+    if is_new:
+        return _CallMode.COMPARE_ANEW
+    if entry.is_sampled():
+        return _CallMode.COMPARE
+    if is_timed:
+        return _CallMode.TIME
+    if not entry.plan.has_values and entry.calls <= _CALLS_WITH_ZEROS:
+        return _CallMode.WATCH_ZEROS
+    return _CallMode.SHARD
+
+
+def _run_planned(
+    call: BoundCall,
+    entry: CacheEntry,
+    tuner: CallTuner | None,
+    group: ShardGroup,
+    hooks: tuple[int, ...],
+) -> _CallResult:
+    """Make a call that may be sharded, and learn whether those that follow may be."""
+    mode, plan = _choose_mode(call, entry, tuner, hooks), entry.plan
+    if plan is None:
+        return _find_plan(call, entry, group)
+    if mode in (_CallMode.COMPARE_ANEW, _CallMode.COMPARE):
+        plan, output, why = verify_plan(call, plan, group, gradients=mode is _CallMode.COMPARE_ANEW)
+        if why:
+            why += entry.divided_calls()
+        entry.last_compared = entry.calls
+        return _CallResult(output, plan, why, is_sharded=not why)
+    if entry.is_checked() and (mismatch := arguments_mismatch(call.leaves, group.transport)):
+        why = mismatch + entry.divided_calls()
+        return _CallResult(call.run_whole(), None, why, is_sharded=False)
+    match mode:
+        case _CallMode.TIME:
+            assert tuner is not None
+            plan, output, is_sharded = run_timed(call, plan, tuner, group)
+            return _CallResult(output, plan, is_sharded=is_sharded)
+        case _CallMode.WATCH_ZEROS:
+            plan, output, why = run_with_zeros(call, plan, group)
+            return _CallResult(output, plan, why, is_sharded=not why)
+        case _:
+            plan, output = run_sharded(call, plan, group)
+            return _CallResult(output, plan)
+
+
+def _find_plan(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> _CallResult:
+    """Make the first call with this key, or one of the next where the first ones do not tell."""
+    plan, output, why = find_plan(call, group)
+    if why.startswith(MAKES_PARTS) and entry.calls <= plan_cache.MAX_COMPARED:
+        report_whole(call.module, f"{why} in this call")  # they are made by now
+        return _CallResult(output, None, is_sharded=False)
+    if why and max_rows(call.leaves) < group.size:
+        why = FEW_ROWS
+    if why.startswith(_IN_FIRST_CALL) and entry.calls < _FIRST_CALLS:
+        return _CallResult(output, None, is_sharded=False)
+    if why != FEW_ROWS:
+        temporary_modules.note(call.module, why)
+    if plan is not None and plan.sums_without_rows is not None:
+        plan_cache.compare_others(entry, call.module)
+    return _CallResult(output, plan, why, is_sharded=not why)
+
+
+def _run_parts_or_whole(call: BoundCall, entry: CacheEntry, group: ShardGroup) -> Any:
+    """Make a call that is not sharded itself; its parts are, if it has some and they gain."""
+    tuner = None if call_state.whole_depth else entry.parts_tuner(call)
+    if entry.has_parts and tuner is not None:
+        return _run_by_cost(call, tuner, group, is_for_good=bool(entry.why_whole))
+    if entry.why_whole:
+        _remember_whole(call, None, by_parts=entry.has_parts)
+    return _run_by_parts(call) if entry.has_parts else call.run_whole()
+
+
+def _run_by_cost(call: BoundCall, tuner: CallTuner, group: ShardGroup, *, is_for_good: bool) -> Any:
+    """Shard the parts of a call that is whole, or not, by what takes less time.
+
+    What a part costs is known only in part where its rows stay on their ranks: joining them may
+    be left to what follows. So when all parts have decided, the whole call is timed both ways.
+    """
+    if tuner.has_chosen_whole:
+        tuner.count(count_elements(call.leaves), sharded=False)
+        if is_for_good:
+            _remember_whole(call, tuner, by_parts=False)
+        return call.run_whole()
+
+    def run(by_parts: bool) -> tuple[None, Any]:
+        return None, _run_by_parts(call) if by_parts else call.run_whole()
+
+    if tuner.begins_later:
+        undecided, trials = whole_calls.undecided, whole_calls.trials
+        _, output = run(True)
+        if is_for_good and whole_calls.undecided == undecided:  # no part is ever sharded
+            _remember_whole(call, None, by_parts=False)
+        tuner.begins_later = whole_calls.trials > trials
+        return output
+    is_sharded = True
+    if tuner.is_due:
+        (_, output), is_sharded = time_run(call, tuner, group.transport, run)
+    else:
+        _, output = run(True)
+    tuner.count(count_elements(call.leaves), sharded=is_sharded)
+    return output
+
+
+def _run_whole(call: BoundCall) -> Any:
+    call_counts.add_whole(call)
+    return call.run_whole()
+
+
+def _remember_whole(call: BoundCall, tuner: CallTuner | None, *, by_parts: bool) -> None:
+    if is_compiled(call.parts):
+        return
+    rows = count_batch(call, None) if torch.is_grad_enabled() else 0
+    known = WholeCall(rows, count_elements(call.leaves), tuner, by_parts)
+    whole_calls.add(call.module, call.args, call.kwargs, known)
+
+
+def _run_by_parts(call: BoundCall) -> Any:
+    with sharding_parts(call.module):
+        return call.run_whole()
+
+
+@contextmanager
+def sharding_parts(module: nn.Module) -> Iterator[None]:
+    """Inside, in a whole call of this module, calls of its parts are sharded."""
+    call_state.inside, call_state.whole_depth = False, call_state.whole_depth + 1
+    try:
+        with own_forward.as_calls(module):
+            yield
+    finally:
+        call_state.inside, call_state.whole_depth = True, call_state.whole_depth - 1
