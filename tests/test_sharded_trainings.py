@@ -580,6 +580,34 @@ def gradients_of_experts_that_the_script_asks_for(log: Log) -> None:
 
 
 @sharded
+def gradients_of_several_rows_at_once(log: Log) -> None:
+    """As torch.autograd.functional.jacobian(vectorize=True) takes them."""
+    model = mlp()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        scores = model(x)
+        rows = torch.eye(scores.shape[1], dtype=scores.dtype)[:, None].expand(-1, *scores.shape)
+        loss = F.cross_entropy(scores, y)
+        for create_graph in (False, True):
+            slopes, unused = torch.autograd.grad(
+                scores,
+                [x, torch.zeros((), requires_grad=True)],
+                rows,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+            assert unused is None
+            assert slopes.shape == (scores.shape[1], *x.shape)
+            log.loss(slopes.square().sum())
+        return loss + slopes.square().mean()
+
+    train(log, model, step)
+
+
+@sharded
 def sparse_embedding(log: Log) -> None:
     table = nn.Embedding(6, 3, sparse=True).double()
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)

@@ -48,6 +48,10 @@ SHARDED_CALL_PATCHES: tuple[Patch, ...] = (
         (torch.autograd, "backward", backward.backward),
     ),
     *patches(
+        "the rows of an output, of which it takes a gradient, are on all ranks",
+        (torch.autograd, "grad", backward.grad),
+    ),
+    *patches(
         "in a sharded call the batch statistics are those of the whole batch",
         (nn.functional, "batch_norm", overrides.batch_norm),
         compile="break",

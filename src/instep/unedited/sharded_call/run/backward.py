@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instep.distributed.communication.transport import Transport, get_transport, overlap_group
 from instep.distributed.flight_record.recorder import phase
 from instep.process.patching import Function
-from instep.process.torch_private import current_graph_task_id
+from instep.process.torch_private import current_graph_task_id, tree_map_only
 from instep.training.drift.comparison import DriftCheck, drift_check_of
 from instep.training.drift.non_finite import FiniteCheck
+from instep.training.pytree import find_tensors
 from instep.unedited.sharded_call.run.grad_sums import CallGradients, reduce_in_buckets
 from instep.unedited.sharded_call.run.region import find_regions, has_regions
+from instep.unedited.sharded_call.run.sharded_output import grad_of_outputs
 from instep.unedited.sharded_call.run.timed_calls import end_backward, start_backward
 
 _callbacks: list[Callable[[], None]] = []
@@ -64,6 +69,46 @@ def backward(
     end_backward(start)
     # Not in the time of the backward, by which calls are tuned.
     finite.end(_compare_between_ranks(calls, transport))
+
+
+def grad(
+    original: Function,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, which also takes outputs of sharded calls for inputs."""
+    take = partial(
+        grad_of_outputs,
+        original,
+        outputs,
+        inputs,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    if is_grads_batched and has_regions():  # what crosses the ranks cannot be vectorized
+        return _grad_by_rows(take, grad_outputs, retain_graph)
+    return take(grad_outputs, retain_graph, is_grads_batched=is_grads_batched)
+
+
+def _grad_by_rows(
+    take: Callable[[Any, bool | None], tuple[Tensor | None, ...]],
+    grad_outputs: Any,
+    retain_graph: bool | None,
+) -> tuple[Tensor | None, ...]:
+    """`take(grad_outputs, retain_graph)` of each row of `grad_outputs`, stacked."""
+    count = next(len(each) for each in find_tensors(grad_outputs))
+    rows = [
+        take(tree_map_only(Tensor, itemgetter(k), grad_outputs), k + 1 < count or retain_graph)
+        for k in range(count)
+    ]
+    return tuple(None if of[0] is None else torch.stack(of) for of in zip(*rows, strict=True))
 
 
 def _compare_between_ranks(calls: list[CallGradients], transport: Transport) -> list[DriftCheck]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from instep.distributed.communication.tensors import apply
 from instep.distributed.communication.thread_channel import ThreadChannel
+from instep.process.patching import Function
 from instep.process.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -202,13 +203,15 @@ def _set_grad(output: ShardedOutput, grad: Tensor | None) -> None:
     output.__dict__["whole_grad"] = grad
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """As torch.autograd.grad, some of whose inputs are outputs of sharded calls."""
+def grad_of_outputs(
+    original: Function, outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
+    """As torch.autograd.grad, some of whose inputs may be outputs of sharded calls."""
     args, kwargs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, (args, kwargs))
     outputs = tree_map_only(ShardedOutput, ShardedOutput.full_tensor, outputs)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     own = [each.local if isinstance(each, ShardedOutput) else each for each in inputs]
-    found = torch.autograd.grad(outputs, own, *args, **kwargs)
+    found = original(outputs, own, *args, **kwargs)
     return tuple(
         _gathered(grad, each) if isinstance(each, ShardedOutput) and grad is not None else grad
         for each, grad in zip(inputs, found, strict=True)
@@ -225,7 +228,6 @@ _OF_GRADIENTS: dict[Any, Callable[..., Any]] = {
     Tensor.retain_grad: _retain_grad,
     _GRAD.__get__: _get_grad,
     _GRAD.__set__: _set_grad,
-    torch.autograd.grad: _grad,
 }
 
 
