@@ -101,8 +101,9 @@ def init(
     the loopback interface (except where torchrun hosts the store); on several, Gloo, NCCL and HCCL
     take the interface that leads to the master (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and
     HCCL_SOCKET_IFNAME are set where the user has not). With accelerators, the rank's own device
-    becomes the current one; without, this process keeps memory that it has freed (up to 512 MiB,
-    unless MALLOC_TRIM_THRESHOLD_ is set).
+    becomes the current one; without, this process keeps memory that it has freed (up to 1 GiB,
+    of which the first 512 MiB in huge pages), unless GLIBC_TUNABLES or one of MALLOC_MMAP_MAX_,
+    MALLOC_MMAP_THRESHOLD_, MALLOC_TOP_PAD_ and MALLOC_TRIM_THRESHOLD_ is set.
 
     Raises MixedJobError where the ranks are not of one job, PortInUseError,
     LeftoverRendezvousError, RendezvousError, AuthenticationError, BackendError, DeviceError or
