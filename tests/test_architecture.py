@@ -114,6 +114,23 @@ def test_the_glossary_is_short_and_each_entry_is_in_use() -> None:
     assert [entry for entry in entries if not any(is_known(w, used) for w in words(entry))] == []
 
 
+def test_every_error_is_found_in_the_module_of_errors() -> None:
+    """And in its tree; those of compat are of other libraries' interfaces."""
+    found = {"InstepError"}
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in FILES
+        if "compat" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    while more := {name for name in {*bases} - found if bases[name] & found}:
+        found |= more
+    assert len(found) > 50
+    assert {getattr(errors, name).__name__ for name in found} == found
+    assert [name for name in found if name not in (errors.__doc__ or "").split()] == []
+
+
 def test_private_names_of_torch_stand_in_one_module() -> None:
     found = {path.name for path in FILES if [*private_names_of_torch(ast.parse(path.read_text()))]}
     assert found == {"torch_private.py"}

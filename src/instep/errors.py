@@ -14,7 +14,9 @@ InstepError
 │   ├── BackendError              a backend that this host does not have
 │   ├── RankFailedError           a rank that `instep.spawn` started failed
 │   ├── CannotSendError           (TypeError) `instep.spawn` cannot pickle a call or a result
+│   ├── BitwiseError              `--bitwise` with a number of ranks or a script that cannot be
 │   └── UneditedError             a script that cannot run unedited on several ranks
+│       └── CannotSaveScriptError   `--checkpoint` with a script whose state cannot be saved
 ├── RunOnceError                  a run-once scope that cannot send its result
 ├── CollectiveError               ranks cannot run this collective
 │   ├── UnknownOpError            (ValueError) a reduction that does not exist
@@ -124,10 +126,10 @@ _DEFINED_IN = {
         CannotSaveError CheckpointError DamagedCheckpointError FolderInUseError NewerFormatError
         OtherModelError""",
     "training.errors": """
-        CannotShardError CapturedStepError DriftError MixedBatchesError MixedSumsError
-        NonFiniteGradError OtherDataError ReplicatedTwiceError ShardedTwiceError
+        BitwiseError CannotShardError CapturedStepError DriftError MixedBatchesError
+        MixedSumsError NonFiniteGradError OtherDataError ReplicatedTwiceError ShardedTwiceError
         UnknownBatchError""",
-    "unedited.errors": "LoadingError ShardedCallError UneditedError",
+    "unedited.errors": "CannotSaveScriptError LoadingError ShardedCallError UneditedError",
     "verify.errors": "ScriptFailedError ScriptLateError StepsError",
 }
 """The classes that other packages define, imported at their first use from here."""
