@@ -17,7 +17,12 @@ T = TypeVar("T")
 def broadcast_object(value: T, root: int = 0, *, group: Group | None = None) -> T:
     """Root's value on every rank (of `group`).
 
-    Raises ValueError for a root that does not exist, NotAMemberError.
+    Args:
+        value: what pickles; used on `root` only.
+        root: the rank whose value it is; a rank of the job also where there is a `group`.
+        group: the ranks that take part; None: all.
+
+    Collective. Raises ValueError for a root that does not exist, NotAMemberError.
     """
     return get_transport(group).broadcast_object(value, group_rank(root, "root", group))
 
@@ -25,7 +30,11 @@ def broadcast_object(value: T, root: int = 0, *, group: Group | None = None) -> 
 def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
     """Every rank's value, in the order of ranks, on every rank (of `group`).
 
-    Raises NotAMemberError.
+    Args:
+        value: what pickles.
+        group: the ranks that take part; None: all.
+
+    Collective. Raises NotAMemberError.
     """
     return get_transport(group).all_gather_object(value)
 
@@ -33,7 +42,12 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 def gather_object(value: T, root: int = 0, *, group: Group | None = None) -> list[T] | None:
     """Every rank's value at `root`, in the order of ranks; None elsewhere.
 
-    Raises ValueError for a root that does not exist, NotAMemberError.
+    Args:
+        value: what pickles.
+        root: the rank that gets the values; a rank of the job also where there is a `group`.
+        group: the ranks that take part; None: all.
+
+    Collective. Raises ValueError for a root that does not exist, NotAMemberError.
     """
     transport, root_rank = get_transport(group), group_rank(root, "root", group)
     values = transport.all_gather_object(value)

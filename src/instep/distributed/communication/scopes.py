@@ -77,7 +77,7 @@ def single_process_scope(rank: int = 0) -> Scope:
     a world of one, the code just runs.
 
     Args:
-        rank: the rank that runs it.
+        rank: the rank that runs it; what the collectives call `root`.
 
     Collective: every rank calls this. Raises ValueError for a rank that does not exist.
     """

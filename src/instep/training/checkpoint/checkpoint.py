@@ -68,7 +68,8 @@ class Checkpoint:
             ranks that see the folder, each its shard; a smaller one by rank 0.
         others: more objects with state_dict and load_state_dict, by names of their own.
 
-    Raises CannotSaveError, FolderInUseError, CheckpointError. Collective, as are all its methods.
+    Raises CannotSaveError, FolderInUseError, CheckpointError, and ValueError for an `every`, `keep`
+    or `shard_bytes` below 1, or a name that instep uses. Collective, as are all its methods.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from instep.compat.apex.optimizers.arguments import (
 class FusedAdam(ZeroGradByDefault, torch.optim.Adam):
     """Adam, by default with decoupled weight decay (AdamW), as Apex's FusedAdam.
 
-    Raises ValueError for what PyTorch's Adam has not: bias_correction=False, amsgrad with Apex's
-    rules, master_weights.
+    Raises ValueError for what PyTorch's Adam has not: bias_correction=False, master_weights; and
+    RuntimeError, as Apex, for amsgrad.
     """
 
     updates_by = "element"
