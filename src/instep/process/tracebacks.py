@@ -53,7 +53,7 @@ def format_error(error: BaseException) -> str:
     """Its class and message; the message is an exception's own code, which may raise."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception as why:
+    except Exception as why:  # of that code
         return f"{type(error).__name__} (its message raises {type(why).__name__})"
 
 

@@ -277,8 +277,9 @@ class TrackedIterator(Generic[T]):
         except StopIteration:
             raise
         except Exception:
-            # The rank whose sample it is fails too; any sample keeps this rank's loop running. The
-            # loop may still hold the last batch, so its tensors must not become a placeholder's.
+            # Of the script's loader. The rank whose sample it is fails too; any sample keeps this
+            # rank's loop running, which may still hold the last batch, so the tensors of that must
+            # not become a placeholder's.
             if self._last is None or not (self._planned and self._planned[0].is_empty):
                 raise
             return _copy_first_row(self._last)

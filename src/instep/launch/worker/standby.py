@@ -30,7 +30,7 @@ def main(line: str, imported: str) -> None:
     torch_import.prepare()
     torch_init.install_patches()  # before other modules of torch import what they replace
     for name in _IMPORTS:
-        with suppress(Exception):  # the script's own import will show it
+        with suppress(Exception):  # of a library's import, which the script's own will show
             import_module(name)
     os.close(int(imported))
     waiting.join()

@@ -165,7 +165,8 @@ def _run_in_thread(function: Callable[[], None], device: str) -> None:
     index = torch_devices.index_in_use()
 
     def run() -> None:
-        with suppress(Exception), torch.no_grad():  # what was drawn before an error is known
+        # The module's own code may raise anything; what it drew before is known.
+        with suppress(Exception), torch.no_grad():
             torch_devices.set_index(index)
             with torch.autocast(device, casts[1], enabled=casts[0]):
                 function()

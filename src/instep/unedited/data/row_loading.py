@@ -194,7 +194,7 @@ class RowDataset(Dataset[Any]):
             before = RNGStates.capture()
             try:
                 samples += map(self._sample, some)
-            except Exception:
+            except Exception:  # of the script's data set, tried again with its own random numbers
                 if before.equals(RNGStates.capture()):
                     raise
             self._draws = not before.equals(RNGStates.capture())
@@ -234,7 +234,7 @@ class RowDataset(Dataset[Any]):
         with _restoring_generators():
             try:
                 return _checksum(self._seeded_sample(seed, number, index))
-            except Exception:  # raised by the rank whose sample it is
+            except Exception:  # the data set's, raised by the rank whose sample it is
                 return None
 
 

@@ -199,5 +199,5 @@ def _copy_values(values: dict[str, T]) -> dict[str, T]:
 def _copy_value(value: T) -> T:
     try:
         return copy.deepcopy(value)
-    except Exception:  # a lock, a file, a generator: whatever its __deepcopy__ raises
+    except Exception:  # of the script's value: a lock, a file, whatever its __deepcopy__ raises
         return value

@@ -274,7 +274,7 @@ def _holds_for_others(
         try:
             wholes, structure = flatten(_values_of(other, reference))
             break
-        except Exception:
+        except Exception:  # of the script's forward
             if kept is _beginnings:
                 raise
     before.restore()

@@ -165,7 +165,7 @@ class AttributeChanges:
         try:
             changed = [table for table in self._tables if table.has_changed()]
             resized = [table for table in changed if table.length not in (-1, len(table.where))]
-        except Exception:  # one is gone, or holds a tensor now, which cannot be compared
+        except Exception:  # one is gone, or the script's value cannot be compared, as a tensor
             return found | self._look_anew()
         if resized or _PARTS in found:
             found |= {(*table.key, "length"): _OTHER_OBJECT for table in resized}
